@@ -29,7 +29,7 @@ from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import Prepared
-from trt_kvcache.importer.rewritten import misfit
+from trt_kvcache.importer.recorded_options import misfit
 from trt_kvcache.verify import VerifyOptions, verify_import
 
 VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4, station=("rewritten",))

@@ -11,7 +11,7 @@ from trt_kvcache.importer.plan import (
     AttentionPlan,
     CachePlan,
     CacheUpdate,
-    MaskGeometry,
+    Mask,
     PhysicalLayout,
     PlanOptions,
     Role,
@@ -79,7 +79,7 @@ def sample_plan(layers: int = 32, warnings: tuple[str, ...] = ()) -> CachePlan:
         _tensor("logits", "output", Role.LOGITS, "float16", ("batch", "seq", 512), "config: logits"),
         *(_tensor(c.present, "output", Role.CACHE, c.dtype, c.physical_shape, "graph: present cache") for c in caches),
     )
-    mask = MaskGeometry("attention_mask_0", True, "nonpad_kv_seqlen", -1, -1, None, False, "attention_span", True)
+    mask = Mask("attention_mask_0", True, "nonpad_kv_seqlen", -1, -1, None, False, "attention_span", True)
     span = SpanInput("attention_span", "attention_span", 256, "nonpad_kv_seqlen")
     return CachePlan(PlanOptions(), 24, caches, attention, (mask,), (span,), tensors, warnings)
 

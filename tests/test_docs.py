@@ -54,7 +54,7 @@ def test_the_manifests_page_has_every_field() -> None:
     page = (DOCS / "manifest.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)`", page))
     parts = [Manifest, CachePlan, reports.FileIdentity, reports.Profile, reports.ShapeRange]
-    parts += [plan.CacheUpdate, plan.AttentionPlan, plan.MaskGeometry, plan.SpanInput, plan.LogitsSpan, plan.TensorRole]
+    parts += [plan.CacheUpdate, plan.AttentionPlan, plan.Mask, plan.SpanInput, plan.LogitsSpan, plan.TensorRole]
     parts += [plan.StateUpdate, plan.UpdateContract, plan.InterfaceChange]
     missing = {f"{part.__name__}.{field.name}" for part in parts for field in fields(part) if field.name not in named}
     assert not missing

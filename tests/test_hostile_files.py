@@ -44,9 +44,9 @@ from trt_kvcache.importer import pipeline
 from trt_kvcache.importer.check import Checked
 from trt_kvcache.importer.files import save, stripped
 from trt_kvcache.importer.files.stripped import unpacked
-from trt_kvcache.importer.interface.config import load_patterns
+from trt_kvcache.importer.interface.role_patterns import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
-from trt_kvcache.importer.rewritten import recorded_options
+from trt_kvcache.importer.recorded_options import recorded_options
 from trt_kvcache.importer.simplify import take_branches
 from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.machine import bounded_memory, free_memory

@@ -17,7 +17,7 @@ from spellings import FIXED_SPELLINGS, SPELLINGS, Spelling, all_single, spelled
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.recognize.layout import ATTENTION, brought, layouts
+from trt_kvcache.importer.recognize.records import ATTENTION, brought, layouts
 
 SHARE = 50
 

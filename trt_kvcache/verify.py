@@ -36,13 +36,13 @@ from trt_kvcache.compare.verify_report import STATIONS, Quality, Station, Verify
 from trt_kvcache.cpu import RunError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, quantize_caches
-from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
-from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
+from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants
 from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.step_limits import read_limits

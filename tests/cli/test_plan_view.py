@@ -12,7 +12,7 @@ from sample_plans import cache_update, sample_plan, with_contract
 from trt_kvcache.cli.output import console
 from trt_kvcache.cli.plan_view import batch_of, bytes_of, mask_text, plan_data, print_plan
 from trt_kvcache.cli.summary import plan_lines
-from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Route
+from trt_kvcache.importer.plan import CachePlan, Mask, Route
 
 
 def test_nothing_is_cut_or_folded_when_piped() -> None:
@@ -55,18 +55,14 @@ def test_json_decodes_as_the_plan() -> None:
 @pytest.mark.parametrize(
     ("mask", "text"),
     [
-        (MaskGeometry("m", True, None, -1, -1, None, False, None, False), "j <= i"),
-        (MaskGeometry("m", True, "n", -1, -1, None, False, "span", True),
+        (Mask("m", True, None, -1, -1, None, False, None, False), "j <= i"),
+        (Mask("m", True, "n", -1, -1, None, False, "span", True),
          "j < n, and j <= i + n - S_q; over the rows of span; rows that see no key give zero"),
-        (MaskGeometry("m", False, "n", 7, 0, None, False, None, False),
+        (Mask("m", False, "n", 7, 0, None, False, None, False),
          "j < n, and j >= i + n - S_q - 7, and j <= i + n - S_q + 0"),
-        (MaskGeometry("m", True, None, -1, -1, "bias", True, None, False), "j <= i, and bias is added"),
-        (
-            MaskGeometry("m", True, "n", -1, -1, None, True, None, False, "slopes"),
-            "j < n, and j <= i + n - S_q, and a slope per head times j - (i + n - S_q) is added",
-        ),
-        (MaskGeometry("m", False, None, -1, -1, "keep", False, None, False), "keep allows it"),
+        (Mask("m", True, None, -1, -1, "bias", True, None, False), "j <= i, and bias is added"),
+        (Mask("m", False, None, -1, -1, "keep", False, None, False), "keep allows it"),
     ],
 )  # fmt: skip
-def test_masks_in_words(mask: MaskGeometry, text: str) -> None:
+def test_masks_in_words(mask: Mask, text: str) -> None:
     assert mask_text(mask) == text

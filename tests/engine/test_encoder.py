@@ -24,7 +24,7 @@ from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.extensions.encoders.model import import_encoder
+from trt_kvcache.importer.families.encoders.model import import_encoder
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
 from trt_kvcache.runtime.encoders.encoder import OnnxEncoder
 

@@ -1,7 +1,7 @@
 """Quantized weights and numbers in TensorRT for RTX.
 
 A failure here means that TensorRT changed: `importer.quantized.signed`, `normalize.nbits`, `normalize.zero_points` and
-`importer.extensions.quantizers` rely on these facts.
+`importer.families.quantizers` rely on these facts.
 """
 
 from __future__ import annotations

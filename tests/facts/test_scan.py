@@ -16,8 +16,8 @@ from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.graph import Emitter, export_inferred
 from trt_kvcache.importer.plan import AttentionKind
-from trt_kvcache.importer.planning import attention
-from trt_kvcache.importer.rewrite.repeats import copy_repeats
+from trt_kvcache.importer.planning import attention_plans
+from trt_kvcache.importer.rewrite import copy_repeats
 from trt_kvcache.verify import verify_model
 
 
@@ -50,7 +50,7 @@ def test_attention_before_a_scan(dtype: int, tmp_path: Path, monkeypatch: pytest
     assert result.plan.attention[0].reason == "a Scan over a dynamic number of steps depends on it"
     verify_model(tmp_path / "model.onnx").check()
     assert harness.build(result).stage == "built"
-    monkeypatch.setattr(attention, "nodes_before_scans", lambda graph: ())
+    monkeypatch.setattr(attention_plans, "nodes_before_scans", lambda graph: ())
     result = harness.imported(decoder(dtype), tmp_path)
     assert AttentionKind.LOWERED not in {item.kind for item in result.plan.attention}
     assert harness.build(result).stage == "crash"

@@ -19,7 +19,7 @@ from verify.mistakes import verify_with
 from trt_kvcache import DecodeSession, PlanOptions, rewrite_model
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.verify import VerifyReport
 
 DECODER = Decoder(heads=8, size=8, layers=1, opset=23)

@@ -12,7 +12,7 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, rewrite_model
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.files.folder import find_model
+from trt_kvcache.importer.files.model_folder import find_model
 from trt_kvcache.importer.files.source import load_source
 
 

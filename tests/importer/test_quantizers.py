@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.quantizers import standardize
+from trt_kvcache.importer.families.quantizers import standardize
 
 FLOAT = TensorProto.FLOAT
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)

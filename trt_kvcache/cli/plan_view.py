@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.output import human_bytes, shape_text, table
 from trt_kvcache.compare.costs import StepCost, step_cost, usual_tokens
-from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateForm
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, Mask, Role, UpdateForm
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -267,7 +267,7 @@ def attention_facts(node: AttentionPlan) -> dict[str, str]:
     }
 
 
-def mask_text(mask: MaskGeometry) -> str:
+def mask_text(mask: Mask) -> str:
     """Return the conditions of a mask in words, over key j and query i."""
     offset = f" + {mask.lengths} - S_q" if mask.lengths else ""
     terms = [f"j < {mask.lengths}"] if mask.lengths else []
@@ -275,7 +275,6 @@ def mask_text(mask: MaskGeometry) -> str:
     terms += [f"j >= i{offset} - {mask.left_window}"] if mask.left_window >= 0 else []
     terms += [f"j <= i{offset} + {mask.right_window}"] if mask.right_window >= 0 else []
     terms += [f"{mask.mask} allows it" if not mask.additive else f"{mask.mask} is added"] if mask.mask else []
-    terms += [f"a slope per head times j - (i{offset}) is added"] if mask.slopes else []
     text = ", and ".join(terms) or "always"
     text += f"; over the rows of {mask.span}" if mask.span else ""
     return text + ("; rows that see no key give zero" if mask.guarded else "")

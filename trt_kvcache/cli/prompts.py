@@ -219,7 +219,7 @@ class SourceFlags:
         Raises:
             OptionError: no config names the token.
         """
-        from trt_kvcache.importer.extensions.encoders.files import decoder_start
+        from trt_kvcache.importer.families.encoders.files import decoder_start
 
         for place in (model, self.encoder):
             if place is not None and (token := decoder_start(place)) is not None:

@@ -14,7 +14,7 @@ from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
 from trt_kvcache.engine.backend import can_build
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, Target, UpdateForm, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Mask, Target, UpdateForm, UpdateMode
 from trt_kvcache.model_paths import is_model
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ def advice(plan: CachePlan) -> list[str]:
         said.append("export with one mask for all layers: each layer computes its own in every step")
     windows = {mask.name: mask for mask in plan.masks if mask.left_window >= 0}
     past = {cache.past: cache for cache in plan.caches}
-    masks_of: dict[str, list[MaskGeometry | None]] = {}
+    masks_of: dict[str, list[Mask | None]] = {}
     for name, mask in ((n, windows.get(a.mask or "")) for a in plan.attention for n in a.caches if n in past):
         masks_of.setdefault(name, []).append(mask)
     if saved := sum(all(m and _longer(past[n], m) for m in layers) for n, layers in masks_of.items()):
@@ -222,7 +222,7 @@ def advice(plan: CachePlan) -> list[str]:
     return said
 
 
-def _longer(cache: CacheUpdate, mask: MaskGeometry) -> bool:
+def _longer(cache: CacheUpdate, mask: Mask) -> bool:
     return cache.mode is UpdateMode.LINEAR and cache.capacity > 2 * (mask.left_window + 1)
 
 

@@ -21,7 +21,7 @@ from trt_kvcache.compare.text_inputs import TextInputs, by_position, guessed
 from trt_kvcache.cpu import RunError, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import define, for_cpu
+from trt_kvcache.importer.families import define, for_cpu
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode

@@ -1,6 +1,6 @@
 """The reference for quantized caches: a model in which standard ONNX operators round the rows to codes.
 
-It shares no code with the edit that quantizes caches (`trt_kvcache.importer.extensions.quantized_caches`), which packs
+It shares no code with the edit that quantizes caches (`trt_kvcache.importer.families.quantized_caches`), which packs
 and moves codes; the definition is the same, from `docs/quantized-caches.md`:
 
     turned = row R,   scale = max(|turned|) / M,   row' = round(turned / scale) scale R

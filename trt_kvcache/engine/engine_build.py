@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import onnx
 
     from trt_kvcache.importer.check import Checked
-    from trt_kvcache.importer.files.flipped import Flipped
+    from trt_kvcache.importer.files.signed_weights import Flipped
     from trt_kvcache.importer.files.source import SourceModel
     from trt_kvcache.importer.planning.index_limits import IndexLimits
 
@@ -519,7 +519,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     Raises:
         OptionError: an encoder is named but does not exist, or the decoder takes nothing from one.
     """
-    from trt_kvcache.importer.extensions.encoders.files import find_encoder, named_encoder
+    from trt_kvcache.importer.families.encoders.files import find_encoder, named_encoder
 
     if build.encoder == "none":
         return None
@@ -547,9 +547,9 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
             positions.
         ModelError: the encoder cannot be used.
     """
-    from trt_kvcache.importer.extensions.encoders.files import find_first_step
-    from trt_kvcache.importer.extensions.encoders.model import import_encoder
-    from trt_kvcache.importer.extensions.encoders.positions import check_positions, count_positions, most_ids
+    from trt_kvcache.importer.families.encoders.files import find_first_step
+    from trt_kvcache.importer.families.encoders.model import import_encoder
+    from trt_kvcache.importer.families.encoders.positions import check_positions, count_positions, most_ids
 
     path = which_encoder(model, plan, build)
     if path is None:

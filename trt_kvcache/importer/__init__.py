@@ -3,14 +3,14 @@
 Nothing here imports TensorRT.
 
     load_source     read the file, check it                           files
-    prepare         fixed capacity, flat, shapes known, caches and    prepare, simplify, normalize
+    prepare         fixed capacity, flat, shapes known, caches and    prepare, simplify, recognize, emit
                     attention in their canonical form
-    analyze         -> CachePlan                                      analyze, planning, interface, plan
+    analyze         -> CachePlan                                      pipeline, planning, interface, plan
     rewrite_graph   edit the graph as the plan says                   rewrite
     check_rewrite   compare the rewritten model with the original     check
     patch_network   set what only TensorRT's parsed network has       patch
 
-`pipeline` calls all but the last, one after the other. `extensions` are loaded only for models that need them.
+`pipeline` calls all but the last, one after the other. `families` are loaded only for models that need them.
 
 Names load on first use: the data classes in `trt_kvcache.importer.plan`, and manifests with them, need no ONNX.
 """

@@ -26,9 +26,6 @@ FLOAT = int(onnx.TensorProto.FLOAT)
 DOUBLE = int(onnx.TensorProto.DOUBLE)
 INT32 = int(onnx.TensorProto.INT32)
 INT64 = int(onnx.TensorProto.INT64)
-SINKS, SLOPES = 7, 8
-"""Inputs of an Attention after those that ONNX's has: one number for each query head (or one for all). Only the
-importer makes such nodes, and none is left in a rewritten model: see `rewrite.lowered` and `rewrite.masks`."""
 
 
 def is_op(node: gs.Node, *op_types: str) -> bool:

@@ -11,16 +11,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
-from trt_kvcache.importer.plan_adapters import AdapterPart as AdapterPart
-from trt_kvcache.importer.plan_adapters import AdapterPlan as AdapterPlan
-from trt_kvcache.importer.plan_adapters import AdapterProduct as AdapterProduct
-from trt_kvcache.importer.plan_interface import Dim as Dim
-from trt_kvcache.importer.plan_interface import InterfaceChange as InterfaceChange
-from trt_kvcache.importer.plan_interface import OriginalRole as OriginalRole
-from trt_kvcache.importer.plan_interface import OriginalTensor as OriginalTensor
-from trt_kvcache.importer.plan_interface import Stack as Stack
-from trt_kvcache.importer.plan_interface import StackPart as StackPart
-from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
 from trt_kvcache.importer.plan_options import CacheDtype as CacheDtype
 from trt_kvcache.importer.plan_options import CacheLayout as CacheLayout
 from trt_kvcache.importer.plan_options import Fallback as Fallback
@@ -30,6 +20,146 @@ from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
 from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, table, tag
+
+Dim = int | str
+"""A dimension: a fixed size, or the name of a symbol (``"?"`` where the model gives neither)."""
+
+
+class OriginalRole(str, Enum):
+    """The part that an input or output plays in a model whose interface normalization changed."""
+
+    TOKENS = "tokens"
+    """Token ids or embeddings ``[B, S, ...]``."""
+    POSITIONS = "positions"
+    """Position of every new token: ``P + arange(S)``, as ``[S]``, ``[1, S]`` or ``[B, S]``."""
+    PADDING_MASK = "padding_mask"
+    """Ones for every token of the past and of the update: integer or bool ``[B, P + S]``."""
+    PAST_LENGTH = "past_length"
+    """Tokens in the cache before the step: ``P``, a scalar or one per row."""
+    MASK = "mask"
+    """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
+    GROWING_CACHE = "growing_cache"
+    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that."""
+    FIXED_CACHE = "fixed_cache"
+    """A cache of fixed capacity, the same length in and out."""
+    CONSTANT = "constant"
+    """Given once and only read, such as the output of an encoder or its keys and values."""
+    STATE = "state"
+    """State of fixed shape that every step replaces."""
+    SWITCH = "switch"
+    """Chooses between the branches of a merged export, or only the one without a past reads it: all ones."""
+    LOGITS = "logits"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class InterfaceChange:
+    """An input or output of the model as exported that changes or disappears.
+
+    Attributes:
+        io: ``"input"`` or ``"output"``.
+        old: name and shape in the model as exported, such as ``"attention_mask [batch, P + S]"``; empty: it is new.
+        new: name and shape in the rewritten model; empty: it is gone.
+        why: what it becomes, or what the caller gives instead.
+    """
+
+    io: str
+    old: str
+    new: str
+    why: str
+
+
+@dataclass(frozen=True)
+class OriginalTensor:
+    """One input or output of the model as exported, where normalization changed the interface.
+
+    Attributes:
+        io: ``"input"`` or ``"output"``.
+        shape: as exported; fixed sizes and symbols.
+        axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
+            ``"capacity"``, or ``""``.
+        window_rows: rows, at most, of a growing cache of which only the newest ones stay: ``min(P, rows)`` in,
+            ``min(P + S, rows)`` out; of a padding mask over it, which has ``min(P, rows) + S`` columns; None: it is as
+            long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has as many
+            rows, and a mask over it as many columns, those of tokens last.
+        on: of a switch: what takes the branch with a past.
+    """
+
+    name: str
+    io: str
+    role: OriginalRole
+    dtype: str
+    shape: tuple[Dim, ...]
+    axes: tuple[str, ...]
+    window_rows: int | None = None
+    on: bool = True
+
+
+@dataclass(frozen=True)
+class StateUpdate:
+    """State that is no attention cache, replaced as a whole by every step: convolution and linear-attention state.
+
+    Attributes:
+        past, present: names of the graph's input and output, of one dtype and shape.
+        reason: why past and present need two buffers.
+    """
+
+    past: str
+    present: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """Columns ``start .. stop - 1`` of a product, which one module of the checkpoint makes."""
+
+    module: str
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class AdapterProduct:
+    """A product ``y = x W`` of the model, to which ``(x A[slot]) B[slot]`` is added.
+
+    Attributes:
+        a: name of the input A ``[slots + 1, inputs, rank]``.
+        b: name of the input B ``[slots + 1, rank, outputs]``.
+        dtype: of both.
+        rank: of all parts together: each has `AdapterPlan.rank` columns at least.
+        parts: modules, of which an adapter may change any: one, or several that were fused.
+        whole: name of the fused module, which an adapter may change as well; None: there is one part.
+        found_by: what said which module it is.
+    """
+
+    a: str
+    b: str
+    dtype: str
+    rank: int
+    inputs: int
+    outputs: int
+    parts: tuple[AdapterPart, ...]
+    whole: str | None
+    found_by: str
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """The adapters that a model takes as inputs.
+
+    Attributes:
+        rank: of the largest adapter.
+        slots: adapters at a time, in slots 1 to `slots`. Slot 0 holds zeros: the model itself.
+        index: name of the int64 input ``[B]``, the slot of each sequence.
+        products: that adapters change.
+    """
+
+    rank: int
+    slots: int
+    index: str
+    products: tuple[AdapterProduct, ...]
 
 
 class Route(str, Enum):
@@ -175,7 +305,7 @@ class CacheUpdate:
 
 
 @dataclass(frozen=True)
-class MaskGeometry:
+class Mask:
     """One attention mask, computed once in the graph and shared by every node that names it.
 
     A key ``j`` is visible to query ``i`` of row ``b`` where each of these conditions holds: ``j < lengths[b]``; causal:
@@ -191,7 +321,6 @@ class MaskGeometry:
         additive: the result is a float bias; otherwise it is bool, True = visible.
         span: name of the span input that gives the number of keys, or None (all keys).
         guarded: rows that see no key are set to zero after attention, as ONNX defines.
-        slopes: name of the numbers, one for each head, that are added times ``j - i - offset``, or None (ALiBi).
     """
 
     name: str
@@ -203,7 +332,6 @@ class MaskGeometry:
     additive: bool
     span: str | None
     guarded: bool
-    slopes: str | None = None
 
 
 @dataclass(frozen=True)
@@ -212,7 +340,7 @@ class AttentionPlan:
 
     Attributes:
         caches: names of the past tensors of the caches that it reads.
-        mask: name of the `MaskGeometry`, or None where no mask is needed.
+        mask: name of the `Mask`, or None where no mask is needed.
         keys: ``"span"`` (rows up to the span), ``"mask"`` (as many rows as the model's own, shorter mask has) or
             ``"all"``.
     """
@@ -306,7 +434,6 @@ class CachePlan:
         original: the interface of the model as exported; empty where normalization left it as it is.
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
-        stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
         prefill_in_one_step: tokens of one step depend on each other, so that a prompt must come in one step.
         adapters: what adapters (LoRA) change; None: the model takes none.
         weights: bytes that a step of one token reads of them: a table that is looked up, such as that of embeddings,
@@ -317,7 +444,7 @@ class CachePlan:
     opset: int
     caches: tuple[CacheUpdate, ...]
     attention: tuple[AttentionPlan, ...]
-    masks: tuple[MaskGeometry, ...]
+    masks: tuple[Mask, ...]
     spans: tuple[SpanInput, ...]
     tensors: tuple[TensorRole, ...]
     warnings: tuple[str, ...] = ()
@@ -327,7 +454,6 @@ class CachePlan:
     original: tuple[OriginalTensor, ...] = ()
     states: tuple[StateUpdate, ...] = ()
     logits_span: LogitsSpan | None = None
-    stacks: tuple[Stack, ...] = ()
     prefill_in_one_step: bool = False
     adapters: AdapterPlan | None = None
     weights: int = 0

@@ -15,11 +15,11 @@ from pathlib import Path
 import onnx
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.capacity import USUAL
-from trt_kvcache.importer.interface.changes import PASSED_ON
-from trt_kvcache.importer.normalize import normalize
-from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.emit import normalize
+from trt_kvcache.importer.emit.canonical_nodes import Findings
+from trt_kvcache.importer.interface.exported_interface import PASSED_ON
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op, shape_of
@@ -41,7 +41,7 @@ class Prepared:
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
         findings: results of normalization; empty if the caches were already canonical.
-        finishes: what extensions add to the plan.
+        finishes: what families add to the plan.
     """
 
     reference: onnx.ModelProto
@@ -71,7 +71,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
         raise OptionError(f"--capacity is {asked}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
-    model, chosen = extensions.edit("choose", model)
+    model, chosen = families.edit("choose", model)
     if chosen:  # its weights were inside of branches
         model, more = detach_weights(model)
         weights |= more
@@ -81,7 +81,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, branches, notes = flatten(model)
     notes += _doubles(model.graph)
     inlined = (*functions, *branches)
-    model, finishes = extensions.edit("rewrite", model)
+    model, finishes = families.edit("rewrite", model)
     model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
@@ -104,7 +104,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
         The model, names of what was inlined, and notes for the plan.
     """
     model, inlined = simplify(model)
-    model, notes = extensions.edit("standardize", model)
+    model, notes = families.edit("standardize", model)
     return model, inlined, tuple(chain(*notes))
 
 

@@ -45,7 +45,6 @@ from trt_kvcache.importer.protos import (
     constant_value,
     copied,
     describe,
-    int_attribute,
     is_op,
     names_read,
     opset_version,
@@ -57,8 +56,7 @@ from trt_kvcache.importer.protos import (
 OPSET = 24
 """The version that the canonical form needs at least: TensorScatter, Attention with `nonpad_kv_seqlen`."""
 
-_OLDEST = 11  # what ONNX Runtime's converter of GPT-2 still writes
-_SOFTMAX_BY_AXIS = 13  # before, Softmax goes over its axis and all that follow
+_OLDEST = 13  # before, Softmax goes over its axis and all that follow
 _PARKED = "trt_kvcache.parked"
 _LARGEST = 1024  # elements of a constant that may be a shape, an axis or a factor
 _HIDDEN = ("TensorScatter", "Attention")
@@ -170,13 +168,11 @@ def raise_opset(model: ModelProto) -> ModelProto:
     """A model without functions at opset 24; a model at 24 or beyond is returned as it is.
 
     ONNX's converter aborts at operators that the source version lacks, which exporters write into the default domain
-    (SimplifiedLayerNormalization). They wait in a domain of their own meanwhile, and so does Softmax of opset 11 and
-    12, for which it writes Flatten, Softmax and Reshape. It forgets metadata, functions and stated shapes, so that of
-    its result only the nodes and new constants are taken.
+    (SimplifiedLayerNormalization). They wait in a domain of their own meanwhile. It forgets metadata, functions and
+    stated shapes, so that of its result only the nodes and new constants are taken.
 
     Raises:
-        UnsupportedModelError: the version is below 11, a Softmax of it goes over several axes, or ONNX's converter
-            cannot raise an operator.
+        UnsupportedModelError: the version is below 13, or ONNX's converter cannot raise an operator.
     """
     version = opset_version(model)
     if version is None or version >= OPSET:
@@ -187,7 +183,6 @@ def raise_opset(model: ModelProto) -> ModelProto:
         )
     parked = copied(model)
     parked.opset_import.add(domain=_PARKED, version=1)
-    axes = _park_softmax(parked) if version < _SOFTMAX_BY_AXIS else {}
     for node in all_nodes(parked.graph):
         if node.domain in DEFAULT_DOMAINS and not onnx.defs.has(node.op_type, version, ""):
             node.domain = _PARKED
@@ -212,33 +207,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
         if entry.domain in DEFAULT_DOMAINS:
             entry.version = OPSET
     result.ir_version = max(model.ir_version, 10)  # the IR that opset 24's element types need
-    if any(axis != -1 for axis in axes.values()):
-        _check_last(result, axes, version)
     return result
-
-
-def _park_softmax(model: ModelProto) -> dict[str, int]:
-    """Move each Softmax, in place, to a parking domain, along the last axis; returns the old axes by output name."""
-    axes = {}
-    for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
-        axes[node.output[0]] = int_attribute(node, "axis", 1)
-        replace_field(node.attribute, [helper.make_attribute("axis", -1)])
-        node.domain = _PARKED
-    return axes
-
-
-def _check_last(model: ModelProto, axes: dict[str, int], version: int) -> None:
-    """Refuse a Softmax whose old axis was not the last one, or is unknown."""
-    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-    ranks = {v.name: len(s) for v in (*inferred.value_info, *inferred.output) if (s := shape_of(v)) is not None}
-    for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
-        axis, rank = axes.get(node.output[0], -1), ranks.get(node.output[0])
-        if axis not in (-1, None if rank is None else rank - 1):
-            raise UnsupportedModelError(
-                f"Softmax '{node.name}' of opset {version} goes over axis {axis} and all after it, of "
-                f"{'an unknown number' if rank is None else rank}; supported is the last axis alone: export the model "
-                f"with opset {OPSET}"
-            )
 
 
 def _culprit(model: ModelProto, words: str) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from trt_kvcache.arguments import as_list, as_options
 from trt_kvcache.errors import CapacityError, OptionError, PromptError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
@@ -23,7 +23,7 @@ def calibrate_caches(
 ) -> dict[str, float]:
     """Run a model over prompts, on the CPU with its own caches, and return the range of each cache.
 
-    Quantized caches hold rotated rows (`trt_kvcache.importer.extensions.quantized_caches`): the range of a cache is the
+    Quantized caches hold rotated rows (`trt_kvcache.importer.families.quantized_caches`): the range of a cache is the
     largest magnitude in its rotated rows.
 
     Args:
@@ -44,7 +44,7 @@ def calibrate_caches(
     if not prompts:
         raise OptionError("there are no prompts to calibrate caches with; give some that the model will get")
     options = as_options(options, PlanOptions, "options").unquantized()
-    rotation = extensions.quantized_caches.rotation
+    rotation = families.quantized_caches.rotation
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]
         ranges = dict.fromkeys((cache.past for cache in caches), 0.0)

@@ -23,7 +23,7 @@ from trt_kvcache.engine.manifest import Manifest, load_manifest
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.check import CheckReport, load_proof
 from trt_kvcache.runtime.replay import replay, rows_needed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError
-from trt_kvcache.importer.files.folder import find_model
+from trt_kvcache.importer.files.model_folder import find_model
 from trt_kvcache.lora import open_lora
 from trt_kvcache.model_paths import is_model
 

@@ -292,7 +292,7 @@ def test_the_message_names_query_and_key(window: int, words: str, tmp_path: Path
 @pytest.mark.parametrize("form", ["products", "scores", "an operator", "double products"])
 def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides compute in float32 where they are compared, so only large numbers show a cast to float16."""
-    from trt_kvcache.importer.recognize.read import Reader
+    from trt_kvcache.importer.recognize.attention_reader import Reader
 
     honest = Reader.read
 
@@ -312,7 +312,7 @@ def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monk
 
 def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window is taken for the whole past."""
-    from trt_kvcache.importer.recognize.read import Reader
+    from trt_kvcache.importer.recognize.attention_reader import Reader
 
     honest = Reader.read
 

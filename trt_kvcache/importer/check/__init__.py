@@ -34,7 +34,7 @@ from trt_kvcache.child import ChildError
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.check_process import check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.rewritten import misfit
+from trt_kvcache.importer.recorded_options import misfit
 
 __all__ = ["Checked", "check_rewrite", "start_process"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer import families
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.symbolic_shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
@@ -70,7 +70,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
     """Convert the model to operators that ONNX Runtime supports."""
-    return extensions.for_cpu(extensions.define(model))[0]
+    return families.for_cpu(families.define(model))[0]
 
 
 def _same(plan: CachePlan) -> set[str]:

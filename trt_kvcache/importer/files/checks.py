@@ -2,6 +2,10 @@
 
 Weights are left out of every check: large initializers are replaced by typed inputs, so the checks cost what the graph
 costs. Shapes come from ONNX's own shape inference, through If and Loop bodies and model-local functions.
+
+Defaults of inputs: an initializer of the same name.
+
+Old exporters list weights in this form; these stay constants. Positions or a past must not become constants.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ from typing import Any
 import onnx
 import onnx.inliner
 from google.protobuf.message import Message
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TensorShapeProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.interface.role_patterns import NamePattern, shipped_patterns
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Scope,
@@ -392,3 +397,54 @@ def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]
 def _one_line(error: Exception) -> str:
     """ONNX's words without line breaks and without the dump of the node that follows them."""
     return " ".join(str(error).split("\n\n==> Context")[0].split()).rstrip(".")
+
+
+_BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
+"""Inputs of operators that no default can stand for: a cache, where it is written, how much of it is valid."""
+
+
+def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
+    """Remove, in place, defaults of inputs that each step provides.
+
+    These are inputs with an open dimension, with a name that has a role, and caches, their indices and lengths.
+
+    Args:
+        graph: edited.
+        named: the caller's own names of roles, beside the shipped ones.
+
+    Returns:
+        True if anything was changed.
+    """
+    patterns = (*named, *shipped_patterns())
+    brought = {
+        name
+        for node in graph.node
+        for place, name in enumerate(node.input)
+        if node.domain in DEFAULT_DOMAINS and place in _BROUGHT.get(node.op_type, ())
+    }
+    inputs = {value.name: shape_of(value) for value in graph.input}
+    dropped = {
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.name in inputs
+        and (
+            tensor.name in brought
+            or any(not isinstance(dim, int) for dim in inputs[tensor.name] or ())
+            or any(pattern.matches(tensor.name, "input") for pattern in patterns)
+        )
+    }
+    constants = [tensor for tensor in graph.initializer if tensor.name not in dropped]
+    if dropped:
+        replace_field(graph.initializer, constants)
+    return _shape_constants(graph, constants) or bool(dropped)
+
+
+def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
+    """Give inputs without a shape the shape of their default, since readers need one."""
+    shapes = {tensor.name: tensor.dims for tensor in constants}
+    bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
+    for value in bare:
+        shape = value.type.tensor_type.shape
+        shape.SetInParent()  # of no axes, too
+        shape.dim.extend(TensorShapeProto.Dimension(dim_value=size) for size in shapes[value.name])
+    return bool(bare)

@@ -6,10 +6,14 @@
 In two's complement that is one flipped bit per number. TensorRT for RTX 1.7.1 imports no uint4 weight at all, and no
 signed one with another zero point. ONNX Runtime runs both forms; it gets the first, whose data stay in the source's
 files.
+
+Weights in files whose bits have to be flipped on the way to TensorRT; see `signed`. Needs neither ONNX nor numpy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +21,7 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
-from trt_kvcache.importer.files.flipped import Flipped, flip
+from trt_kvcache.importer import families
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
@@ -44,7 +47,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         UnsupportedModelError: TensorRT does not take quantized weights as they are: a scale of 8 bits is not positive,
             a zero point is not in the middle, or a family cannot be changed.
     """
-    extensions.for_tensorrt(model, folder)
+    families.for_tensorrt(model, folder)
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
     outputs = {value.name for value in model.graph.output}
@@ -77,7 +80,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse zero points that are not the middle; see `normalize.zero_points` for those that could be taken out."""
+    """Refuse zero points that are not the middle; see `lower.matmul_nbits` for those that could be taken out."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0
@@ -114,3 +117,45 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
 def _flipped(weight: onnx.TensorProto, mask: int) -> Flipped:
     entries = {e.key: e.value for e in weight.external_data}
     return Flipped(weight.name, entries["location"], int(entries.get("offset") or 0), byte_size(weight) or 0, mask)
+
+
+_BLOCK = 1 << 25  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class Flipped:
+    """External data of one weight, whose bits still have to be flipped.
+
+    Attributes:
+        name: of the initializer.
+        location: file, relative to the model's folder.
+        offset, length: in bytes.
+        mask: to xor every byte with.
+    """
+
+    name: str
+    location: str
+    offset: int
+    length: int
+    mask: int
+
+    def read(self, folder: Path) -> Iterator[bytes]:
+        """The flipped bytes, piece by piece.
+
+        Raises:
+            OSError: the file cannot be read, or is too short.
+        """
+        with (folder / self.location).open("rb") as file:
+            file.seek(self.offset)
+            left = self.length
+            while left:
+                data = file.read(min(left, _BLOCK))
+                if not data:
+                    raise OSError(f"{self.location} ends before the weight '{self.name}' does")
+                left -= len(data)
+                yield flip(data, self.mask)
+
+
+def flip(data: bytes, mask: int) -> bytes:
+    """Every byte of `data` xor `mask`."""
+    return data.translate(bytes(byte ^ mask for byte in range(256)))

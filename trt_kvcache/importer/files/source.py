@@ -18,13 +18,12 @@ from onnx import GraphProto, ModelProto, TensorProto, numpy_helper
 from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text, stamp
-from trt_kvcache.importer import extensions
-from trt_kvcache.importer.files.checks import check_graph, check_text
-from trt_kvcache.importer.files.defaults import drop_defaults
-from trt_kvcache.importer.files.folder import check_takes_past, find_model
+from trt_kvcache.importer import families
+from trt_kvcache.importer.files.checks import check_graph, check_text, drop_defaults
 from trt_kvcache.importer.files.links import read_data
+from trt_kvcache.importer.files.model_folder import check_takes_past, find_model
 from trt_kvcache.importer.files.save import save_model
-from trt_kvcache.importer.interface.config import load_patterns
+from trt_kvcache.importer.interface.role_patterns import load_patterns
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias, sliced_squares
 from trt_kvcache.model_paths import model_named
 
@@ -119,7 +118,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     proto, own = _parse(path)
     check_text(proto, str(path))
     stamps = _check_tensor_data(proto, path)  # first: whatever reads a shape may make something of that size
-    is_edited = extensions.read(proto)
+    is_edited = families.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
     if not first_step:

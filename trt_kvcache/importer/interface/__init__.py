@@ -3,8 +3,8 @@
 Caches are facts of the graph. For everything else, in this order:
 
 1. the user's own name patterns (``--config``), which override all other evidence;
-2. certain facts of the graph (`trt_kvcache.importer.interface.evidence`): the input that looks up the embedding table,
-   and inputs of cache updates and attention;
+2. certain facts of the graph (`role_evidence`): the input that looks up the embedding table, and inputs of cache
+   updates and attention;
 3. the shipped name patterns (``configs/*.yaml``).
 
 It is an error if a tensor fits several roles, or if several tensors claim a role that only one can have: a guess would
@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 from onnx import ModelProto, ValueInfoProto
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
-from trt_kvcache.importer.interface.axes import name_axes, open_axes
-from trt_kvcache.importer.interface.config import NamePattern, example, load_patterns, shipped_patterns
-from trt_kvcache.importer.interface.evidence import Fact, GraphIndex, Known, facts, fits
+from trt_kvcache.importer.interface.role_evidence import Fact, GraphIndex, Known, facts, fits, name_axes, open_axes
+from trt_kvcache.importer.interface.role_patterns import NamePattern, example, load_patterns, shipped_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 

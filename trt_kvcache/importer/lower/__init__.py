@@ -8,20 +8,271 @@ which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
 
 Operators of other domains, and other ones of ONNX Runtime, stay as they are. Semantics:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+
+Bodies of normalizations, activations, products, convolutions and rotary embeddings are here. In a rotary embedding, a
+single position is that of the first token. With three planes of positions (M-RoPE: time, height, width), each column
+of the caches is taken at the position in the plane that owns it. Measured: ONNX Runtime gives the same numbers bit for
+bit in float32 and float16.
+
+TensorRT for RTX 1.7.1 dies (SIGFPE) on a 3-D input without num_heads, so that the number is written out that ONNX
+Runtime derives from the width of the caches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import onnx
 from onnx import ModelProto, NodeProto
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import NAME_PREFIX
-from trt_kvcache.importer.lower import fused_attention, matmul_nbits, moe, norms, products, rotary_embedding
-from trt_kvcache.importer.lower.body import SHAPES, Call, Tensors, UnknownShapeError
+from trt_kvcache.importer.lower import fused_attention, matmul_nbits, moe
+from trt_kvcache.importer.lower.body import AGAIN, SHAPES, Call, Tensors, UnknownShapeError
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, shape_of
+
+
+def simplified_layer_norm(call: Call) -> str:
+    """RMS normalization. The result has the type of the scale."""
+    _refuse_statistics(call, "inverse")
+    attributes = f"axis = {call.integer('axis', -1)}, stash_type = {call.integer('stash_type', 1)}"
+    return f"""
+        x = CastLike (x, scale)
+        y = RMSNormalization <{attributes}, epsilon = {call.number("epsilon", 1e-5)}> (x, scale)
+    """
+
+
+def skip_layer_norm(call: Call) -> str:
+    """Layer or RMS normalization of a sum."""
+    _refuse_statistics(call, "mean", "inverse")
+    is_rms = call.node.op_type == "SkipSimplifiedLayerNormalization"
+    operator, operands = ("RMSNormalization", "sum, scale") if is_rms else ("LayerNormalization", "sum, scale, shift")
+    return f"""
+        sum = Add (x, skip)
+        {call.when("bias", "sum = Add (sum, bias)")}
+        y = {operator} <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> ({operands})
+    """
+
+
+def embed_layer_norm(call: Call) -> str:
+    """Layer normalization of the sum of token, position and segment embeddings."""
+    if call.has("mask") or call.is_read("lengths") or not call.has("places"):
+        call.refuse(
+            f"has {'a mask' if call.has('places') else 'no position_ids'}; supported are token ids, position_ids and "
+            "segments, without a mask",
+            "leave embeddings out of the optimization (FusionOptions.enable_embed_layer_norm = False)",
+        )
+    return f"""
+        sum = Gather (words, ids)
+        position = Gather (positions, places)
+        sum = Add (sum, position)
+        {call.when("segments", "segment = Gather (kinds, segments)")}
+        {call.when("segments", "sum = Add (sum, segment)")}
+        y = LayerNormalization <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> (sum, scale, shift)
+    """
+
+
+def _refuse_statistics(call: Call, *outputs: str) -> None:
+    """Refuse a node whose mean or deviation is read, which only training does."""
+    read = [name for name in outputs if call.is_read(name)]
+    if read:
+        call.refuse(f"gives '{read[0]}' to a reader; supported is the normalized result", "export for inference")
+
+
+_ACTIVATIONS: dict[str, dict[str, str]] = {
+    "Relu": {}, "Sigmoid": {}, "Tanh": {}, "LeakyRelu": {"activation_alpha": "alpha"},
+}  # fmt: skip
+_GATES = ("none", "silu", "swish")
+
+
+def gelu(call: Call) -> str:
+    """``Gelu(x + bias)`` with erf; of FastGelu, with tanh."""
+    approximate = "tanh" if call.node.op_type == "FastGelu" else "none"
+    return f"""
+        {call.when("bias", "x = Add (x, bias)")}
+        y = Gelu <approximate = "{approximate}"> (x)
+    """
+
+
+def quick_gelu(call: Call) -> str:
+    """``x * Sigmoid(alpha * x)``."""
+    return f"""
+        {scaled("gate", "x", call.number("alpha", 1.702))}
+        gate = Sigmoid (gate)
+        y = Mul (x, gate)
+    """
+
+
+def fused_matmul(call: Call) -> str:
+    """``alpha * A @ B``, of operands that are transposed first if asked."""
+    return f"""
+        {_transposed(call, "a", "A")}
+        {_transposed(call, "b", "B")}
+        product = MatMul (a, b)
+        {scaled("y", "product", call.number("alpha", 1.0))}
+    """
+
+
+def fused_gemm(call: Call) -> str:
+    """``activation(Gemm(a, b, c))``."""
+    activation = call.string("activation")
+    settings = {name for name in call.attributes if name.startswith("activation_")}
+    if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
+        call.refuse(
+            f"has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; supported are "
+            f"{', '.join(_ACTIVATIONS)}",
+            "save the model with basic optimization",
+        )
+    known = [f"{name} = {call.number(name, 1.0)}" for name in ("alpha", "beta")]
+    known += [f"{name} = {call.integer(name)}" for name in ("transA", "transB")]
+    names = _ACTIVATIONS[activation]
+    stated = ", ".join(f"{names[name]} = {call.number(name)}" for name in sorted(settings))
+    return f"""
+        sum = Gemm <{", ".join(known)}> (a, b, c)
+        y = {activation} {f"<{stated}>" if stated else ""} (sum)
+    """
+
+
+def causal_conv_with_state(call: Call) -> str:
+    """A convolution over the rows of the state and the new ones; the newest rows are the next state."""
+    shape, activation = call.shape("weight") or (), call.string("activation", "none")
+    channels, width = (*shape[::2], "?", "?")[:2]
+    plain = (
+        not call.integer("state_window") and call.integer("ndim", 1) == 1 and len(shape) == 3 and activation in _GATES
+    )
+    if not (plain and call.has("past") and isinstance(channels, int) and isinstance(width, int) and width > 1):
+        call.refuse(
+            f"has a weight {list(shape)}, the activation '{activation}' and {'a' if call.has('past') else 'no'} past; "
+            "supported is one axis of time, a fixed weight [channels, 1, k] of k > 1, a past, no state_window, and an "
+            f"activation of {', '.join(_GATES)}",
+            "export the convolution unfused",
+        )
+    gated = activation != "none"
+    return f"""
+        rows = Concat <axis = 2> (past, x)
+        y = Conv <group = {channels}, kernel_shape = [{width}]> (rows, weight, bias)
+        {"gate = Sigmoid (y)" if gated else ""}
+        {"y = Mul (y, gate)" if gated else ""}
+        present = Slice (rows, [{1 - int(width)}], [{2**62}], [2])
+    """
+
+
+def scaled(result: str, name: str, factor: float) -> str:
+    """Lines that give `name` times a number as `result`."""
+    if factor == 1:
+        return f"{result} = Identity ({name})"
+    return f"""
+        factor = CastLike ({factor}, {name})
+        {result} = Mul ({name}, factor)
+    """
+
+
+def _transposed(call: Call, name: str, letter: str) -> str:
+    """The last two axes swapped, the first axis after the other batch axes. Vectors stay (measured)."""
+    swap, batch = call.integer(f"trans{letter}"), call.integer(f"transBatch{letter}")
+    if not swap and not batch:
+        return ""
+    perm = list(range(len(call.known_shape(name))))
+    if batch and len(perm) > 2:
+        perm = [*perm[1:-1], 0, perm[-1]]
+    if swap and len(perm) > 1:
+        perm[-2:] = perm[:-3:-1]
+    return f"{name} = Transpose <perm = {perm}> ({name})" if perm != sorted(perm) else ""
+
+
+_PLANES = 3
+
+
+def rotary_embedding(call: Call) -> str:
+    """One position for each token, or that of the first one."""
+    _check(call)
+    positions = ""
+    if len(call.known_shape("positions")) < 2:
+        axis = len(call.known_shape("x")) - 2
+        positions = f"""
+            batch = Shape <start = 0, end = 1> (x)
+            length = Shape <start = {axis}, end = {axis + 1}> (x)
+            count = Squeeze (length)
+            steps = Range (0, count, 1)
+            positions = Add (positions, steps)
+            shape = Concat <axis = 0> (batch, length)
+            positions = Expand (positions, shape)
+        """
+    return f"""
+        {positions}
+        y = RotaryEmbedding <{_attributes(call, call.known_shape("x"))}> (x, cos, sin, positions)
+    """
+
+
+def mrotary_embedding(call: Call) -> str:
+    """Positions ``[3, B, S]``."""
+    _check(call)
+    sections = [int(n) for n in call.attributes.get("mrope_section", [])]
+    layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)
+    if len(sections) != _PLANES or min(sections) < 0 or layout not in (0, 1) or positions[0] != _PLANES:
+        call.refuse(
+            f"has mrope_section={sections}, mrope_layout={layout} and positions {list(positions)}; supported are "
+            "sections of three planes, one after the other (layout 0) or interleaved (layout 1)",
+            AGAIN,
+        )
+    if sum(sections) != call.width("cos"):
+        call.refuse(f"has sections of {sum(sections)} columns, and caches of {call.width('cos')}", AGAIN)
+    owners = np.repeat(np.arange(_PLANES), sections)
+    if layout == 1:
+        owners = np.zeros(sum(sections), np.int64)
+        for plane in (1, 2):
+            owners[plane : 3 * sections[plane] : 3] = plane
+    call.constant("height", owners == 1)
+    call.constant("width", owners == 2)
+    return f"""
+        {_by_plane("cos")}
+        {_by_plane("sin")}
+        y = RotaryEmbedding <{_attributes(call, call.known_shape("x"))}> (x, cos, sin)
+    """
+
+
+def _attributes(call: Call, x: Sequence[int | str]) -> str:
+    """The attributes of ONNX's RotaryEmbedding.
+
+    Args:
+        call: of the node, with `cos`.
+        x: shape of what is rotated.
+    """
+    part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
+    stated = f"interleaved = {call.integer('interleaved')}"
+    if len(x) == 4:  # no number of heads, and no part that is the whole
+        return stated if part in (0, x[-1]) else f"{stated}, rotary_embedding_dim = {part}"
+    if not heads:
+        if not isinstance(x[-1], int) or width < 1 or x[-1] % width:
+            raise InvalidModelError(f"{call.label()} rotates {x[-1]} values by caches for heads of {width}")
+        heads = x[-1] // width
+    return f"{stated}, rotary_embedding_dim = {part}, num_heads = {heads}"
+
+
+def _by_plane(table: str) -> str:
+    return f"""
+        rows = Gather ({table}, positions)
+        time = Gather (rows, 0)
+        other = Gather (rows, 1)
+        time = Where (height, other, time)
+        other = Gather (rows, 2)
+        {table} = Where (width, other, time)
+    """
+
+
+def _check(call: Call) -> None:
+    if call.integer("is_packed_batching"):
+        call.refuse("has is_packed_batching=1; supported is one row per sequence", AGAIN)
+    if call.number("scale", 1.0) != 1:
+        call.refuse(
+            f"has scale={call.number('scale')}, which ONNX Runtime's own kernel ignores; supported is 1",
+            "fold the scale into the cos and sin caches",
+        )
+    shape = call.shape("x")
+    if shape is not None and len(shape) not in (3, 4):
+        call.refuse(f"rotates '{call.name('x')}' {list(shape)}; supported are ranks 3 and 4", SHAPES)
+
 
 __all__ = ["lower"]
 
@@ -33,20 +284,20 @@ _NORM = "SimplifiedLayerNormalization"
 
 Writer = Callable[[Call], str | None]
 _OPERATORS: dict[str, tuple[str, Writer]] = {
-    "SimplifiedLayerNormalization": ("x, scale -> y, inverse", norms.simplified_layer_norm),
-    "SkipSimplifiedLayerNormalization": ("x, skip, scale, bias -> y, mean, inverse, sum", norms.skip_layer_norm),
-    "SkipLayerNormalization": ("x, skip, scale, shift, bias -> y, mean, inverse, sum", norms.skip_layer_norm),
+    "SimplifiedLayerNormalization": ("x, scale -> y, inverse", simplified_layer_norm),
+    "SkipSimplifiedLayerNormalization": ("x, skip, scale, bias -> y, mean, inverse, sum", skip_layer_norm),
+    "SkipLayerNormalization": ("x, skip, scale, shift, bias -> y, mean, inverse, sum", skip_layer_norm),
     "EmbedLayerNormalization": ("ids, segments, words, positions, kinds, scale, shift, mask, places -> y, lengths, sum",
-                                norms.embed_layer_norm),
-    "RotaryEmbedding": ("x, positions, cos, sin -> y", rotary_embedding.rotary_embedding),
-    "MRotaryEmbedding": ("x, positions, cos, sin -> y", rotary_embedding.mrotary_embedding),
-    "Gelu": ("x -> y", products.gelu),
-    "FastGelu": ("x, bias -> y", products.gelu),
-    "BiasGelu": ("x, bias -> y", products.gelu),
-    "QuickGelu": ("x -> y", products.quick_gelu),
-    "FusedMatMul": ("a, b -> y", products.fused_matmul),
-    "FusedGemm": ("a, b, c -> y", products.fused_gemm),
-    "CausalConvWithState": ("x, weight, bias, past -> y, present", products.causal_conv_with_state),
+                                embed_layer_norm),
+    "RotaryEmbedding": ("x, positions, cos, sin -> y", rotary_embedding),
+    "MRotaryEmbedding": ("x, positions, cos, sin -> y", mrotary_embedding),
+    "Gelu": ("x -> y", gelu),
+    "FastGelu": ("x, bias -> y", gelu),
+    "BiasGelu": ("x, bias -> y", gelu),
+    "QuickGelu": ("x -> y", quick_gelu),
+    "FusedMatMul": ("a, b -> y", fused_matmul),
+    "FusedGemm": ("a, b, c -> y", fused_gemm),
+    "CausalConvWithState": ("x, weight, bias, past -> y, present", causal_conv_with_state),
     "MatMulNBits": ("a, b, scales, zero_points, g_idx, bias -> y", matmul_nbits.matmul_nbits),
     "GatherBlockQuantized": ("table, ids, scales, zero_points -> y", matmul_nbits.gather_block_quantized),
     "MoE": ("x, logits, fc1, bias1, fc2, bias2, fc3, bias3 -> y", moe.moe),
@@ -60,7 +311,7 @@ _OPERATORS: dict[str, tuple[str, Writer]] = {
     "Attention": ("x, weight, bias, padding, past, score_bias, shared -> y, present", fused_attention.attention),
 }  # fmt: skip
 _OF_ONNX: dict[str, tuple[str, Writer]] = {
-    "Attention": ("query, key, value, mask, past_key, past_value, lengths, sinks -> "
+    "Attention": ("query, key, value, mask, past_key, past_value, lengths -> "
                   "y, present_key, present_value, scores", fused_attention.onnx_attention),
     "MatMul": ("a, weight -> y", matmul_nbits.matmul),
     _NORM: _OPERATORS[_NORM],

@@ -14,8 +14,8 @@
         q, k, v = q + bias[:N*D], k + bias[N*D:2*N*D], v + bias[2*N*D:], heads split
         y, present_k, present_v = Attention(q, k, v, mask, past_k, past_v)
 
-    com.microsoft::Attention(x, w, bias, mask, past [2, B, N, P, D], attention_bias)
-        q, k, v = Split(MatMul(x, w) + bias), and then as above with past[0] and past[1]; present = both stacked
+    com.microsoft::Attention(x, w, bias, -, -, attention_bias)
+        q, k, v = Split(MatMul(x, w) + bias), and then as above without a past
 
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
         heads split, whatever the rest; without a past, presents are the keys and values
@@ -232,14 +232,13 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """ONNX Runtime's Attention, which projects its input itself and holds keys and values in one tensor."""
-    past, width = call.shape("past"), (call.shape("weight") or ("?",))[-1]
-    if call.integer("do_rotary"):
+    """ONNX Runtime's Attention, which projects its input itself."""
+    width = (call.shape("weight") or ("?",))[-1]
+    if call.has("past") or call.is_read("present") or call.has("shared"):
+        reason = "holds the keys and values of its cache in one tensor"
+        supported = "caches of MultiHeadAttention and GroupQueryAttention"
+    elif call.integer("do_rotary"):
         reason, supported = "rotates queries and keys (do_rotary)", "rotary embedding outside of it"
-    elif call.integer("past_present_share_buffer") or call.has("shared"):
-        reason, supported = "keeps its past in a shared buffer (past_present_share_buffer)", "pasts that grow"
-    elif past is not None and (len(past) != 5 or (isinstance(past[0], int) and past[0] != 2)):
-        reason, supported = f"takes a past of the shape {list(past)}", "pasts [2, B, N, P, H]"
     elif not isinstance(width, int):
         reason, supported = f"has weights '{call.name('weight')}' of unknown width", "weights with a shape"
     else:
@@ -248,13 +247,6 @@ def attention(call: Call) -> str:
     if reason or heads < 1:
         call.refuse(f"{reason or 'has no num_heads'}; supported are {supported}", "export the model so")
     widths = [int(n) for n in call.attributes.get("qkv_hidden_sizes", [])] or [int(width) // 3] * 3
-    stacked = ""
-    if call.is_read("present"):
-        stacked = """
-            present_key = Unsqueeze (present_key, [0])
-            present_value = Unsqueeze (present_value, [0])
-            present = Concat <axis = 0> (present_key, present_value)
-        """
     return f"""
         x = MatMul (x, weight)
         {call.when("bias", "x = Add (x, bias)")}
@@ -262,17 +254,14 @@ def attention(call: Call) -> str:
         {_split("query", heads)}
         {_split("key", heads)}
         {_split("value", heads)}
-        {call.when("past", "past_key = Gather (past, 0)")}
-        {call.when("past", "past_value = Gather (past, 1)")}
         {_masked_attention(call)}
-        {stacked}
     """
 
 
 def _masked_attention(call: Call) -> str:
     """Lines for an attention with a padding mask ``[B, P + S]`` and numbers that are added to the scores."""
-    past = call.has("past_key") or call.has("past")
-    presents = [name for name in ("present_key", "present_value", "present") if call.is_read(name)]
+    past = call.has("past_key")
+    presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
         what = f"gives a present '{call.output(presents[0])}' and takes no past; supported are decoders that are given"
         call.refuse(f"{what} their caches", _PAST)
@@ -340,7 +329,7 @@ def onnx_attention(call: Call) -> str | None:
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
     """The lines of the attention. `mask` names what is added to the scores, or hides; empty: nothing does."""
-    past = call.has("past_key") or call.has("past")
+    past = call.has("past_key")
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
     stated = _stated([f"{name} = {value!r}" for name, value in settings.items()])

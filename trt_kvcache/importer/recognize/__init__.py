@@ -1,14 +1,12 @@
 """Recognize the caches of a model as exported, and the attentions over them, by running parts of it.
 
-    caches      pairs of an input and an output that may be one cache, by shapes
-    samples     steps of the model: a shape and a value for each input (probe evaluates tensors in one)
-    fixed       constants in disguise
-    states      state that is no cache
-    cut         regions: what writes a cache, and what attends to it
-    step        a region in a step
-    updates     how a step writes a cache
-    read        what an attention computes (layout: the axes of its tensors)
-    records     what was recognized
+    carried             pairs of an input and an output that may be one cache, by shapes; state that is no cache
+    sample_steps        steps of the model: a shape and a value for each input; any tensor can be evaluated in one
+    constant_branches   conditions and indices that are the same in every step
+    regions             parts of the model: what writes a cache, and what attends to it
+    region_steps        a region in a step, and how the step writes a cache
+    attention_reader    what an attention computes
+    records             what was recognized
 
 Nothing here names an operator that attends or writes. Everything is a guess that the check decides.
 """
@@ -26,14 +24,12 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
-from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import PlanOptions, StateUpdate
 from trt_kvcache.importer.protos import elem_type_of, shape_of
-from trt_kvcache.importer.recognize.caches import find_caches, stack_in_words, state_inner_sizes
-from trt_kvcache.importer.recognize.cut import Cutter, Region
-from trt_kvcache.importer.recognize.fixed import fold_fixed
-from trt_kvcache.importer.recognize.probe import Blueprint
-from trt_kvcache.importer.recognize.read import Reader, reading_step
+from trt_kvcache.importer.recognize.attention_reader import Reader, reading_step
+from trt_kvcache.importer.recognize.carried import find_caches, find_states, stack_in_words, state_inner_sizes
+from trt_kvcache.importer.recognize.constant_branches import fold_fixed
 from trt_kvcache.importer.recognize.records import (
     Attention,
     Cache,
@@ -42,10 +38,9 @@ from trt_kvcache.importer.recognize.records import (
     RecognizeError,
     UnknownError,
 )
-from trt_kvcache.importer.recognize.samples import Samples
-from trt_kvcache.importer.recognize.states import find_states
-from trt_kvcache.importer.recognize.step import Runner
-from trt_kvcache.importer.recognize.updates import read_updates
+from trt_kvcache.importer.recognize.region_steps import Runner, read_updates
+from trt_kvcache.importer.recognize.regions import Cutter, Region
+from trt_kvcache.importer.recognize.sample_steps import Blueprint, Samples
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import RunError, open_session
 
@@ -236,10 +231,10 @@ class _Recognizer:
             past = step.probe.shape(name)
             if rows is None or past is None or rows[cache.axis] == past[cache.axis] + step.length:
                 return cache
-            if rows == past and cache.kept is None:
+            if rows == past and cache.window_rows is None:
                 return replace(cache, growing=False)
-            # If the present already has `kept` rows, an earlier round corrected this cache.
-            return cache if cache.kept == rows[cache.axis] else replace(cache, kept=rows[cache.axis])
+            # If the present already has `window_rows` rows, an earlier round corrected this cache.
+            return cache if cache.window_rows == rows[cache.axis] else replace(cache, window_rows=rows[cache.axis])
         first = next(c for c in self._caches.values() if _alike(c, cache))
         if first is not cache:
             seen = self._looked_at[id(first)]
@@ -252,7 +247,12 @@ class _Recognizer:
         if same:
             return cache
         return replace(
-            cache, axis=seen.axis, growing=seen.growing, kept=seen.kept, shifted=seen.shifted, circular=seen.circular
+            cache,
+            axis=seen.axis,
+            growing=seen.growing,
+            window_rows=seen.window_rows,
+            shifted=seen.shifted,
+            circular=seen.circular,
         )
 
     def _looked(self, cache: Cache) -> Cache:

@@ -1,15 +1,59 @@
-"""Records of recognized caches and attentions. Normalization builds the canonical form from these records."""
+"""Records of recognized caches and attentions. `emit` builds the canonical form from these records.
+
+A layout gives the axes of a tensor as products of the sizes of an attention. The sizes are the batch ``b``, the heads
+of keys ``n``, the queries that read one of them ``g``, the new tokens ``s``, and the numbers of a head ``d``. A
+layout names, for each axis of a tensor, the sizes that it consists of:
+
+    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
+from math import prod
 from typing import Any
 
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.recognize.layout import Layout
+Layout = tuple[tuple[str, ...], ...]
+ATTENTION = ("b", "n", "g", "s", "d")
+"""The order of queries and results of an attention, ``[B, H, S, D]``."""
+
+
+def order_of(layout: Layout) -> tuple[str, ...]:
+    """The sizes in the order of the axes."""
+    return tuple(size for axis in layout for size in axis)
+
+
+def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
+    """Yield every layout that fits a shape. Sizes of 1 appear in no layout."""
+    names = [name for name, size in sizes.items() if size != 1]
+    if prod(shape) != prod(sizes.values()):
+        return
+    for order in permutations(names):
+        rest, layout = list(order), []
+        for dim in shape:
+            axis: list[str] = []
+            while prod(sizes[n] for n in axis) < dim and rest:
+                axis.append(rest.pop(0))
+            if prod(sizes[n] for n in axis) != dim:
+                break
+            layout.append(tuple(axis))
+        else:
+            yield tuple(layout)
+
+
+def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
+    """Reshape and transpose a tensor to one axis per size in `order`. A size that the layout lacks becomes 1."""
+    own = order_of(layout)
+    axes = values.reshape([sizes[n] for n in own])
+    axes = axes.transpose([own.index(n) for n in order if n in own])
+    result: Array = axes.reshape([sizes[n] if n in own else 1 for n in order])
+    return result
+
 
 Array = npt.NDArray[Any]
 
@@ -51,8 +95,8 @@ class Cache:
         present: the graph output.
         axis: of the rows. Its other axes are batch, heads and numbers of a head, the last two in one or two axes.
         growing: past holds as many rows as there are tokens, present S more; else both always have as many.
-        kept: past and present hold so many rows at most, the newest; None: all.
-        shifted: past and present always have `kept` rows: new rows push out the oldest, and the last rows hold tokens.
+        window_rows: past and present hold so many rows at most, the newest; None: all.
+        shifted: past and present always have so many rows: new rows push out the oldest, and the last rows hold tokens.
         circular: token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
         update: the new rows; None until the region that writes them was run, and for keys and values that are computed
@@ -65,7 +109,7 @@ class Cache:
     present: gs.Tensor
     axis: int
     growing: bool
-    kept: int | None = None
+    window_rows: int | None = None
     shifted: bool = False
     circular: bool = False
     positions: tuple[str, ...] = ()
@@ -83,7 +127,6 @@ class Mask:
         window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
         own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
-        by_position: ``j <= write_index + i``, as a mask: the write index goes on after the end of a circular cache.
         slopes: float32 ``[H]``, added times key position minus query position; None: none.
         bias: float32 ``[L, H]``, added for distances of key and query ``-(L - 1) .. 0``; None: none.
     """
@@ -92,7 +135,6 @@ class Mask:
     window: int | None = None
     own: gs.Tensor | None = None
     bounded: bool = True
-    by_position: bool = False
     slopes: Array | None = None
     bias: Array | None = None
 

@@ -12,6 +12,15 @@ K, the shape of another one, says that logits are wanted of the last K positions
 is sliced before the tail.
 
     x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
+
+Repeats in front of a Scan, as copies side by side.
+
+    Tile(x, [1, 1, n, 1, 1]), Expand(x, [1, 1, n, 1, 1])   ->   Concat(x, ..., x), n times
+
+Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan the tokens of an update, with keys and queries
+that Tile repeats for every head. Measured on TensorRT for RTX 1.7.1: where a Scan over a dynamic number of tokens
+depends on a Tile, or on an Expand by constants, building fails with ``value.h:884: CHECK(is_const()) failed``. With
+Concat the same graph builds; so do repeats beside or after a Scan, and any of them with a fixed number of tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +28,12 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer import extensions
-from trt_kvcache.importer.graph import INT64, Emitter, dims, tidy
+from trt_kvcache.importer import families
+from trt_kvcache.importer.graph import INT64, Emitter, dims, is_op, small_constant, tidy
 from trt_kvcache.importer.plan import CachePlan, Role, Route
-from trt_kvcache.importer.rewrite.attention import rewrite_attention
-from trt_kvcache.importer.rewrite.caches import rewrite_caches
-from trt_kvcache.importer.rewrite.repeats import copy_repeats
+from trt_kvcache.importer.planning.attention_plans import nodes_before_scans
+from trt_kvcache.importer.rewrite.attention_nodes import rewrite_attention
+from trt_kvcache.importer.rewrite.cache_updates import rewrite_caches
 
 __all__ = ["rewrite_graph"]
 
@@ -38,7 +47,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
-        extensions.plugin_route.rewrite_updates(graph, emitter, plan)
+        families.plugin_route.rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
     tidy(graph)
@@ -76,3 +85,32 @@ def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
     for tensor in graph.outputs:
         if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
             tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]
+
+
+def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
+    """Write repeats by constants that a Scan over a dynamic number of steps depends on as Concat."""
+    for node in list(nodes_before_scans(graph)):
+        counts = _counts(node)
+        if counts is None:
+            continue
+        data = node.inputs[0]
+        *first, last = [axis for axis, count in enumerate(counts) if count > 1] or [0]
+        for axis in first:
+            data = emitter.op("Concat", [data] * counts[axis], "repeated", axis=axis)
+        node.op, node.attrs, node.inputs = "Concat", {"axis": last}, [data] * counts[last]
+
+
+def _counts(node: gs.Node) -> list[int] | None:
+    """The repeats of a Tile or Expand along each axis of its input; None where constants do not say it."""
+    if not is_op(node, "Tile", "Expand"):
+        return None
+    repeats = small_constant(node.inputs[1])
+    if repeats is None or not len(repeats) or (repeats < 1).any():
+        return None
+    counts = [int(n) for n in repeats]
+    if is_op(node, "Tile"):
+        return counts
+    shape = dims(node.inputs[0]) or ()
+    if len(shape) != len(counts) or any(n > 1 and size not in (1, n) for n, size in zip(counts, shape, strict=True)):
+        return None
+    return [n if size == 1 else 1 for n, size in zip(counts, shape, strict=True)]

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.interface.mrope import place_positions
+from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import numpy_dtype

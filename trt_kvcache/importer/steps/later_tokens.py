@@ -17,7 +17,7 @@ import numpy.typing as npt
 import onnx
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, MaskGeometry, Role
+from trt_kvcache.importer.plan import CachePlan, Mask, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import copied, names_read, part_of, replace_field
 from trt_kvcache.importer.simplify import drop_dead
@@ -50,7 +50,7 @@ def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
     return any(name is None or _shows_later(model, plan, masks[name]) for name in names)
 
 
-def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: MaskGeometry) -> bool:
+def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: Mask) -> bool:
     if mask.causal or mask.right_window == 0:
         return False
     if mask.mask is None:

@@ -65,7 +65,9 @@ class OriginalInterface:
         ]
         self._past_of = {c.output: c.role.name for c in find_caches(plan)}
         self._axes = {t.name: t.axes for t in plan.tensors if t.io == "input"}
-        self.past_rows = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
+        self.past_rows = {
+            t.name: t.window_rows for t in self._inputs if t.window_rows is not None and t.role in _CACHES
+        }
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         starts = plan.tensor(Role.WRITE_INDICES)
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
@@ -149,7 +151,7 @@ class OriginalInterface:
             case OriginalRole.PAST_LENGTH:
                 return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
         # Where only the newest rows stay, the last column is that of the newest token.
-        places = np.arange(shape[-1]) + (0 if tensor.kept is None else past + length - shape[-1])
+        places = np.arange(shape[-1]) + (0 if tensor.window_rows is None else past + length - shape[-1])
         if tensor.role is OriginalRole.PADDING_MASK:
             return np.broadcast_to((places >= 0) & (places < past + length), shape).astype(dtype)
         visible = (places >= 0) & (places <= past + np.arange(length)[:, None])
@@ -165,7 +167,7 @@ class OriginalInterface:
         if tensor.role is OriginalRole.FIXED_CACHE:
             return _cast(whole, dtype)
         axis = tensor.axes.index("past")
-        first = 0 if tensor.kept is None else max(0, past - tensor.kept)
+        first = 0 if tensor.window_rows is None else max(0, past - tensor.window_rows)
         values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[axis]
         if isinstance(size, int):  # it is shifted, and always has as many rows: those of no token come first
@@ -175,8 +177,8 @@ class OriginalInterface:
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
-        if tensor.kept is not None:
-            known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
+        if tensor.window_rows is not None:
+            known["total"] = min(sizes["past"], tensor.window_rows) + sizes["sequence"]
         shape = []
         for place, (dim, axis) in enumerate(zip(tensor.shape, tensor.axes, strict=True)):
             size = size_of(dim)
@@ -219,11 +221,11 @@ class OriginalInterface:
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
         axis = places[0] if places else next(c.sequence_axis for c in self._plan.caches if c.past == past)
         source, target = np.moveaxis(values, axis, 0), np.moveaxis(present[rows], axis, 0)
-        if tensor.kept is not None:
+        if tensor.window_rows is not None:
             source = source[-tokens:]
         elif past not in self._circular:
             source = source[:tokens]
-        first = 0 if tensor.kept is None else tokens - len(source)
+        first = 0 if tensor.window_rows is None else tokens - len(source)
         target[first : first + len(source)] = source
 
 

@@ -62,8 +62,6 @@ class ConstantInputs:
     def __init__(self, plan: CachePlan, home: object = None) -> None:
         self._home = home
         self.tensors = tuple(t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT)
-        names = {t.name for t in self.tensors}
-        self._stacks = [s for s in plan.stacks if s.io == "input" and all(p.name in names for p in s.parts)]
         for tensor in self.tensors:
             if not tensor.shape or tensor.axes[0] not in ("batch", "") or not {*tensor.axes[1:]} <= {"encoder", ""}:
                 raise UnsupportedModelError(
@@ -76,8 +74,8 @@ class ConstantInputs:
         """Check the constants of one sequence.
 
         Args:
-            values: an array ``[1, ...]`` for every input, or one for several inputs as the model was exported; arrays
-                that an encoder left on this GPU are accepted. `Constants` are returned unchanged.
+            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted.
+                `Constants` are returned unchanged.
 
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the model takes.
@@ -86,37 +84,20 @@ class ConstantInputs:
             return values
         if values is not None and not isinstance(values, Mapping):
             raise PromptError(f"constants are {shown(values)}; give a mapping {{name: array}}, as session.encode makes")
-        values = self._parted(values or {})
+        values = dict(values or {})
         names = [t.name for t in self.tensors]
         if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in values]:
             listed = ", ".join(missing[:_SHOWN])
             more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise PromptError(
                 f"the model takes inputs that are given once per sequence, and {listed}{more} "
-                f"{'are' if len(missing) > 1 else 'is'} missing{self._wholes}; let the encoder make them "
+                f"{'are' if len(missing) > 1 else 'is'} missing; let the encoder make them "
                 "(session.encode, on the command line --source), or give --constants"
             )
         if unknown := [name for name in values if name not in names]:
-            takes = f"it takes {', '.join(names)}{self._wholes}" if names else "it takes none"
+            takes = f"it takes {', '.join(names)}" if names else "it takes none"
             raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
-
-    def _parted(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values, with arrays for several inputs split into parts."""
-        parts = dict(values)
-        for stack in (s for s in self._stacks if s.name in parts):
-            whole = np.asarray(parts.pop(stack.name))
-            if not stack.fits(whole.shape):
-                raise PromptError(
-                    f"'{stack.name}' is {list(whole.shape)}, and the model takes "
-                    f"[{', '.join(map(str, stack.shape))}] of one sequence"
-                )
-            parts |= stack.parted(whole)
-        return parts
-
-    @property
-    def _wholes(self) -> str:
-        return f" (all of them together: {', '.join(s.name for s in self._stacks)})" if self._stacks else ""
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the inputs of a step with `rows` rows of these constants."""

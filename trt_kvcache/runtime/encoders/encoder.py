@@ -1,7 +1,7 @@
 """The encoder of a decoder: it takes audio, images or text, and returns the decoder's constants.
 
 It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder_engine`), or
-on the CPU with ONNX Runtime. `importer.extensions.encoders.outputs` finds the outputs that become constants.
+on the CPU with ONNX Runtime. `importer.families.encoders.outputs` finds the outputs that become constants.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer.extensions.encoders.files import find_encoder, find_first_step, named_encoder
-from trt_kvcache.importer.extensions.encoders.outputs import (
+from trt_kvcache.importer.families.encoders.files import find_encoder, find_first_step, named_encoder
+from trt_kvcache.importer.families.encoders.outputs import (
     HIDDEN,
     IDS,
     MASK,
@@ -27,7 +27,7 @@ from trt_kvcache.importer.extensions.encoders.outputs import (
     take_first_branch,
 )
 from trt_kvcache.importer.files.source import load_source
-from trt_kvcache.importer.plan import Role, Stack, TensorRole
+from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.runtime.encoders.source_reader import Source, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
@@ -102,7 +102,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)
     where = "" if runner.home is None else "encoder on the CPU"
     first_step = find_first_step(path) or find_first_step(model)
-    return OnnxEncoder(path, first_step, constants, where, runner.plan.stacks)
+    return OnnxEncoder(path, first_step, constants, where)
 
 
 def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
@@ -152,7 +152,6 @@ class OnnxEncoder:
         first_step: path of the first step's model, for decoders whose encoder does not compute keys and values itself.
         constants: constants that the decoder takes.
         where: see `Encoder`.
-        stacks: inputs of the exported decoder that hold several constants; an output of the same name holds them, too.
 
     Raises:
         InvalidModelError, UnsupportedModelError: a model cannot be run, or its outputs do not fit the decoder.
@@ -164,7 +163,6 @@ class OnnxEncoder:
         first_step: Path | None,
         constants: Sequence[TensorRole],
         where: str = "",
-        stacks: Sequence[Stack] = (),
     ) -> None:
         self.where = where
         self._path = path
@@ -173,11 +171,6 @@ class OnnxEncoder:
         self._reader = SourceReader(path, [SourceInput(v.name, input_dtype(v), tuple(v.shape)) for v in inputs])
         self._constants = list(constants)
         ranks = {v.name: len(v.shape) for v in self._session.outputs}
-        self._stacks = [s for s in stacks if s.io == "input" and ranks.get(s.name) == len(s.shape)]
-        for stack in self._stacks:
-            del ranks[stack.name]
-            ranks |= {part.name: part.place.count(None) for part in stack.parts}
-        self._whole = {part.name: stack.name for stack in self._stacks for part in stack.parts}
         self._parts = parts = find_parts(constants, ranks, path)
         names = {name for t in parts.rest for name in present_names(t.name)}
         self._first = FirstStep(first_step, names) if parts.rest and first_step is not None else None
@@ -192,15 +185,8 @@ class OnnxEncoder:
             # Gather would count negative ids from the end of a table.
             raise PromptError(f"'{IDS}' has the token id {wrong[0]}; ids count from 0")
         wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
-        names = list(dict.fromkeys(self._whole.get(name, name) for name in wanted))
+        names = list(dict.fromkeys(wanted))
         outputs = dict(zip(names, self._session.run(names, feed), strict=True))
-        for stack in (s for s in self._stacks if s.name in outputs):
-            if not stack.fits(outputs[stack.name].shape):
-                raise UnsupportedModelError(
-                    f"{self._path} gives '{stack.name}' {list(outputs[stack.name].shape)}, and the decoder takes "
-                    f"{list(stack.shape)}; export both of the same model"
-                )
-            outputs |= stack.parted(outputs[stack.name])
         constants = {name: outputs[output] for name, output in parts.own.items()}
         if self._first is not None:
             later = dict(zip(self._first.outputs, self._first.run(outputs[parts.hidden]), strict=True))

@@ -30,7 +30,7 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant, tidy
 from trt_kvcache.importer.lower import CONTRIB
 from trt_kvcache.importer.lower.matmul_nbits import NUMBERS, middle
-from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, Mask, Role, UpdateMode
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors, names_read, replace_field
 from trt_kvcache.importer.protos import is_op as is_proto_op
@@ -99,7 +99,7 @@ def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     return fused
 
 
-def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan, mask: MaskGeometry) -> _Match | None:
+def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan, mask: Mask) -> _Match | None:
     caches = [c for c in plan.caches if c.past in item.caches]
     updates = [_update(graph, tensor, node) for tensor in node.inputs[1:3]] if is_op(node, "Attention") else []
     if len(caches) != 2 or len(updates) != 2 or not _known(item) or not _is_causal(mask):
@@ -133,8 +133,8 @@ def _known(item: AttentionPlan) -> bool:
     )
 
 
-def _is_causal(mask: MaskGeometry) -> bool:
-    plain = mask.mask is None and mask.slopes is None and mask.right_window < 0
+def _is_causal(mask: Mask) -> bool:
+    plain = mask.mask is None and mask.right_window < 0
     return mask.causal and mask.lengths is not None and plain
 
 

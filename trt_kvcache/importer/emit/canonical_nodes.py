@@ -1,0 +1,396 @@
+"""Emit the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
+
+    write_indices [B]        first row that this step writes, per sequence
+    nonpad_kv_seqlen [B]     rows that hold tokens after this step: write_indices + S
+    present = TensorScatter(past [B, N, L, D], update [B, N, S, D], write_indices, axis=2)
+    output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
+
+    with sinks [Hq], logits beside the scores of all keys:
+    y, scores = Attention(..., qk_matmul_output_mode=2)
+    output    = y * Sigmoid(ReduceLogSumExp(scores) - sinks)
+
+mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
+https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer plans it. It is standard ONNX.
+
+Emit masks and biases that an Attention of the canonical form needs beside its attributes.
+
+Bring tensors from one layout of the sizes of an attention into another.
+
+The work of normalization on a model, for the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import BOOL, FLOAT, INT64, Emitter, consumers, dims, elem_type, is_op, replace_uses
+from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, Role, StateUpdate, TensorRole
+from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.recognize.records import ATTENTION, Array, Attention, Cache, Layout, order_of
+
+_INT64 = int(onnx.TensorProto.INT64)
+_AFTER_MASK = 2
+"""qk_matmul_output_mode: scores as the softmax takes them."""
+_HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+
+
+class Canonical:
+    """Emits into one graph. Inputs are added to the graph when the first node needs them.
+
+    Args:
+        graph: edited in place.
+        tokens: the graph input ``[B, S, ...]`` of the new tokens: its shape gives B and S.
+        cache: one of the caches: its first dimension is the batch.
+        capacity: tokens per sequence.
+
+    Attributes:
+        added: roles of the inputs that were added.
+    """
+
+    def __init__(self, graph: gs.Graph, tokens: gs.Tensor, cache: gs.Tensor, capacity: int) -> None:
+        self.graph = graph
+        self.emit = Emitter(graph)
+        self.tokens = tokens
+        first = (dims(cache) or ("?",))[0]
+        self.batch = "batch" if first == "?" else first
+        self.capacity = capacity
+        self.idioms: dict[str, str] = {}
+        self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types that shape inference may not find
+        self.added: list[TensorRole] = []
+        self.opset = 24
+        self._taken = set(graph.tensors())
+
+    @property
+    def write_indices(self) -> gs.Variable:
+        """int64 ``[B]``: the row at which each sequence writes its first new token."""
+        return self._input("write_indices", Role.WRITE_INDICES)
+
+    @property
+    def lengths(self) -> gs.Variable:
+        """int64 ``[B]``: rows that hold tokens after this step."""
+        return self._input("nonpad_kv_seqlen", Role.VALID_LENGTHS)
+
+    def positions(self) -> gs.Variable:
+        """int64 ``[B, S]``: position of each new token."""
+        emit = self.emit
+
+        def make() -> gs.Variable:
+            shape = emit.op("Shape", [self.tokens], "tokens_shape", _INT64)
+            length = emit.op("Gather", [shape, emit.ints(1)], "new_tokens", _INT64, axis=0)
+            steps = emit.op("Range", [emit.ints(0), length, emit.ints(1)], "new_token", _INT64)
+            first = emit.op("Unsqueeze", [self.write_indices, emit.ints([1])], "first_position", _INT64)
+            return emit.op("Add", [first, steps], "positions", _INT64)
+
+        positions: gs.Variable = emit.once("positions", make)
+        return positions
+
+    def write(self, cache: Cache) -> None:
+        """Make `cache.present` with a TensorScatter into `cache.past`, in place of its old producer."""
+        update, perm, axis = cache.update, cache.perm, cache.axis
+        assert update is not None
+        if perm != tuple(range(len(perm))):
+            update = self.emit.op("Transpose", [update], "update", perm=list(perm))
+        mode = "circular" if cache.circular or cache.shifted else "linear"
+        past, present = cache.past, cache.present
+        present.inputs.clear()
+        if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
+            past.dtype = update.dtype
+            for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
+                replace_uses(cast.outputs[0], past)
+        if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
+            past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
+        present.shape, present.dtype = past.shape, past.dtype
+        name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
+        self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [present]))
+        self.idioms[past.name] = cache.idiom
+
+    def attend(self, attention: Attention) -> None:
+        """Make `attention.result` with an Attention over caches, in place of its old producer."""
+        emit, mask, sizes = self.emit, attention.mask, attention.sizes
+        kind = elem_type(attention.key.past) or attention.query_type
+        kind = FLOAT if attention.wide and kind in _HALVES else kind
+        query, output = attention.query, attention.result
+        output.inputs.clear()
+        if not is_plain(attention.query_layout):
+            query = relaid(emit, self.tokens, query, attention.query_layout, PLAIN, {**sizes, "d": sizes["d"]})
+        if not is_plain(attention.result_layout):
+            heads = gs.Variable(emit.name("result_heads"), dtype=output.dtype)
+            last = relaid(emit, self.tokens, heads, PLAIN, attention.result_layout, {**sizes, "d": sizes["v"]})
+            last.inputs[0].outputs = [output]
+            output = heads
+        if attention.query_type != kind:
+            query = emit.op("Cast", [query], "query", kind, to=kind)
+        if attention.result_type != kind:
+            raw = gs.Variable(emit.name("attention"), dtype=kind)
+            self.graph.nodes.append(gs.Node("Cast", emit.name("cast"), {"to": attention.result_type}, [raw], [output]))
+            output = raw
+        news = (dims(self.tokens) or ("?", "?"))[1]
+        self.known[query.name] = (kind, (self.batch, attention.heads, news, sizes["d"]))
+        self.known[output.name] = (kind, (self.batch, attention.heads, news, sizes["v"]))
+        attrs: dict[str, int | float] = {"is_causal": int(mask.causal), "scale": float(np.float32(attention.scale))}
+        if attention.softcap:
+            attrs["softcap"] = float(np.float32(attention.softcap))
+        if mask.window is not None:
+            attrs["left_window_size"] = mask.window - 1  # ONNX counts the keys before the query's own
+            self.opset = 25
+        nothing = gs.Variable.empty()
+        inputs = [
+            query,
+            self._operand(attention.key, sizes["d"], kind),
+            self._operand(attention.value, sizes["v"], kind),
+        ]
+        if (shown := self._mask(attention, kind)) is not None:
+            inputs.append(shown)
+        if mask.bounded or mask.causal:
+            inputs += [nothing] * (6 - len(inputs)) + [self.lengths]
+        outputs = [output]
+        if attention.sinks is not None:
+            outputs = self._beside_sinks(output, attention.sinks, kind)
+            attrs["qk_matmul_output_mode"] = _AFTER_MASK
+            self.known[outputs[0].name] = self.known[output.name]
+        self.graph.nodes.append(gs.Node("Attention", emit.name(attention.name), attrs, inputs, outputs))
+        if elem_type(output) in (None, 0):
+            output.dtype = query.dtype
+
+    def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
+        """Emit how sinks take a share of the weights of keys; returns the outputs of the attention without them."""
+        emit, nothing = self.emit, gs.Variable.empty()
+        plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
+        wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
+        whole = emit.op("ReduceLogSumExp", [wide, emit.ints([-1])], "all_keys", FLOAT, keepdims=1)
+        ahead = emit.op("Sub", [whole, emit.constant(sinks.reshape(1, -1, 1, 1))], "ahead_of_sinks", FLOAT)
+        share = emit.op("Sigmoid", [ahead], "share_of_keys", FLOAT)
+        if kind != FLOAT:
+            share = emit.op("Cast", [share], "share_of_keys", kind, to=kind)
+        self.graph.nodes.append(gs.Node("Mul", emit.name("beside_sinks"), {}, [plain, share], [output]))
+        return [plain, nothing, nothing, scores]
+
+    def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
+        """The mask of an attention, bool or in the type of its queries; None if its attributes say all."""
+        emit, seen, mask = self.emit, attention.mask, attention.mask.own
+        if attention.key.shifted and (rows := attention.key.window_rows) is not None:
+            mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
+        if seen.bias is not None:
+            mask = emit_bias(emit, seen.bias, self.positions())
+        if seen.slopes is not None:
+            mask = emit_slopes(emit, seen.slopes, self.positions(), self.capacity)
+        if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
+            return mask
+        own_mask: gs.Tensor = emit.once(
+            ("mask", mask.name, kind), lambda: emit.op("Cast", [mask], "own_mask", kind, to=kind)
+        )
+        return own_mask
+
+    def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
+        """A present as ``[B, N, L, D]``, cast to float32 if the products need it."""
+        tensor = self._heads_major(write, size)
+        if kind != FLOAT or elem_type(write.past) not in _HALVES:
+            return tensor
+        wide: gs.Tensor = self.emit.once(
+            ("wide", tensor.name), lambda: self.emit.op("Cast", [tensor], "wide", kind, to=kind)
+        )
+        return wide
+
+    def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
+        """A present as ``[B, N, L, D]``. The importer later changes the layout of the cache itself."""
+        if write.axis == 2 and len(write.perm) == 4:
+            return write.present
+        tensor = write.present
+        shape = dims(tensor) or ()
+        if len(shape) == 3:
+            tensor = self.emit.op("Reshape", [tensor, self.emit.ints([0, 0, int(shape[2]) // size, size])], "heads")
+        return self.emit.op("Transpose", [tensor], "heads_major", perm=[0, 2, 1, 3])
+
+    def _input(self, name: str, role: Role) -> gs.Variable:
+        def make() -> gs.Variable:
+            free = name
+            while free in self._taken:
+                free += "_"
+            self._taken.add(free)
+            tensor = gs.Variable(free, dtype=np.int64, shape=[self.batch])
+            self.graph.inputs.append(tensor)
+            self.added.append(TensorRole(free, "input", role, "int64", (self.batch,), "added", ("batch",)))
+            return tensor
+
+        variable: gs.Variable = self.emit.once(("input", name), make)
+        return variable
+
+
+def emit_visible(
+    emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
+) -> gs.Variable:
+    """Emit the rows of a ring that queries see, bool ``[B, 1, S, R]``, once for all equal attentions.
+
+    Args:
+        emit: of the graph.
+        write_indices: int64 ``[B]``, tokens before the step.
+        lengths: int64 ``[B]``, 0 for a batch row that takes no part in the step; None: all batch rows take part.
+        query: ``[B, H, S, D]``, or a tensor with S as its axis 1. Equal symbols for S, or equal names, share a mask.
+        window: W.
+        rows: R.
+    """
+    length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
+
+    def op(name: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int = INT64, **attrs: int) -> gs.Variable:
+        return emit.op(name, inputs, hint, dtype, **attrs)
+
+    def make() -> gs.Variable:
+        axis = 2 if query.shape is None or len(query.shape) == 4 else 1
+        shape = op("Shape", [query], "window_queries", start=axis, end=axis + 1)
+        length = op("Squeeze", [shape], "window_new_tokens")
+        steps = op("Range", [emit.ints(0), length, emit.ints(1)], "window_steps")
+        first = op("Unsqueeze", [write_indices, emit.ints([1, 2, 3])], "window_first")
+        position = op("Add", [first, op("Unsqueeze", [steps, emit.ints([0, 1, 3])], "window_step")], "window_position")
+        last = op("Add", [first, op("Sub", [length, emit.ints(1)], "window_last_step")], "window_last")
+        slots = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
+        age = op("Mod", [op("Sub", [last, slots], "window_distance"), emit.ints(rows)], "window_age")
+        newest = op("Sub", [last, age], "window_newest")
+        written = op("GreaterOrEqual", [newest, emit.ints(0)], "window_written", BOOL)
+        past = op("LessOrEqual", [newest, position], "window_past", BOOL)
+        oldest = op("Sub", [position, emit.ints(window)], "window_oldest")
+        near = op("Greater", [newest, oldest], "window_near", BOOL)
+        visible = op("And", [op("And", [written, past], "window_known", BOOL), near], "window_visible", BOOL)
+        if lengths is None:
+            return visible
+        valid = op("Unsqueeze", [lengths, emit.ints([1, 2, 3])], "window_valid")
+        return op("And", [visible, op("Greater", [valid, emit.ints(0)], "window_in_use", BOOL)], "window_rows", BOOL)
+
+    return emit.once(("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make)
+
+
+def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
+    """Emit a bias by distance over all rows of the caches, float32 ``[B, H, S, L]``, once for all equal layers.
+
+    The rewrite slices it to the rows in use, see `rows_in_use`.
+
+    Args:
+        emit: of the graph.
+        bias: float32 ``[L, H]``, for distances of key and query ``-(L - 1) .. 0``.
+        positions: int64 ``[B, S]``.
+    """
+    rows = len(bias)
+
+    def make() -> gs.Variable:
+        index = emit.op("Add", [_distance(emit, positions, rows), emit.ints(rows - 1)], "bias_row", INT64)
+        known = emit.op("Clip", [index, emit.ints(0), emit.ints(rows - 1)], "bias_index", INT64)
+        values = emit.op("Gather", [emit.constant(bias), known], "bias_found", FLOAT, axis=0)
+        return emit.op("Transpose", [values], "bias", FLOAT, perm=[0, 3, 1, 2])
+
+    result: gs.Variable = emit.once(("bias", bias.tobytes()), make)
+    return result
+
+
+def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
+    """Emit slopes times distances, as `emit_bias`: in float32, where distances are exact.
+
+    Args:
+        emit: of the graph.
+        slopes: float32 ``[H]``.
+        positions: int64 ``[B, S]``.
+        rows: L.
+    """
+
+    def make() -> gs.Variable:
+        distance = emit.op("Unsqueeze", [_distance(emit, positions, rows), emit.ints([1])], "slope_distance", INT64)
+        wide = emit.op("Cast", [distance], "slope_distance", FLOAT, to=FLOAT)
+        return emit.op("Mul", [wide, emit.constant(slopes.reshape(1, -1, 1, 1))], "slanted", FLOAT)
+
+    result: gs.Variable = emit.once(("slopes", slopes.tobytes()), make)
+    return result
+
+
+def _distance(emit: Emitter, positions: gs.Tensor, rows: int) -> gs.Variable:
+    """Emit key position minus query position for all rows of the caches, int64 ``[B, S, L]``."""
+    query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
+    keys = emit_row_slice(emit, emit.constant(np.arange(rows, dtype=np.int64)), 0, rows)
+    keys.dtype = np.int64
+    return emit.op("Sub", [keys, query], "bias_distance", INT64)
+
+
+PLAIN: Layout = (("b",), ("n", "g"), ("s",), ("d",))
+"""``[B, H, S, D]``."""
+
+
+def is_plain(layout: Layout) -> bool:
+    """True for ``[B, H, S, D]``."""
+    order = order_of(layout)
+    in_order = order == tuple(n for n in ATTENTION if n in order)
+    return in_order and len(layout) == 4 and all(map(set.issuperset, map(set, PLAIN), layout))
+
+
+def relaid(
+    emit: Emitter, tokens: gs.Tensor, tensor: gs.Tensor, old: Layout, new: Layout, sizes: Mapping[str, int]
+) -> gs.Tensor:
+    """Reshape and transpose a tensor into another layout.
+
+    Args:
+        emit: of the graph.
+        tokens: the input of the new tokens; its shape gives B and S.
+        tensor: in the layout `old`.
+        old: its layout.
+        new: the layout of the result.
+        sizes: of heads (n), queries for each (g), and numbers of a head (d).
+    """
+    named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
+    both = set(order_of(old)).intersection(order_of(new))  # sizes of 1 are in neither
+    before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
+    if before != after:
+        shape = emit_sizes(emit, tokens, tuple(named[n] for n in before))
+        tensor = emit.op("Reshape", [tensor, shape], "axes")
+        tensor = emit.op("Transpose", [tensor], "turned", perm=[before.index(n) for n in after])
+    shape = emit_sizes(emit, tokens, tuple(_size([named[n] for n in axis]) for axis in new))
+    return emit.op("Reshape", [tensor, shape], "laid")
+
+
+def _size(axis: Sequence[Dim]) -> Dim:
+    """The size of an axis with these parts; "?" if it combines batch or new tokens with another part."""
+    if len(axis) == 1:
+        return axis[0]
+    return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
+
+
+def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
+    """Emit a shape, int64. A dimension is a number, "batch" or "sequence" (read from the tokens), or one "?" (-1)."""
+    if "?" not in dims:
+        last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
+        dims = tuple("?" if i == last else d for i, d in enumerate(dims))
+
+    def size(dim: Dim) -> gs.Tensor:
+        if dim not in ("batch", "sequence"):
+            return emit.ints([-1 if isinstance(dim, str) else dim])
+        start = int(dim == "sequence")
+        return emit.op("Shape", [tokens], "tokens_size", _INT64, start=start, end=start + 1)
+
+    sizes: gs.Tensor = emit.once(
+        ("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", _INT64, axis=0)
+    )
+    return sizes
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The work of normalization on a model, for the plan.
+
+    Attributes:
+        idioms: by name of the cache input.
+        original: inputs and outputs as exported; empty: the model was canonical already.
+        roles: the same, and those of the inputs that normalization added, for the canonical model.
+        states: state that is no cache.
+        longest: the most tokens of one update, of caches that became circular.
+        capacity: tokens per sequence, where the model leaves them open.
+    """
+
+    idioms: dict[str, str]
+    changes: tuple[InterfaceChange, ...] = ()
+    original: tuple[OriginalTensor, ...] = ()
+    roles: tuple[TensorRole, ...] = ()
+    states: tuple[StateUpdate, ...] = ()
+    notes: tuple[str, ...] = ()
+    longest: dict[str, int] = field(default_factory=dict)
+    capacity: int | None = None

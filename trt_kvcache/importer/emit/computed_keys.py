@@ -1,0 +1,219 @@
+"""Emit keys and values that a graph computes from caches row by row, as multi-head latent attention does.
+
+    latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
+    rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
+
+Once caches have a fixed capacity, the graph computes keys and values again from constants and the cache rows in use.
+Plain attention over these keys and values remains.
+
+This module follows tensors forward from the caches, operator by operator, and reads no values. Shapes in a few samples
+show the axis of rows: one axis is as long as the text, another one as the batch. An operator may still mix rows, as a
+softmax over rows does. The check refuses such models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.emit.canonical_nodes import Canonical
+from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_constant, is_op
+from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.recognize.records import Attention, Cache
+from trt_kvcache.importer.recognize.sample_steps import Array, Samples
+
+Axes = tuple[int, ...]
+_OTHERS = ("Attention", "Shape", "Size")
+_SAMPLES = 3
+
+
+class MixedError(Exception):
+    """An operator mixes rows. The text is the reason; it may be empty."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowFunction:
+    """One tensor that is computed row by row.
+
+    Attributes:
+        tensor: as exported.
+        axes: of the batch and of the rows.
+        caches: those from which the tensor is computed.
+        node: the node that makes it; None: it is a cache.
+        shape: shape operand of a Reshape or Expand, with 0 and -1 as Reshape defines them; None for other operators.
+    """
+
+    tensor: gs.Tensor
+    axes: Axes
+    caches: tuple[Cache, ...]
+    node: gs.Node | None = None
+    shape: Axes | None = None
+
+
+class Computed:
+    """Computes keys and values from canonical caches.
+
+    Args:
+        graph: sorted, as exported.
+        caches: from which keys and values are computed.
+        samples: of the model.
+    """
+
+    def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
+        self._broken = ""
+        self._fixed: dict[str, Array] = {}  # integers that are computed, and the same in all samples
+        self._every = (*samples.plain, *samples.twins)
+        some = [s for s in samples.plain if s.length and s.total > 1]
+        self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
+        self._known = {str(c.present.name): RowFunction(c.present, (0, c.axis), (c,)) for c in caches}
+        for node in graph.nodes:
+            if not is_op(node, *_OTHERS) and any(t.name in self._known for t in node.inputs):
+                try:
+                    for function in self._functions(node):
+                        self._known.setdefault(function.tensor.name, function)
+                except MixedError as error:
+                    self._broken = self._broken or str(error)
+
+    def place(self, attention: Attention, canonical: Canonical) -> Attention:
+        """Emit the keys and values of an attention; returns the plain attention over them.
+
+        Raises:
+            UnsupportedModelError: keys or values are not computed row by row.
+        """
+        emitted: dict[str, gs.Tensor] = {}
+        key, value = (
+            self._placed(cache, attention, size, emitted, canonical)
+            for cache, size in ((attention.key, attention.sizes["d"]), (attention.value, attention.sizes["v"]))
+        )
+        return replace(attention, key=key, value=value)
+
+    def _placed(
+        self, cache: Cache, attention: Attention, size: int, emitted: dict[str, gs.Tensor], canonical: Canonical
+    ) -> Cache:
+        name = str(cache.present.name)
+        if name not in self._known:
+            raise UnsupportedModelError(
+                f"'{name}', which '{attention.name}' attends to, is computed from caches"
+                + (f", and {self._broken}" if self._broken else "")
+                + "; supported are keys and values that are computed row by row with constants"
+            )
+        tensor = self._emit(name, emitted, canonical)
+        kind = elem_type(cache.present) or elem_type(attention.computed_from[0].past) or 0
+        if cache.axis == 3:
+            tensor = canonical.emit.op("Transpose", [tensor], "rows_first", kind, perm=[0, 1, 3, 2])
+        tensor.dtype = kind
+        shape = (canonical.batch, attention.sizes["n"], canonical.capacity, size)
+        canonical.known[tensor.name] = (kind, shape)
+        return replace(cache, past=tensor, present=tensor, axis=2)
+
+    def _emit(self, name: str, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+        """Compute a tensor from the rows in use of canonical caches; `emitted` holds what is there already."""
+        if name in emitted:
+            return emitted[name]
+        function, emit = self._known[name], canonical.emit
+        node = function.node
+        if node is None:
+            cache = function.caches[0]
+            rows = int((cache.present.shape or ())[cache.axis])
+            emitted[name] = emit_row_slice(emit, cache.present, cache.axis, rows)
+            return emitted[name]
+        read = node.inputs[:1] if function.shape is not None else node.inputs
+        inputs = [self._operand(t, emitted, canonical) for t in read]
+        if function.shape is not None:
+            op, kind = "Expand" if is_op(node, "Expand") else "Reshape", elem_type(function.tensor)
+            emitted[name] = emit.op(op, [inputs[0], emit.ints(list(function.shape))], "row", kind)
+        else:
+            outputs = [t if t.is_empty() else gs.Variable(emit.name("row"), dtype=t.dtype) for t in node.outputs]
+            copy = gs.Node(node.op, emit.name(f"row:{node.op}"), dict(node.attrs), inputs, outputs)
+            canonical.graph.nodes.append(copy)
+            emitted |= {old.name: new for old, new in zip(node.outputs, outputs, strict=True) if not old.is_empty()}
+        return emitted[name]
+
+    def _operand(self, tensor: gs.Tensor, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+        if tensor.name in self._known:
+            return self._emit(tensor.name, emitted, canonical)
+        return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
+
+    def _functions(self, node: gs.Node) -> list[RowFunction]:
+        """Derive the row functions of a node's outputs from its inputs.
+
+        Raises:
+            MixedError: the node mixes rows.
+        """
+        sources = [self._known[t.name] for t in node.inputs if t.name in self._known]
+        shaped = is_op(node, "Reshape", "Expand")
+        for tensor in node.inputs[:1] if shaped else node.inputs:
+            if not (tensor.name in self._known or tensor.is_empty() or self._is_constant(tensor)):
+                # Of a MatMul: queries, or what a softmax makes of their scores.
+                words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
+                raise MixedError("" if is_op(node, "MatMul") else words)
+        caches = tuple(dict.fromkeys(c for source in sources for c in source.caches))
+        functions = []
+        for tensor in (t for t in node.outputs if not t.is_empty()):
+            axes = self._axes(node, tensor, sources[0])
+            shape = self._shape(node, tensor, sources[0].axes, axes) if shaped else None
+            functions.append(RowFunction(tensor, axes, caches, node, shape))
+        return functions
+
+    def _is_constant(self, tensor: gs.Tensor) -> bool:
+        if is_constant(tensor) or tensor.name in self._fixed:
+            return True
+        if self._samples[0].probe.elem_type(tensor.name) not in (INT32, INT64):
+            return False
+        values = [sample.probe.value(tensor.name) for sample in self._every]
+        first = values[0]
+        if first is None or any(v is None or not np.array_equal(v, first) for v in values):
+            return False
+        self._fixed[tensor.name] = first
+        return True
+
+    def _axes(self, node: gs.Node, tensor: gs.Tensor, before: RowFunction) -> Axes:
+        """Find the axes of batch and rows in an operator's output.
+
+        Raises:
+            MixedError: no axis has the length of the rows.
+        """
+        rank = len(self._shapes(before.tensor)[0])
+        if is_op(node, "Transpose"):  # sizes of 1 would not say
+            perm = list(node.attrs.get("perm") or reversed(range(rank)))
+            return tuple(perm.index(axis) for axis in before.axes)
+        shapes = self._shapes(tensor)
+        near = before.axes[1] + len(shapes[0]) - rank
+        fixed = any(not cache.growing for cache in before.caches)  # it has a row for every token of the capacity
+        sizes = [s.capacity if fixed else s.total for s in self._samples]
+        row = min(_axes_of(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
+        batch = [axis for axis in _axes_of(shapes, [s.batch for s in self._samples]) if axis != row]
+        if row < 0 or not batch:
+            raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
+        return batch[0], row
+
+    def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
+        """Make a shape operand for a Reshape or Expand that fits every batch and length."""
+        shape = list(self._shapes(tensor)[0])
+        for i, axis in enumerate(after):  # 0 is the same size as before, along the same axis
+            if is_op(node, "Expand"):
+                shape[axis] = 1
+            else:
+                shape[axis] = -1 if i == int(before[0] == after[0]) else 0
+        return tuple(shape)
+
+    def _shapes(self, tensor: gs.Tensor) -> list[Axes]:
+        """The shapes of a tensor in the samples.
+
+        Raises:
+            MixedError: a shape is unknown.
+        """
+        shapes = [sample.probe.shape(tensor.name) for sample in self._samples]
+        known = [shape for shape in shapes if shape is not None]
+        if len(known) < len(shapes) or len(set(map(len, known))) > 1:
+            raise MixedError(f"nothing says the shape of '{tensor.name}'")
+        return known
+
+
+def _axes_of(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
+    """The axes whose size in each sample equals the entry of `sizes`."""
+    return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]

@@ -1,0 +1,266 @@
+"""Windows as circular buffers (``--sliding circular``).
+
+    present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
+    output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
+
+    becomes
+
+    present = TensorScatter(past [B, N, R, D], update, w, mode=circular)
+    output  = Attention(q, k, v, visible [B, 1, S, R])
+
+with ``R = W + C - 1`` rows for updates of up to C tokens: the first token of an update still sees its W keys after the
+last one is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the position of
+the first new token, and the step has S new tokens:
+
+    newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
+    visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
+
+If a model has its own lengths, each sequence has w + S valid tokens, or 0: then its queries see nothing. Lengths
+between are not allowed: the ring may have overwritten rows that the first queries of such a step need.
+
+Memory and step time stop growing with the text. A cache stays linear if one attention sees all of it. The check refuses
+a model that reads the length of a cache elsewhere, or computes its lengths or write indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.emit.canonical_nodes import Findings, emit_visible
+from trt_kvcache.importer.graph import (
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    fold_identities,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
+from trt_kvcache.importer.operators import VIEWS
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.planning.attention_plans import reads_columns
+
+__all__ = ["Rings", "make_circular", "slide"]
+
+
+@dataclass(frozen=True, eq=False)
+class _Windowed:
+    """A pair of caches that only attentions of one window read."""
+
+    keys: gs.Node
+    values: gs.Node
+    readers: tuple[gs.Node, ...]
+    window: int
+
+
+@dataclass(frozen=True)
+class Rings:
+    """The caches that became circular.
+
+    Attributes:
+        longest: the most tokens of one update, by name of the cache input.
+        notes: what it saves, or why nothing changed.
+    """
+
+    longest: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
+    """Make the windowed caches of a canonical model circular; returns the model and findings about the change.
+
+    Args:
+        model: not changed.
+        options: capacity, and the longest update.
+        usual: the capacity where neither options nor model say it.
+    """
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    fold_identities(graph)
+    updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
+    fixed = max((_rows(n, 0) for n in updates), default=0)
+    capacity = options.capacity or fixed or usual
+    rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
+    idioms = {n.inputs[0].name: "TensorScatter" for n in updates}
+    findings = Findings(idioms, notes=rings.notes, longest=rings.longest, capacity=None if fixed else capacity)
+    if not rings.longest:
+        return model, findings
+    exported: onnx.ModelProto = gs.export_onnx(graph.cleanup(remove_unused_graph_inputs=False).toposort())
+    del exported.graph.value_info[:]
+    exported.ir_version = max(model.ir_version, 10)
+    return exported, findings
+
+
+def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, idle: bool = False) -> Rings:
+    """Make every windowed cache of a canonical graph circular.
+
+    Args:
+        graph: edited in place.
+        emit: of the graph.
+        capacity: of linear caches.
+        chunk: the most tokens of one update.
+        idle: the lengths are the model's own, and may be 0: the row takes no part in a step.
+    """
+    longest: dict[str, int] = {}
+    notes: list[str] = []
+    before = _all_rows(graph, capacity)
+    for pair in _find(graph):
+        rows = pair.window + chunk - 1
+        names = [str(update.inputs[0].name) for update in (pair.keys, pair.values)]
+        if rows >= capacity:
+            notes.append(
+                f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to "
+                f"{chunk} tokens (--window-chunk) need {rows} rows, and the capacity is {capacity}"
+            )
+            continue
+        respelled = [shape for cache in (pair.keys, pair.values) for shape in _spelled(cache, capacity, rows)]
+        other = _other_reader(graph, pair) or next((node for node, shape in respelled if shape is None), None)
+        why = "" if other is None else f"{other.op} '{other.name}' reads their rows beside attention, or counts them"
+        if bound := _bound(pair.keys.inputs[2]):
+            why = f"{bound.op} '{bound.name}' bounds the positions of their new rows"
+        if why:
+            notes.append(f"caches '{names[0]}' and '{names[1]}' stay linear: {why}")
+            continue
+        for node, shape in respelled:
+            node.inputs[1] = emit.constant(np.asarray(shape, np.int64))
+        _turn(pair, emit, rows, idle=idle)
+        longest |= dict.fromkeys(names, chunk)
+    if longest:
+        after = _all_rows(graph, capacity)
+        notes.append(
+            f"{len(longest)} caches hold a window instead of all tokens: {after} cache rows per sequence, not {before} "
+            f"({100 * (before - after) / before:.0f} % saved); updates of at most {chunk} tokens (--window-chunk)"
+            + (", of which all are valid in a row, or none" if idle else "")
+        )
+    elif not notes:
+        notes.append("no cache became circular: no attention sees a window only")
+    return Rings(longest, tuple(notes))
+
+
+def _all_rows(graph: gs.Graph, capacity: int) -> int:
+    return sum(_rows(n, capacity) for n in graph.nodes if is_op(n, "TensorScatter"))
+
+
+def _rows(update: gs.Node, capacity: int) -> int:
+    size = (dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))]
+    return size if isinstance(size, int) else capacity
+
+
+def _find(graph: gs.Graph) -> list[_Windowed]:
+    updates = {n.outputs[0].name: n for n in graph.nodes if is_op(n, "TensorScatter") and _plain(graph, n)}
+    readers: dict[str, list[gs.Node]] = {name: _readers(n.outputs[0]) for name, n in updates.items()}
+    pairs = []
+    done: set[str] = set()
+    for name, nodes in readers.items():
+        windows = {int(n.attrs.get("left_window_size", -1)) if _windowed(graph, n) else -1 for n in nodes}
+        if name in done or len(windows) != 1 or -1 in windows:
+            continue
+        caches = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
+        names = [n.outputs[0].name for n in caches if n is not None]
+        if (
+            len(set(names)) != 2
+            or len(names) != len(caches)
+            or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names)
+        ):
+            continue
+        done |= set(names)
+        keys, values = (updates[name] for name in names[:2])
+        pairs.append(_Windowed(keys, values, tuple(nodes), windows.pop() + 1))
+    return pairs
+
+
+def _plain(graph: gs.Graph, update: gs.Node) -> bool:
+    linear = update.attrs.get("mode", "linear") == "linear" and input_or_none(update, 2) is not None
+    return linear and contains(graph.inputs, update.inputs[0]) and contains(graph.outputs, update.outputs[0])
+
+
+def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
+    """True if a node sees a window of the newest tokens. It needs lengths: else causality starts at the first row."""
+    if reads_columns(graph, node):
+        return False  # a column of the scores is a row of the cache
+    causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
+    plain = input_or_none(node, 3) is None
+    return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
+
+
+def _readers(present: gs.Tensor) -> list[gs.Node]:
+    """The nodes that read a cache, through views of it."""
+    readers: dict[int, gs.Node] = {}
+    for node in consumers(present):
+        if is_op(node, *VIEWS) and node.inputs[0] is present:
+            readers |= {id(n): n for n in _readers(node.outputs[0])}
+        elif not is_op(node, "Shape"):
+            readers[id(node)] = node
+    return list(readers.values())
+
+
+def _bound(indices: gs.Tensor) -> gs.Node | None:
+    """The node that changes write indices so that they no longer count tokens, such as Min or Mod; else None."""
+    node = producer(indices)
+    if node is None:
+        return None
+    if not is_op(node, *VIEWS, "Cast", "Add", "Sub", "Expand", "Gather", "Slice"):
+        return None if is_op(node, "Shape", "Constant") else node
+    return next((found for tensor in node.inputs if (found := _bound(tensor)) is not None), None)
+
+
+def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
+    """A node that reads a cache before its update, or gives it to the caller in another shape."""
+    for update in (pair.keys, pair.values):
+        for node in consumers(update.inputs[0]):
+            if node is not update and not is_op(node, "Shape"):
+                return node
+        for node in _views(update.outputs[0]):
+            if contains(graph.outputs, node.outputs[0]):
+                return node
+    return None
+
+
+def _views(present: gs.Tensor) -> list[gs.Node]:
+    """All views of a cache after its update."""
+    views = [node for node in consumers(present) if is_op(node, *VIEWS) and node.inputs[0] is present]
+    return views + [inner for node in views for inner in _views(node.outputs[0])]
+
+
+def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
+    """Views that spell how many rows a cache has, with the shape for `rows` of them; None: it cannot be told."""
+    is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
+    before = _rows(update, capacity)
+    for node in _views(update.outputs[0]):
+        spelled = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
+        sizes = [] if spelled is None else [int(n) for n in spelled.ravel()]
+        others = (dims(node.inputs[0]) or ()).count(before) - (not is_open)  # axes of the same size
+        if (count := sizes.count(before)) > max(others, 0):
+            yield node, [rows if n == before else n for n in sizes] if count == 1 else None
+
+
+def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:
+    while tensor.name not in updates:
+        node = producer(tensor)
+        if node is None or not is_op(node, *VIEWS):
+            return None
+        tensor = node.inputs[0]
+    return updates[tensor.name]
+
+
+def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
+    for update in (pair.keys, pair.values):
+        update.attrs["mode"] = "circular"
+        axis = int(update.attrs.get("axis", -2))
+        for tensor in (update.inputs[0], update.outputs[0]):
+            shape = list(tensor.shape)
+            shape[axis] = rows
+            tensor.shape = shape
+    for node in pair.readers:
+        lengths = node.inputs[6] if idle else None
+        visible = emit_visible(emit, pair.keys.inputs[2], lengths, node.inputs[0], pair.window, rows)
+        node.inputs = [*node.inputs[:3], visible]
+        for name in ("left_window_size", "right_window_size"):
+            node.attrs.pop(name, None)
+        node.attrs["is_causal"] = 0

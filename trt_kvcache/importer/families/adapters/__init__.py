@@ -1,0 +1,469 @@
+"""Add adapters (LoRA) as inputs to a rewritten model, for ``--lora-rank``.
+
+    y = x W                                                  x [B, S, inputs]
+becomes
+    y = x W + (x A[slot]) B[slot]                            A [slots + 1, inputs, rank], B [slots + 1, rank, outputs]
+
+`slot` is an input ``[B]``: each sequence of a batch chooses its adapter. Slot 0 holds zeros, and is the model itself.
+W stays unchanged, quantized or not. This module edits a model after the check, which runs without adapters. It only
+adds operators, which follow the definition of LoRA.
+
+Names in the model tell which module of the checkpoint a product is; else a comparison of weights with the
+checkpoint does (`adapter_weights`). A product may fuse several modules: each has its own columns in A and B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.families.adapters.adapter_weights import Contents, module_names
+from trt_kvcache.importer.graph import free_name
+from trt_kvcache.importer.plan import (
+    AdapterPart,
+    AdapterPlan,
+    AdapterProduct,
+    CachePlan,
+    Dim,
+    InterfaceChange,
+    Role,
+    TensorRole,
+)
+from trt_kvcache.importer.protos import FLOATS, constants_of, dtype_name, is_op, readers_of, replace_field, shape_of
+from trt_kvcache.importer.simplify import infer_shapes
+from trt_kvcache.lora import FUSED, list_names, module_key
+
+__all__ = ["add_adapters"]
+
+
+@dataclass(frozen=True)
+class _Match:
+    """A product, and the modules that it computes."""
+
+    product: Product
+    parts: tuple[AdapterPart, ...]
+    whole: str | None
+    found_by: str
+
+
+def add_adapters(
+    model: ModelProto,
+    plan: CachePlan,
+    source: ModelProto,
+    folder: Path,
+    weights: Mapping[str, TensorProto],
+) -> CachePlan:
+    """Add adapters to a rewritten model in place, as the plan's options ask; returns the new plan.
+
+    Args:
+        model: rewritten; its large weights may be stand-ins.
+        plan: of it.
+        source: the exported model, for names.
+        folder: of the external data.
+        weights: the weights behind stand-ins.
+
+    Raises:
+        UnsupportedModelError: no product is a target, or the rows of each sequence in a product are unknown.
+        OptionError: the checkpoint cannot be read.
+    """
+    options = plan.options
+    assert options.lora_rank is not None
+    graph = ProductGraph(model, plan)
+    products = [*graph.products()]
+    matches = [_parts(one, graph) for one in _named(products, source)]
+    contents = Contents.beside(options.checkpoint, folder)
+    if contents is not None and (options.checkpoint is not None or not _covers(matches, options.lora_targets)):
+        matches = _merged(matches, _compared(products, contents, graph, folder, weights))
+    targets = _split_targets(matches, options.lora_targets)
+    chosen = [*_targets(matches, targets)]
+    _check(chosen, matches, targets, compared=contents is not None)
+    for one in chosen:
+        graph.check_rows(one.product, one.parts[0].module)
+    taken = set(graph.shapes) | {v.name for v in (*model.graph.input, *model.graph.output)}
+    index = free_name("adapter", taken)
+    planned = tuple(_planned(one, options.lora_rank, targets, taken) for one in chosen)
+    adapters = AdapterPlan(options.lora_rank, options.lora_slots, index, planned)
+    _insert(model, adapters, [one.product for one in chosen], graph.batch)
+    roles = [TensorRole(index, "input", Role.ADAPTER, "int64", (graph.batch,), "added", (_axis(graph.batch),))]
+    for product in planned:
+        for name, shape in _shapes(product, options.lora_slots):
+            role = TensorRole(name, "input", Role.ADAPTER_WEIGHTS, product.dtype, shape, "added", ("", "", ""))
+            roles.append(role)
+    changes = (
+        InterfaceChange("input", "", f"{index} [B]", "slot of each sequence's adapter; 0: none"),
+        InterfaceChange(
+            "input", "", f"lora.MODULE.a, lora.MODULE.b ({len(planned)} of each)",
+            "the factors of the adapters, in slots; zeros in slot 0",
+        ),
+    )  # fmt: skip
+    return replace(
+        plan, tensors=(*plan.tensors, *roles), changes=(*plan.changes, *changes) if plan.changes else plan.changes,
+        adapters=adapters,
+    )  # fmt: skip
+
+
+def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
+    """Match products to modules by name. Of several products with one name, the one with the most inputs is taken."""
+    names = module_names(source)
+    best: dict[str, list[Product]] = {}
+    said: dict[str, str] = {}
+    for product in products:
+        naming = names.of(product.root, product.node.name)
+        if naming is not None:
+            module, by = naming
+            if "lora_" in module:  # of an adapter that was exported with the model
+                continue
+            said[module] = by
+            others = best.get(module, [])
+            widest = max([product, *others], key=lambda p: p.inputs).inputs
+            best[module] = [p for p in (*others, product) if p.inputs == widest]
+    return [_Match(many[0], (AdapterPart(module, 0, many[0].outputs),), None, said[module])
+            for module, many in best.items() if len(many) == 1]  # fmt: skip
+
+
+def _compared(
+    products: Sequence[Product],
+    contents: Contents,
+    graph: ProductGraph,
+    folder: Path,
+    weights: Mapping[str, TensorProto],
+) -> list[_Match]:
+    """Match products to modules by comparing weights with a checkpoint."""
+    matches = []
+    for product in products:
+        root = graph.constants[product.root]
+        if product.scales is None:
+            parts = contents.parts_of(root, product.turned, folder, weights)
+        else:
+            parts = (
+                contents.parts_near(root, graph.constants[product.scales], folder, weights) if product.turned else []
+            )
+        if parts:
+            planned = tuple(AdapterPart(*part) for part in parts)
+            matches.append(_Match(product, planned, None, f"weights of {contents.name}"))
+    return matches
+
+
+def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
+    """Join matches by weights with matches by names for all other products."""
+    known = {one.product.node.output[0] for one in compared}
+    keys = {module_key(part.module) for one in compared for part in one.parts}
+    others = [
+        one for one in named
+        if one.product.node.output[0] not in known and all(module_key(p.module) not in keys for p in one.parts)
+    ]  # fmt: skip
+    return [*compared, *others]
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
+
+
+def _parts(one: _Match, graph: ProductGraph) -> _Match:
+    """Split a match into the modules that an exporter fused under one name."""
+    module = one.parts[0].module
+    names = FUSED.get(_last(module))
+    sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
+    if names is None or sizes is None or len(sizes) != len(names):
+        return one
+    stem, stops = module.removesuffix(_last(module)), [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    parts = tuple(
+        AdapterPart(stem + name, stop - size, stop) for name, size, stop in zip(names, sizes, stops, strict=True)
+    )
+    return replace(one, parts=parts, whole=module)
+
+
+def _is_wanted(module: str, targets: Sequence[str]) -> bool:
+    key = module_key(module)
+    return _last(module) in targets or ("all" in targets and key is not None and len(key) > 1)
+
+
+def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
+    """True if every target has a product by its name."""
+    names = {_last(p.module) for one in matches for p in one.parts}
+    names |= {part for name in names for part in FUSED.get(name, ())}
+    return "all" not in targets and names >= set(targets)
+
+
+def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
+    """Replace targets that an exporter split with their parts."""
+    known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
+    split: dict[str, None] = {}
+    for target in targets:
+        parts = FUSED.get(target, ())
+        split |= dict.fromkeys(parts if parts and target not in known and known.issuperset(parts) else (target,))
+    return tuple(split)
+
+
+def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Match]:
+    for one in matches:
+        if any(_is_wanted(module, targets) for module in (*(p.module for p in one.parts), one.whole) if module):
+            yield one
+
+
+def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
+    """Refuse targets without a product, and modules with several products."""
+    last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
+    known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
+    missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
+    if missing:
+        near = get_close_matches(missing[0], known, 3, 0.5) or known
+        said = f"no product of the model is a module '{missing[0]}': there are {list_names(near)}"
+        if not near or missing[0] == "all":
+            said = "no product of the model is known to be a module of the checkpoint, so that nothing takes an adapter"
+        advice = "" if compared else "; give --checkpoint, the checkpoint that it was exported from, to compare weights"
+        raise UnsupportedModelError(said + advice)
+    keys: dict[object, str] = {}
+    for part in (part for one in chosen for part in one.parts):
+        key = module_key(part.module)
+        if key is None:
+            raise UnsupportedModelError(
+                f"module '{part.module}' is not one of a decoder; leave it out of --lora-targets"
+            )
+        if key in keys:
+            raise UnsupportedModelError(
+                f"several products are taken for module '{part.module}': its adapter cannot be placed; leave it out of "
+                "--lora-targets"
+            )
+        keys[key] = part.module
+
+
+def _planned(one: _Match, rank: int, targets: Sequence[str], taken: set[str]) -> AdapterProduct:
+    module = one.whole or (
+        one.parts[0].module
+        if len(one.parts) == 1
+        else one.parts[0].module + "".join(f"+{_last(p.module)}" for p in one.parts[1:])
+    )
+    names = []
+    for side in "ab":
+        names.append(free_name(f"lora.{module}.{side}", taken))
+        taken.add(names[-1])
+    wanted = sum(_is_wanted(part.module, targets) for part in one.parts)
+    product, (a, b), rank = one.product, names, rank * max(1, wanted)
+    sizes = product.inputs, product.outputs
+    return AdapterProduct(a, b, product.dtype, rank, *sizes, one.parts, one.whole, one.found_by)
+
+
+def _shapes(product: AdapterProduct, slots: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return (
+        (product.a, (slots + 1, product.inputs, product.rank)),
+        (product.b, (slots + 1, product.rank, product.outputs)),
+    )
+
+
+def _axis(batch: Dim) -> str:
+    return "" if isinstance(batch, int) else "batch"
+
+
+def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], batch: Dim) -> None:
+    graph = model.graph
+    pairs = zip(products, plan.products, strict=True)
+    added = {product.node.output[0]: (product, planned) for product, planned in pairs}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        nodes.append(node)
+        if node.output and node.output[0] in added:
+            product, planned = added[node.output[0]]
+            nodes += _nodes(node, product, planned, plan.index)
+    replace_field(graph.node, nodes)
+    graph.input.append(helper.make_tensor_value_info(plan.index, TensorProto.INT64, [batch]))
+    for planned in plan.products:
+        kind = getattr(TensorProto, planned.dtype.upper())
+        for name, shape in _shapes(planned, plan.slots):
+            graph.input.append(helper.make_tensor_value_info(name, kind, shape))
+
+
+def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
+    """Make the nodes that add an adapter's change to a product; the product's own result is renamed."""
+    result, stem = node.output[0], planned.a.removesuffix(".a")
+    own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
+    node.output[0] = own
+    flat = product.rows != x  # one axis for sequences and tokens
+    nodes = []
+    if flat:
+        sizes = numpy_helper.from_array(np.array([-1, product.inputs]), f"{stem}/sizes")
+        nodes = [
+            helper.make_node("Constant", [], [f"{stem}/sizes"], f"{stem}/Constant", value=sizes),
+            helper.make_node("Shape", [index], [f"{stem}/batch"], f"{stem}/Shape_batch"),
+            helper.make_node(
+                "Concat", [f"{stem}/batch", f"{stem}/sizes"], [f"{stem}/by_sequence"], f"{stem}/Concat", axis=0
+            ),
+            helper.make_node("Reshape", [x, f"{stem}/by_sequence"], [f"{stem}/x"], f"{stem}/Reshape_x"),
+        ]
+        x = f"{stem}/x"
+    nodes += [
+        helper.make_node("Gather", [planned.a, index], [f"{stem}/a"], f"{stem}/Gather_a", axis=0),
+        helper.make_node("Gather", [planned.b, index], [f"{stem}/b"], f"{stem}/Gather_b", axis=0),
+        helper.make_node("MatMul", [x, f"{stem}/a"], [low], f"{stem}/MatMul_a"),
+        helper.make_node("MatMul", [low, f"{stem}/b"], [change], f"{stem}/MatMul_b"),
+    ]
+    if flat:
+        nodes.append(helper.make_node("Shape", [own], [f"{stem}/shape"], f"{stem}/Shape"))
+        nodes.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
+        change = f"{stem}/flat"
+    return [*nodes, helper.make_node("Add", [own, change], [result], f"{stem}/Add")]
+
+
+_KEEPS_ROWS = {
+    "Add", "Cast", "Div", "Erf", "Gelu", "Identity", "LayerNormalization", "MatMul", "Mul", "Neg", "Pow",
+    "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
+    "Where",
+}  # fmt: skip
+"""Operators whose result has the first axis of an operand of the same rank, whatever that is."""
+_OF_WEIGHTS = {"Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose"}
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product with a weight.
+
+    Attributes:
+        rows: the other operand ``[B, S, inputs]``, or its source if the operand merges the first two axes.
+        root: the initializer of its weight.
+        turned: True if the initializer is ``[outputs, inputs]``.
+        scales: the initializer ``[outputs, blocks]`` with the scales of a quantized weight ``[outputs, inputs]``.
+    """
+
+    node: NodeProto
+    rows: str
+    root: str
+    turned: bool
+    scales: str | None
+    inputs: int
+    outputs: int
+    dtype: str
+
+
+class ProductGraph:
+    """The products of a rewritten model, and facts about their operands."""
+
+    def __init__(self, model: ModelProto, plan: CachePlan) -> None:
+        inferred = infer_shapes(model)
+        values = (*inferred.graph.value_info, *inferred.graph.input, *inferred.graph.output)
+        self.shapes = {value.name: shape_of(value) for value in values}
+        self._types = {value.name: value.type.tensor_type.elem_type for value in values}
+        self.constants = constants_of(model.graph)
+        self.shapes |= {name: tuple(tensor.dims) for name, tensor in self.constants.items()}
+        self._makes = {name: node for node in model.graph.node for name in node.output}
+        self._nodes = model.graph.node
+        self.readers = readers_of(model.graph.node)
+        tokens = plan.tensor(Role.TOKENS)
+        caches = [c.physical_shape[0] for c in plan.caches if c.carried]
+        packed = tokens is not None and "tokens" in tokens.axes
+        if packed or not caches:
+            raise UnsupportedModelError(
+                "adapters are chosen for each sequence, and the model takes the tokens of all sequences in one axis: "
+                "export it with tokens [batch, sequence]"
+            )
+        self.batch: Dim = caches[0]
+        if tokens is not None and "batch" in tokens.axes:
+            self.batch = tokens.shape[tokens.axes.index("batch")]
+        self._rows: dict[str, bool] = {}
+
+    def products(self) -> Iterator[Product]:
+        """Yield all products of rows with a weight."""
+        for node in self._nodes:
+            if not is_op(node, "MatMul") and not is_op(node, "Gemm"):
+                continue
+            attributes = {a.name: a for a in node.attribute}
+            if "transA" in attributes and attributes["transA"].i:
+                continue
+            turned = "transB" in attributes and bool(attributes["transB"].i)
+            shape = self.shapes.get(node.input[1])
+            root, flips, scales = self._root(node.input[1])
+            if root is None or shape is None or len(shape) != 2 or not all(isinstance(d, int) for d in shape):
+                continue
+            inputs, outputs = map(int, reversed(shape) if turned else shape)
+            rows = self._with_rows(node.input[0])
+            dtype = self._types.get(node.input[0], 0) or self._types.get(node.output[0], 0)
+            if rows is not None and dtype in FLOATS:
+                yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
+
+    def _root(self, name: str) -> tuple[str | None, bool, str | None]:
+        """The initializer of a weight, True if it was transposed, and its scales; no initializer for other tensors."""
+        turned, scales = False, None
+        while name not in self.constants:
+            node = self._makes.get(name)
+            if node is None or node.op_type not in _OF_WEIGHTS:
+                return None, False, None
+            if node.op_type == "DequantizeLinear" and node.input[1] in self.constants:
+                scales = node.input[1]
+            turned ^= node.op_type == "Transpose"
+            name = node.input[0]
+        return name, turned, scales
+
+    def _with_rows(self, name: str) -> str | None:
+        """Find the tensor of three or more axes behind a flattened operand, whose rows lie sequence by sequence."""
+        most, shape = 3, self.shapes.get(name)
+        while shape is not None and len(shape) == 2:
+            node = self._makes.get(name)
+            if node is None or node.op_type not in ("Reshape", "Cast"):
+                return None
+            name = node.input[0]
+            most, shape = 5, self.shapes.get(name)
+        return name if shape is not None and 3 <= len(shape) <= most else None
+
+    def check_rows(self, product: Product, module: str) -> None:
+        """Refuse a product whose first axis is not known to be the batch."""
+        if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
+            raise UnsupportedModelError(
+                f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
+                f"{list(self.shapes.get(product.rows) or ())}, and nothing says that its first axis is the batch, "
+                f"'{self.batch}', so no adapter can be chosen there: leave the module out of --lora-targets"
+            )
+
+    def _by_sequence(self, name: str) -> bool:
+        """True if the first axis of a tensor of three axes or more is the batch."""
+        pending, seen = [name], {name}
+        while pending:
+            name = pending.pop()
+            shape = self.shapes.get(name)
+            if shape is not None and len(shape) > 2 and shape[0] == self.batch:
+                return True
+            node = self._makes.get(name)
+            if node is None or not (node.op_type in _KEEPS_ROWS or self._slices_other_axes(node)):
+                continue
+            operands = node.input[:1] if node.op_type in ("MatMul", "ReduceMean", "Slice") else node.input
+            new = [o for o in operands if o not in seen and len(self.shapes.get(o) or ()) == len(shape or ())]
+            pending += new
+            seen.update(new)
+        return False
+
+    def _slices_other_axes(self, node: NodeProto) -> bool:
+        """True for a Slice that does not cut the first axis."""
+        axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
+        return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
+
+    def _meets_sequences(self, name: str) -> bool:
+        """True if a result, after at most a bias, is added to a tensor whose first axis is the batch."""
+        for _ in range(3):
+            readers = self.readers.get(name, [])
+            if len(readers) != 1 or readers[0].op_type not in ("Add", "Cast", "Identity"):
+                return False
+            (node,) = readers
+            if any(self._by_sequence(other) for other in node.input if other != name):
+                return True
+            name = node.output[0]
+        return False
+
+    def split_of(self, product: Product) -> list[int] | None:
+        """The sizes of a Split that follows a product, after at most a bias; None without such a Split."""
+        name = product.node.output[0]
+        for _ in range(3):
+            readers = self.readers.get(name, [])
+            if len(readers) != 1:
+                return None
+            (node,) = readers
+            if node.op_type == "Split" and len(node.input) > 1 and node.input[1] in self.constants:
+                sizes = numpy_helper.to_array(self.constants[node.input[1]]).tolist()
+                return sizes if sum(sizes) == product.outputs else None
+            if node.op_type not in ("Add", "Sub"):
+                return None
+            name = node.output[0]
+        return None

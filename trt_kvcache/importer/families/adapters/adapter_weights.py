@@ -1,0 +1,290 @@
+"""Find the modules of a checkpoint that products compute, by comparing weights, or by names that exporters keep.
+
+A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
+by side. The first numbers of a column find a candidate tensor; then the corners of both are compared. So the search
+does not read the whole checkpoint.
+
+A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are close to the rows of its
+source tensor, except for a zero point in each block. So two rows are compared by their angle, after subtracting the
+mean of each block.
+
+weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
+nodes      /model/layers.0/self_attn/q_proj/MatMul
+metadata   torch's exporter writes the path of modules at each node
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.protos import byte_size
+from trt_kvcache.importer.weights import detached, raw_bytes
+from trt_kvcache.lora import module_key
+from trt_kvcache.stored_tensors import StoredTensors
+
+__all__ = ["Contents"]
+
+Array = npt.NDArray[Any]
+_FEW = 16  # numbers that find a tensor
+_CORNER = 64
+_NEAR = 0.8  # cosine; rows of 4 bits have 0.99, those of other tensors 0.1
+_BITS: dict[int, int] = {TensorProto.UINT4: 4, TensorProto.INT4: 4, TensorProto.UINT8: 8, TensorProto.INT8: 8}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A weight of the checkpoint.
+
+    Attributes:
+        turned: the tensor is stored as ``[inputs, outputs]``, as by Conv1D of transformers.
+    """
+
+    module: str
+    file: StoredTensors
+    name: str
+    turned: bool
+
+    def array(self) -> Array:
+        """Read the tensor as ``[inputs, outputs]``."""
+        data = self.file.read(self.name)
+        return data if self.turned else data.T
+
+
+class Contents:
+    """The weights of a checkpoint.
+
+    Args:
+        folder: with ``.safetensors`` files.
+
+    Raises:
+        OptionError: the folder has no such files, or they cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise OptionError(f"{folder}: no checkpoint: there is no .safetensors file; give its folder (--checkpoint)")
+        self.name = folder.name or str(folder)
+        self._tensors = [*_tensors(files)]
+        self._index: dict[np.dtype[Any], dict[bytes, list[_Tensor]]] = {}
+        self._near: dict[tuple[int, int], Array] = {}
+
+    @classmethod
+    def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
+        """Open `checkpoint` if it is given, else a checkpoint in the model's folder; None if there is none."""
+        if checkpoint is not None:
+            return cls(Path(checkpoint))
+        is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
+        return cls(folder) if is_checkpoint else None
+
+    def parts_of(
+        self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
+    ) -> list[tuple[str, int, int]]:
+        """The modules that a weight holds side by side: name, first column, and the one after the last.
+
+        Args:
+            tensor: of the model.
+            turned: the weight is ``[outputs, inputs]``.
+            folder: of external data.
+            weights: the weights behind stand-ins.
+        """
+        if tensor.data_type not in _FLOATS or len(tensor.dims) != 2:
+            return []
+        data = _array(tensor, folder, weights)
+        data = data.T if turned else data
+        outputs = data.shape[1]
+        index = self._by_beginning(data.dtype)
+        parts: list[tuple[str, int, int]] = []
+        at = 0
+        while at < outputs:
+            fitting = [t for t in index.get(_key(data[:_FEW, at]), ()) if _fits(data, at, t)]
+            if len(fitting) != 1:
+                return []
+            stop = at + fitting[0].array().shape[1]
+            parts.append((fitting[0].module, at, stop))
+            at = stop
+        return parts
+
+    def parts_near(
+        self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
+    ) -> list[tuple[str, int, int]]:
+        """The modules that a quantized weight ``[outputs, inputs]`` holds side by side, see `parts_of`.
+
+        Args:
+            tensor: of the model.
+            scales: ``[outputs, blocks]``.
+            folder: of external data.
+            weights: the weights behind stand-ins.
+        """
+        if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
+            return []
+        (outputs, inputs), blocks = tensor.dims, scales.dims[1]
+        if outputs != scales.dims[0] or inputs % blocks or inputs % 2:
+            return []
+        data = _bytes(tensor, folder, weights).reshape(outputs, -1)
+        scale = _array(scales, folder, weights).astype(np.float32)
+        candidates = [t for t in self._tensors if t.array().shape[0] == inputs]
+        firsts = self._directions(inputs, blocks, candidates)
+        parts: list[tuple[str, int, int]] = []
+        at = 0
+        while at < outputs and len(firsts):
+            near = firsts @ _direction(_numbers(data[at], tensor.data_type), scale[at])
+            best = int(near.argmax())
+            others = np.delete(near, best)
+            stop = at + candidates[best].array().shape[1]
+            if near[best] < _NEAR or others.max(initial=0) > _NEAR or stop > outputs:
+                return []
+            last = candidates[best].array()[:, -1].astype(np.float32)
+            end = _direction(_numbers(data[stop - 1], tensor.data_type), scale[stop - 1])
+            if end @ _direction(last, np.ones(blocks, np.float32)) < _NEAR:
+                return []
+            parts.append((candidates[best].module, at, stop))
+            at = stop
+        return parts
+
+    def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
+        """Normalized first columns of the candidate tensors, ``[n, inputs]``; see `_direction`."""
+        key = inputs, blocks
+        if key not in self._near:
+            ones = np.ones(blocks, np.float32)
+            directions = [_direction(t.array()[:, 0].astype(np.float32), ones) for t in candidates]
+            self._near[key] = np.stack(directions) if directions else np.zeros((0, inputs), np.float32)
+        return self._near[key]
+
+    def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
+        """Index the tensors by their first numbers, cast to `dtype`."""
+        if dtype not in self._index:
+            index: dict[bytes, list[_Tensor]] = {}
+            for tensor in self._tensors:
+                index.setdefault(_key(_cast(tensor.array()[:_FEW, 0], dtype)), []).append(tensor)
+            self._index[dtype] = index
+        return self._index[dtype]
+
+
+def _tensors(files: list[Path]) -> Iterator[_Tensor]:
+    for file in (StoredTensors(path, mapped=True) for path in files):
+        for name, shape in file.shapes.items():
+            module, _, kind = name.rpartition(".")
+            key = module_key(module)
+            if kind == "weight" and len(shape) == 2 and min(shape) > 1 and key is not None and len(key) > 1:
+                yield _Tensor(module, file, name, False)
+                yield _Tensor(module, file, name, True)
+
+
+def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
+    """True if two corners of a tensor equal those of the weight's columns from `at` on."""
+    wanted = tensor.array()
+    stop = at + wanted.shape[1]
+    if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:
+        return False
+    n, m = (min(size, _CORNER) for size in wanted.shape)
+    first = data[:n, at : at + m], wanted[:n, :m]
+    last = data[-n:, stop - m : stop], wanted[-n:, -m:]
+    return all(np.array_equal(a, _cast(b, data.dtype)) for a, b in (first, last))
+
+
+def _cast(values: Array, dtype: np.dtype[Any]) -> Array:
+    with np.errstate(over="ignore"):
+        return values.astype(dtype)
+
+
+def _key(values: Array) -> bytes:
+    return np.ascontiguousarray(values).tobytes()
+
+
+def _numbers(data: Array, data_type: int) -> Array:
+    """Unpack a row of quantized numbers to float32."""
+    if _BITS[data_type] == 4:
+        data = np.stack([data & 15, data >> 4], -1).reshape(-1)
+        return ((data ^ 8).astype(np.float32) - 8) if data_type == TensorProto.INT4 else data.astype(np.float32)
+    return (data.view(np.int8) if data_type == TensorProto.INT8 else data).astype(np.float32)
+
+
+def _direction(row: Array, scales: Array) -> Array:
+    """Scale a row ``[inputs]`` by block, subtract each block's mean, and normalize it to length 1."""
+    blocks = row.reshape(len(scales), -1)
+    flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
+    unit: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
+    return unit
+
+
+def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
+    """The bytes of a weight; external data are memory-mapped."""
+    tensor = detached(tensor, weights) or tensor
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return np.frombuffer(raw_bytes(tensor), np.uint8)
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    offset = int(entries.get("offset") or 0)
+    return np.memmap(folder / entries["location"], np.uint8, "r", offset, (byte_size(tensor) or 0,))
+
+
+def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
+    """The numbers of a weight; external data are memory-mapped."""
+    tensor = detached(tensor, weights) or tensor
+    if tensor.data_location != TensorProto.EXTERNAL:
+        return numpy_helper.to_array(tensor)
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+    shape = tuple(tensor.dims)
+    return np.memmap(folder / entries["location"], dtype, "r", int(entries.get("offset") or 0), shape)
+
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+_NO_MODULE = re.compile(
+    r"(?:q?weight\w*|MatMul\w*|Gemm\w*|output_\d+|kernel|linear|matmul|addmm|t|[a-z]+_\d+|node_\w+|Transpose\w*|u?int\d+\[.*)?"
+)
+"""The last parts of a name that say how a product is computed, and not which module it is."""
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Names of modules, by names of nodes."""
+
+    scopes: Mapping[str, str]
+
+    def of(self, weight: str, node: str) -> tuple[str, str] | None:
+        """The module of a product, and the source of that name; None if unknown."""
+        for name, by in ((weight, "its weight's name"), (node, "its node's name")):
+            if (module := _module(name)) is not None:
+                return module, by
+        return (self.scopes[node], "torch's metadata") if node in self.scopes else None
+
+
+def module_names(source: ModelProto) -> ModuleNames:
+    """Read module names from an exported model."""
+    scopes = {}
+    for node in source.graph.node:
+        text = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "")
+        if text and (module := _in_scopes(text)) is not None:
+            scopes[node.name] = module
+    return ModuleNames(scopes)
+
+
+def _module(name: str) -> str | None:
+    """Extract a module's name from the name of a weight or a node; None if it has none."""
+    parts = [part for part in re.split(r"[./]+", name.removeprefix("trt_kvcache/")) if part]
+    while parts and _NO_MODULE.fullmatch(parts[-1]):
+        parts.pop()
+    layered = any(part.isdecimal() for part in parts[1:-1])
+    return ".".join(parts) if layered or parts[-1:] == ["lm_head"] else None
+
+
+def _in_scopes(text: str) -> str | None:
+    """The innermost module in a textual list of module paths; None if there is none."""
+    try:
+        scopes = ast.literal_eval(text)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    names = [scope for scope in scopes if isinstance(scope, str)] if isinstance(scopes, list) else []
+    return next((module for name in reversed(names[:-1]) if (module := _module(name)) is not None), None)

@@ -1,0 +1,281 @@
+"""Build one encoder model for TensorRT, which computes the decoder's constants from a source.
+
+    encoder_model.onnx       source -> hidden                     one model:
+    decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
+                             of every layer, and much else
+
+Operators of ONNX Runtime become standard ones, and attention is rewritten for TensorRT, as in a decoder. A step has one
+sequence, without padding. A first step takes token ids beside the encoder's output. It gets one id, 0: the remaining
+part may read only the shape of the ids, or the model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.families.encoders.outputs import (
+    HIDDEN,
+    IDS,
+    MASK,
+    EncoderParts,
+    find_later,
+    find_parts,
+    keep_outputs,
+    take_first_branch,
+)
+from trt_kvcache.importer.files.source import SourceModel, load_source
+from trt_kvcache.importer.graph import Emitter, dims, dtype_name, elem_type, export_inferred, fold_identities
+from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
+from trt_kvcache.importer.planning.attention_plans import analyze_attention
+from trt_kvcache.importer.planning.cache_plans import check_dtypes
+from trt_kvcache.importer.prepare import attach_weights, detach_weights, fix_digit_dims, flatten
+from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
+from trt_kvcache.importer.recognize.sample_steps import Blueprint, Probe
+from trt_kvcache.importer.rewrite import rewrite_graph
+from trt_kvcache.importer.simplify import drop_unused_outputs
+
+__all__ = ["EncoderModel", "import_encoder"]
+
+_STEP = "first_step/"  # before the names of everything in it
+_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # of sources, with which sizes are tried; too short for some encoders
+_ENOUGH = 3
+
+
+@dataclass(frozen=True)
+class EncoderModel:
+    """An encoder whose outputs are the constants of its decoder.
+
+    Attributes:
+        sources: its files.
+        plan: of attention, inputs and outputs, without caches. The axis ``"encoder"`` of an input has the length of
+            the encoder's output.
+        model: the model for TensorRT; external data are relative to the folder of the first of `sources`.
+    """
+
+    sources: tuple[SourceModel, ...]
+    plan: CachePlan
+    model: onnx.ModelProto
+
+
+def import_encoder(
+    path: Path,
+    first_step: Path | None,
+    constants: Sequence[TensorRole],
+    options: PlanOptions,
+) -> EncoderModel:
+    """Read an encoder, and the first step that computes keys and values from its output.
+
+    Args:
+        path: of the encoder.
+        first_step: path of the first step, for decoders whose encoder does not compute keys and values itself.
+        constants: the constants of the decoder.
+        options: of the decoder; its target counts.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError: a file cannot be read, or one model cannot compute the decoder's
+            constants.
+    """
+    source = load_source(path, first_step=True)
+    parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
+    length = _length(source.proto.graph, parts, constants)
+    model, weights, notes = _standard(source.proto)
+    sources, outputs = [source], dict(parts.own)
+    if parts.rest:
+        step = load_source(first_step, first_step=True) if first_step is not None else None
+        names = [v.name for v in step.proto.graph.output] if step is not None else []
+        later = find_later(parts.rest, names, source.path, first_step)
+        assert step is not None
+        _check_folder(source, step)
+        take_first_branch(step.proto.graph)
+        keep_outputs(step.proto.graph, later.values())
+        inputs = _check_inputs(step)
+        onnx.compose.add_prefix(step.proto, _STEP, inplace=True)
+        second, more, said = _standard(step.proto)
+        _prefix_added(second.graph)
+        notes = notes or said
+        _append(model, second, inputs, parts.hidden)
+        weights |= more
+        sources.append(step)
+        outputs |= {name: _STEP + output for name, output in later.items()}
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    _give(graph, [t for t in constants if t not in parts.masks], outputs)
+    for tensor in graph.inputs:
+        tensor.shape = [1, *(tensor.shape or [])[1:]]
+    model = export_inferred(graph.cleanup(remove_unused_graph_inputs=True).toposort())
+    _fold_sizes(model, weights)
+    graph = gs.import_onnx(model).cleanup(remove_unused_graph_inputs=True).toposort()
+    plan = _plan(graph, constants, length, options, notes)
+    rewrite_graph(graph, plan)
+    rewritten: onnx.ModelProto = gs.export_onnx(graph)
+    del rewritten.graph.value_info[:]
+    rewritten.ir_version = max(source.proto.ir_version, 10)
+    attach_weights(rewritten, weights)
+    return EncoderModel(tuple(sources), plan, rewritten)
+
+
+def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
+    """The symbol or size of the length of an encoder's output; empty if unknown."""
+    shapes = {v.name: shape_of(v) or () for v in graph.output}
+    places = [(parts.hidden, 1)] if parts.hidden else []
+    places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants
+               if t.name in parts.own and "encoder" in t.axes]  # fmt: skip
+    known = [shapes[name][axis] for name, axis in places if axis < len(shapes[name])]
+    return next((d for d in known if d != "?"), "")
+
+
+def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
+    """Refuse models with external data in two folders."""
+    if step.external_files and step.path.parent != encoder.path.parent:
+        raise UnsupportedModelError(
+            f"{encoder.path} and {step.path} lie in two folders, and the weights of the second beside it; put the "
+            "files of the export into one folder"
+        )
+
+
+def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto], tuple[str, ...]]:
+    """A model in standard operators of opset 24, flat, with named nodes.
+
+    Returns:
+        The model, the weights behind its stand-ins, and notes.
+    """
+    model, weights = detach_weights(source)
+    fix_digit_dims(model.graph)
+    model, _, notes = flatten(model)
+    graph = gs.import_onnx(model)
+    fold_identities(graph)
+    model = export_inferred(graph.cleanup().toposort())
+    drop_unused_outputs(model.graph)
+    return model, weights, notes
+
+
+def _check_inputs(step: SourceModel) -> dict[str, int]:
+    """The inputs of the remaining part of a first step, with their types.
+
+    Raises:
+        UnsupportedModelError: it needs more than the encoder's output.
+    """
+    graph = step.proto.graph
+    inputs = {v.name: elem_type_of(v) for v in graph.input}
+    reads = next((f"'{name}'" for name in inputs if name not in (IDS, HIDDEN, MASK)), "")
+    if not reads and IDS in inputs and IDS in _by_value(graph):
+        reads = "the text"
+    if reads:
+        raise UnsupportedModelError(
+            f"{step.path}: the encoder's keys and values depend on {reads}; supported are those of the encoder's "
+            "output alone: compute them yourself, and give them as constants"
+        )
+    return inputs
+
+
+def _prefix_added(step: onnx.GraphProto) -> None:
+    """Prefix all names in a first step, in place, so that the encoder has none of them."""
+
+    def own(names: Iterable[str]) -> list[str]:
+        return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
+
+    for node in step.node:
+        node.input[:], node.output[:] = own(node.input), own(node.output)
+        (node.name,) = own([node.name])
+    for tensor in (*step.initializer, *step.value_info):
+        (tensor.name,) = own([tensor.name])
+
+
+def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
+    """Append a first step to `model`, in place. It reads the encoder's `hidden`, one token, and a mask of ones."""
+    graph, nodes = model.graph, []
+    if HIDDEN in inputs:
+        nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
+    if IDS in inputs:
+        graph.initializer.append(helper.make_tensor(_STEP + IDS, inputs[IDS], [1, 1], [0]))
+    if MASK in inputs:
+        one = helper.make_tensor("value", inputs[MASK], [1], [1])
+        nodes.append(helper.make_node("Shape", [hidden], [_STEP + "lengths"], start=0, end=2))
+        nodes.append(helper.make_node("ConstantOfShape", [_STEP + "lengths"], [_STEP + MASK], value=one))
+    for index, node in enumerate(nodes):
+        node.name = f"{_STEP}input_{index}"
+    graph.node.extend([*nodes, *step.graph.node])
+    graph.initializer.extend(step.graph.initializer)
+    graph.output.extend(step.graph.output)
+    known = {entry.domain for entry in model.opset_import}
+    model.opset_import.extend(entry for entry in step.opset_import if entry.domain not in known)
+
+
+def _by_value(graph: onnx.GraphProto) -> set[str]:
+    """The tensors whose values, not only shapes, the outputs depend on."""
+    read = {v.name for v in graph.output}
+    for node in reversed(graph.node):
+        if read & {*node.output} and node.op_type not in ("Shape", "Size"):
+            read |= names_read(node)
+    return read
+
+
+def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+    """Replace sizes with constants, in place, if their tensor is computed only for its shape, and no source changes it.
+
+    Keys and values of a layer often take the batch from the previous layer's text, which needs the whole decoder.
+    """
+    graph, read = model.graph, _by_value(model.graph)
+    alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
+    blueprint = Blueprint(model, weights)
+    inputs = {v.name: shape_of(v) or () for v in graph.input}
+    probes = [
+        Probe(blueprint, {name: tuple(d if isinstance(d, int) else n for d in s) for name, s in inputs.items()}, {})
+        for n in _LENGTHS
+    ]
+    for node in alone:
+        values = [value for probe in probes if (value := probe.value(node.output[0])) is not None]
+        if len(values) >= _ENOUGH and all(np.array_equal(values[0], value) for value in values):
+            graph.initializer.append(numpy_helper.from_array(values[0], node.output[0]))
+            graph.node.remove(node)
+
+
+def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
+    """Make the constants the outputs of the graph, with their names and types."""
+    emitter, tensors = Emitter(graph), graph.tensors()
+    sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
+    for name in sources:
+        if name in tensors:
+            tensors[name].name = emitter.name(name)
+    graph.outputs.clear()
+    for constant in constants:
+        source = sources[constant.name]
+        dtype = onnx.TensorProto.DataType.Value(constant.dtype.upper())
+        attrs = {"to": dtype} if elem_type(source) != dtype else {}
+        tensor = emitter.op("Cast" if attrs else "Identity", [source], "constant", dtype, **attrs)
+        tensor.name, tensor.shape = constant.name, source.shape
+        graph.outputs.append(tensor)
+
+
+def _plan(
+    graph: gs.Graph, constants: Sequence[TensorRole], length: Dim, options: PlanOptions, notes: tuple[str, ...]
+) -> CachePlan:
+    attention = analyze_attention(graph, (), options)
+    axes = {t.name: t.axes for t in constants}
+    tensors = []
+    for t in graph.inputs:
+        shape = dims(t) or ()
+        meanings = tuple("" if isinstance(d, int) else "encoder" if d == length else "?" for d in shape)
+        tensors.append(TensorRole(t.name, "input", Role.OTHER, dtype_name(t), shape, "graph", meanings))
+    for t in graph.outputs:
+        shape = dims(t) or ()
+        tensors.append(TensorRole(t.name, "output", Role.CONSTANT, dtype_name(t), shape, "graph", axes[t.name]))
+    check_dtypes(tensors)
+    return CachePlan(
+        options=options,
+        opset=graph.opset,
+        caches=(),
+        attention=attention.attention,
+        masks=attention.masks,
+        spans=attention.spans,
+        tensors=tuple(tensors),
+        warnings=attention.warnings,
+        notes=notes,
+    )

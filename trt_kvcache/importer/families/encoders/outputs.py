@@ -1,0 +1,116 @@
+"""Find the outputs of an export that provide the constants of its decoder.
+
+encoder_hidden_states              the encoder's output [B, S_enc, H]
+past_key_values.0.encoder.key ...  the encoder, under the name of what is present; else the first step's model
+encoder_attention_mask             nobody: ones, or the encoder's own mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.families.tool_repairs import take_first_branch as take_first_branch
+from trt_kvcache.importer.plan import TensorRole
+from trt_kvcache.importer.protos import names_read, replace_field
+from trt_kvcache.importer.simplify import drop_dead
+
+__all__ = [
+    "HIDDEN",
+    "IDS",
+    "MASK",
+    "EncoderParts",
+    "find_later",
+    "find_parts",
+    "keep_outputs",
+    "present_names",
+    "take_first_branch",
+]
+
+HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"
+"""Inputs of a first step, as optimum names them."""
+
+_MASK = "mask"
+_HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
+
+
+@dataclass(frozen=True)
+class EncoderParts:
+    """The sources of a decoder's constants.
+
+    Attributes:
+        own: outputs of the encoder, by the constant that they provide.
+        hidden: the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
+        masks: constants ``[B, S_enc]`` that show which positions the decoder sees.
+        rest: constants that the first step must provide.
+    """
+
+    own: dict[str, str]
+    hidden: str
+    masks: tuple[TensorRole, ...]
+    rest: tuple[TensorRole, ...]
+
+
+def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
+    """Match an encoder's outputs to the decoder's constants.
+
+    Raises:
+        UnsupportedModelError: it is unknown which output is the encoder's hidden states.
+    """
+    masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
+    own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
+    rest = [t for t in constants if t not in masks and t.name not in own]
+    hidden = [t for t in rest if t.name == HIDDEN or len(t.shape) == 3]  # keys and values have heads
+    rest = [t for t in rest if t not in hidden]
+    output = _find_hidden(outputs, path) if hidden or rest or masks else ""
+    return EncoderParts(own | {t.name: output for t in hidden}, output, masks, tuple(rest))
+
+
+def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
+    """Match the first step's outputs to the remaining constants, by name.
+
+    Raises:
+        UnsupportedModelError: no output provides one of them.
+    """
+    later = {t.name: name for t in rest if (name := _among(names, t.name))}
+    if lacking := [t.name for t in rest if t.name not in later]:
+        others = "and there is no decoder_model.onnx beside it" if first is None else f"nor does {first}"
+        raise UnsupportedModelError(
+            f"the decoder takes '{lacking[0]}', which {encoder} does not give, {others}; give what it takes as "
+            "constants"
+        )
+    return later
+
+
+def present_names(constant: str) -> tuple[str, ...]:
+    """The names that exporters give to an output that a past input takes."""
+    return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
+
+
+def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
+    """Keep only the wanted outputs and their nodes, in place; returns the wanted outputs that exist."""
+    replace_field(graph.output, [v for v in graph.output if v.name in wanted])
+    drop_dead(graph)
+    read = {v.name for v in graph.output}.union(*map(names_read, graph.node)) - {t.name for t in graph.initializer}
+    replace_field(graph.input, [v for v in graph.input if v.name in read])
+    del graph.value_info[:]
+    return [v.name for v in graph.output]
+
+
+def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
+    """The encoder's output ``[B, S_enc, H]``, by name if there are several."""
+    candidates = [name for name, rank in outputs.items() if rank == 3]
+    named = [name for name in candidates if name in _HIDDEN_NAMES] or candidates
+    if len(named) != 1:
+        shown = ", ".join(f"'{name}' of rank {rank}" for name, rank in outputs.items())
+        raise UnsupportedModelError(f"{path}: an encoder gives float [batch, length, width]; it gives {shown}")
+    return named[0]
+
+
+def _among(outputs: Collection[str], constant: str) -> str | None:
+    """The output that provides a constant, by name; None without one."""
+    return next((name for name in present_names(constant) if name in outputs), None)

@@ -1,0 +1,77 @@
+"""Positions of an encoder: their number for a source, and the tables that they index.
+
+TensorRT returns arbitrary numbers, without an error, for a lookup after the end of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+
+import numpy as np
+import onnx
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.planning.index_limits import table_rows
+from trt_kvcache.importer.prepare import detach_weights
+from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
+from trt_kvcache.importer.recognize.sample_steps import Blueprint, Probe
+
+__all__ = ["check_positions", "count_positions", "most_ids"]
+
+_IDS = (0, 1, 2, 3)
+"""Ids of a whole source: exporters pad with one of the first, which has a place of its own."""
+
+_PAIRS, _LARGEST = 1 << 20, 1 << 24
+"""Elements of what looks something up: more are pairs of positions, whatever the tokens; of 4,096 with each other."""
+
+
+def most_ids(model: onnx.ModelProto) -> int | None:
+    """The exclusive upper bound of token ids; None if no input is known to index a table."""
+    rows = [table_rows(model, v.name) for v in model.graph.input if len(shape_of(v) or ()) == 2]
+    return min((n for n in rows if n is not None), default=None)
+
+
+def count_positions(
+    model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
+) -> int | None:
+    """The number of positions that an encoder computes from a source; None if its output shapes are unknown."""
+    shell, weights = detach_weights(model)
+    probe = Probe(Blueprint(shell, weights), shapes, {})
+    counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
+    return max(counts, default=None)
+
+
+def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that the positions of a source lie inside the encoder's tables.
+
+    Raises:
+        OptionError: a table ends before the source does, or the source is too long to check.
+    """
+    shell, weights = detach_weights(model)
+    blueprint = Blueprint(shell, weights)
+    tables = {t.name: tuple(t.dims) for t in shell.graph.initializer}
+    lookups = [n for n in shell.graph.node if is_op(n, "Gather") and n.input[0] in tables and n.input[1] not in tables]
+    inputs = {v.name: v for v in shell.graph.input}
+    for token in _IDS:
+        values = {
+            name: np.full(shape, 1 if "mask" in name else token, onnx.helper.tensor_dtype_to_np_dtype(kind))
+            for name, shape in shapes.items()
+            if "int" in onnx.TensorProto.DataType.Name(kind := inputs[name].type.tensor_type.elem_type).lower()
+        }
+        probe = Probe(blueprint, shapes, values)
+        for node in lookups:
+            table, index = node.input[:2]
+            axis = int_attribute(node, "axis")
+            count = prod(probe.shape(index) or (0,))
+            if count > _PAIRS and token != _IDS[0]:
+                continue
+            rows = probe.value(index) if count <= _LARGEST else None
+            if count <= _LARGEST and (rows is None or not rows.size or int(rows.max()) < tables[table][axis]):
+                continue
+            takes = f"takes {count} rows, too many to look at," if rows is None else f"takes row {int(rows.max())}"
+            sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            raise OptionError(
+                f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]}: allow shorter ones "
+                "(--max-encoder, --maxShapes)"
+            )

@@ -1,0 +1,439 @@
+"""Cache updates without an ONNX operator: nodes of the project's own plugin update in place on full TensorRT.
+
+TensorScatter(past, update, write_indices, mode="circular")
+    -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
+TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
+    -> trt_kvcache::KVCacheUpdateQuantized(past, update, write_indices, scale)
+two updates of one layer, at the same write indices
+    -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
+
+The nodes carry their meaning as ONNX functions, as TensorRT's own packed updates do. TensorRT's parser
+prefers a registered plugin to a model-local function of that name (its source, ModelImporter.cpp:
+``isNodeInPluginRegistry``).
+
+The functions define the plugin's operators by plain operators. For sequence ``b`` with tokens ``start[b] .. end[b]``
+of its update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row
+``write_indices[b] + t - start[b]``, circular: modulo the capacity, where the last tokens win. A sequence whose bounds
+lie outside the update writes nothing, nor does a linear one that does not fit into the cache; packed lengths that do
+not ascend write nothing at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import TensorProto, helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.families import is_update_outside_onnx
+from trt_kvcache.importer.graph import (
+    INT32,
+    INT64,
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, opset_version
+from trt_kvcache.importer.rewrite.cache_updates import first_rows
+from trt_kvcache.importer.simplify import OPSET
+from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
+
+_ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
+
+_THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.TensorProto.FLOAT4E2M1}
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One update in the form of the plugin's single-cache operators.
+
+    Attributes:
+        scale: float32 where the update is quantized on write.
+        scales: number of scales: 1 or N; 0 without quantization.
+    """
+
+    cache: CacheUpdate
+    node: gs.Node
+    operator: Operator
+    scale: gs.Tensor | None
+    scales: int
+
+    @property
+    def shared(self) -> list[gs.Tensor]:
+        """Inputs that the K and V of a pair have in common: write indices, and lengths."""
+        return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
+
+
+def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
+    """Replace every update of the route `PLUGIN`, already 4-D in its physical layout, by a node of the plugin.
+
+    Raises:
+        UnsupportedModelError: rows of 4-bit elements that do not end on a byte; types that one definition cannot cover.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    planned = [c for c in plan.caches if c.route is Route.PLUGIN]
+    _check_rows(planned)
+    updates = [_update(emitter, nodes[c.node], c) for c in planned]
+    while updates:
+        update = updates.pop(0)
+        partner = next((u for u in updates if _is_pair(update, u)), None)
+        if partner is not None:
+            updates.remove(partner)
+        _emit(graph, emitter, [update] if partner is None else [update, partner])
+    _check_types(graph)
+
+
+def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
+    """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
+
+    TensorRT's own update gets this project's domain and write indices: TensorRT's parser takes it in any domain, and
+    prefers its own layer to a model-local function of that name (measured, TensorRT for RTX 1.7.1).
+    """
+    defined = {(f.domain, f.name) for f in model.functions}
+    unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
+    if not any(unknown):
+        return model, None
+    copy = copied(model)
+    del copy.graph.node[:]
+    types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
+    caches: dict[str, set[int]] = {}
+    operators: dict[str, Operator] = {}
+    for node, is_unknown in zip(model.graph.node, unknown, strict=True):
+        if is_unknown:
+            node = _with_indices(copy.graph, node)
+            operators[node.op_type] = OPERATORS.get(node.op_type) or _tensorrt_operator(node)
+            caches.setdefault(node.op_type, set()).add(types.get(node.input[0], 0))
+        copy.graph.node.append(node)
+    opset = opset_version(model) or OPSET
+    if not any(o.domain == NAMESPACE for o in copy.opset_import):
+        copy.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
+    for name, operator in operators.items():
+        function = operator_function(operator, opset, through_float=bool(caches[name] & _THROUGH_FLOAT))
+        if name == TENSORRT_UPDATE:
+            function.name, function.attribute[:] = name, ["update_form", "mode"]
+        copy.functions.append(function)
+    return copy, None
+
+
+def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
+    """The plugin's operator that is equal to TensorRT's own update."""
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
+    return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
+
+
+def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
+    """Move a node to this project's domain; without write indices, it gets zeros."""
+    copy = copied(node)
+    copy.domain = NAMESPACE
+    if len(node.input) < 3 or not node.input[2]:
+        batch, first = f"{node.output[0]}/batch", f"{node.output[0]}/first"
+        zero = helper.make_tensor("zero", onnx.TensorProto.INT64, [1], [0])
+        graph.node.append(helper.make_node("Shape", [node.input[0]], [batch], start=0, end=1))
+        graph.node.append(helper.make_node("ConstantOfShape", [batch], [first], value=zero))
+        copy.input[:] = [*node.input[:2], first, *node.input[3:]]
+    return copy
+
+
+def _check_types(graph: gs.Graph) -> None:
+    """Refuse cache types that one ONNX definition of an operator cannot cover."""
+    types: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        if node.domain == NAMESPACE and node.op in OPERATORS:
+            types.setdefault(node.op, set()).add(elem_type(node.inputs[0]) or 0)
+    for kinds in types.values():
+        if kinds & _THROUGH_FLOAT and kinds & {INT32, INT64}:
+            names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in kinds))
+            raise UnsupportedModelError(
+                f"the model has caches of types {names} that are updated in one way, which the definition of the "
+                "plugin's node in ONNX cannot cover at once: export all caches in one type"
+            )
+
+
+def _check_rows(caches: list[CacheUpdate]) -> None:
+    for cache in caches:
+        size = cache.physical_shape[-1]
+        if isinstance(size, int) and size * CACHE_BITS[cache.dtype] % 8:
+            raise UnsupportedModelError(
+                f"cache '{cache.past}' of '{cache.node}' is {cache.dtype} with rows of {size} elements, which do not "
+                "end on a byte; the plugin writes whole bytes: export with an even size after the sequence axis"
+            )
+
+
+def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
+    first_rows(emitter, node)
+    scale, scales = _take_quantization(emitter, node, cache)
+    operator = Operator(cache.form, cache.mode, quantized=scale is not None)
+    return _Update(cache, node, operator, scale, scales)
+
+
+def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
+    """Let the kernel quantize if the update comes from a suitable QuantizeLinear; returns the scales and their number.
+
+    Exactly: float32 scales, so that the division is in float32; zero point 0; one scale, or one for each head.
+    """
+    between: list[gs.Tensor] = []  # results of the reshape and the transpose that the physical layout asks for
+    update = node.inputs[1]
+    while update.name != cache.update:
+        between.append(update)
+        (maker,) = update.inputs
+        update = maker.inputs[0]
+    quantize = producer(update)
+    if cache.dtype not in ("int8", "float8e4m3fn") or quantize is None or not is_op(quantize, "QuantizeLinear"):
+        return None, 0
+    source, scale = quantize.inputs[:2]
+    zero = input_or_none(quantize, 2)
+    zeros = np.zeros(1) if zero is None else small_constant(zero)
+    attributes = quantize.attrs
+    if (
+        len(consumers(update)) > 1
+        or contains(emitter.graph.outputs, update)
+        or dtype_name(source) not in ("float16", "bfloat16", "float")
+        or dtype_name(scale) != "float"
+        or zeros is None
+        or np.any(zeros.astype(np.float32))
+        or attributes.get("block_size", 0) != 0
+        or attributes.get("saturate", 1) != 1
+        or attributes.get("precision", 0) not in (0, onnx.TensorProto.FLOAT)
+        or not _scales_heads(scale, int(attributes.get("axis", 1)), cache)
+    ):
+        return None, 0
+    reader = consumers(update)[0]
+    reader.inputs = [source if t is update else t for t in reader.inputs]
+    for tensor in between:
+        tensor.dtype = source.dtype
+    scales, value = prod(d for d in dims(scale) or () if isinstance(d, int)), small_constant(scale)
+    if value is not None:
+        return emitter.constant(value.astype(np.float32).reshape(-1)), scales
+    return emitter.op("Reshape", [scale, emitter.ints([-1])], f"{cache.past}_scale"), scales
+
+
+def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
+    """True for one scale, or one for each head of the physical cache."""
+    shape = dims(scale)
+    if shape is None or len(shape) > 1 or any(not isinstance(d, int) for d in shape):
+        return False
+    if not shape or shape[0] == 1:
+        return True
+    packed, rank = cache.form is UpdateForm.PACKED_NHD, len(cache.logical_shape)
+    if cache.layout is PhysicalLayout.VIEW or (cache.layout is PhysicalLayout.HEADS_MAJOR and rank != 4):
+        return False
+    heads_axis = 2 if cache.layout is PhysicalLayout.HEADS_MAJOR else 1
+    return axis % (3 if packed else 4) == heads_axis and shape[0] == cache.physical_shape[1]
+
+
+def _is_pair(a: _Update, b: _Update) -> bool:
+    """True if one node can do two updates: same kernel, same write indices, and neither depends on the other.
+
+    The readers do not include attention that reads caches through DequantizeLinear. Then the K and V of a layer are
+    found by their independence.
+    """
+    one, other = a.cache, b.cache
+    return (
+        one.readers == other.readers
+        and a.operator == b.operator
+        and a.scales == b.scales
+        and one.dtype == other.dtype
+        and one.physical_shape[:3] == other.physical_shape[:3]
+        and all(x is y for x, y in zip(a.shared, b.shared, strict=True))
+        and not _depends(b.node, a.node)
+        and not _depends(a.node, b.node)
+    )
+
+
+def _depends(node: gs.Node, on: gs.Node) -> bool:
+    """True if `node` needs a result of `on`."""
+    seen: set[int] = set()
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        for tensor in current.inputs:
+            maker = producer(tensor)
+            if maker is on:
+                return True
+            if maker is not None and id(maker) not in seen:
+                seen.add(id(maker))
+                queue.append(maker)
+    return False
+
+
+def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
+    """Emit one plugin node for one update, or for a pair of updates."""
+    first = updates[0]
+    operator = replace(first.operator, caches=len(updates))
+    inputs = [u.node.inputs[0] for u in updates] + [u.node.inputs[1] for u in updates] + first.shared
+    inputs += [u.scale for u in updates if u.scale is not None]
+    outputs = [u.node.outputs[0] for u in updates]
+    for update in updates:
+        update.node.inputs.clear()
+        update.node.outputs.clear()
+    name = first.node.name if len(updates) == 1 else emitter.name("+".join(u.node.name for u in updates))
+    graph.nodes.append(gs.Node(operator.name, name, dict(_ATTRIBUTES), inputs, outputs, domain=NAMESPACE))
+    for update in updates:
+        graph.nodes.remove(update.node)
+
+
+_OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # they say nothing about the meaning
+
+
+class _Body:
+    """Nodes of a function under construction."""
+
+    def __init__(self) -> None:
+        self.nodes: list[onnx.NodeProto] = []
+
+    def add(self, op: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        self.nodes.append(helper.make_node(op, inputs, [output], **attributes))
+        return output
+
+    def constant(self, value: Any, name: str, dtype: Any = np.int64) -> str:
+        return self.add("Constant", [], name, value=onnx.numpy_helper.from_array(np.asarray(value, dtype), name))
+
+
+def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
+    """Make the function of one operator, for a model of this opset.
+
+    Args:
+        operator: which one.
+        opset: of the model.
+        through_float: values go through float32, unchanged: for caches of 8-bit and 4-bit floats and 4-bit integers,
+            which ONNX's GatherND and ScatterND do not take (float32 holds all of theirs, and those of the other types
+            but int32 and int64).
+    """
+    body = _Body()
+    for value in (0, 1):
+        body.constant(value, f"scalar_{value}")
+    for value in (0, 1, -1):
+        body.constant([value], f"vector_{value}")
+    body.constant([2**62], "vector_end")
+    suffix = "_float" if through_float else ""
+    if through_float:
+        for name in (name for name in operator.inputs if name.startswith(("cache", "update"))):
+            body.add("Cast", [name], name + suffix, to=TensorProto.FLOAT)
+    _bounds(body, operator, suffix)
+    _accepted(body, operator)
+    _places(body, operator)
+    for i in range(operator.caches):
+        _scatter(body, operator, i, suffix)
+    return helper.make_function(
+        NAMESPACE, operator.name, list(operator.inputs), list(operator.outputs), body.nodes,
+        [helper.make_opsetid("", opset)], attributes=list(_OF_THE_PARSER),
+    )  # fmt: skip
+
+
+def _bounds(body: _Body, operator: Operator, suffix: str) -> None:
+    """``first``, ``start``, ``end`` and ``count`` [B]; ``length`` and ``capacity`` [1]."""
+    axis = 0 if operator.packed else 2
+    body.add("Shape", [f"update_0{suffix}"], "length", start=axis, end=axis + 1)
+    body.add("Shape", [f"cache_0{suffix}"], "capacity", start=2, end=3)
+    body.add("Cast", ["write_indices"], "given_first", to=TensorProto.INT64)
+    circular = operator.mode is UpdateMode.CIRCULAR
+    body.add("Mod", ["given_first", "capacity"], "first") if circular else body.add(
+        "Identity", ["given_first"], "first"
+    )
+    if operator.packed:
+        body.add("Cast", ["lengths"], "bounds", to=TensorProto.INT64)
+        body.add("Slice", ["bounds", "vector_0", "vector_-1"], "start")
+        body.add("Slice", ["bounds", "vector_1", "vector_end"], "end")
+    else:
+        body.add("Mul", ["first", "scalar_0"], "start")
+        body.add("Add", ["start", "length"], "end")
+    body.add("Sub", ["end", "start"], "count")
+
+
+def _accepted(body: _Body, operator: Operator) -> None:
+    """Emit ``accepted`` [B]: True for sequences that the operator writes."""
+    tests = [
+        body.add("GreaterOrEqual", ["start", "scalar_0"], "starts_inside"),
+        body.add("GreaterOrEqual", ["count", "scalar_0"], "ascends"),
+        body.add("LessOrEqual", ["end", "length"], "ends_inside"),
+    ]
+    if operator.packed:
+        body.add("Cast", ["ascends"], "ascends_int", to=TensorProto.INT64)
+        body.add("ReduceMin", ["ascends_int"], "all_ascend_int", keepdims=0)
+        tests.append(body.add("Cast", ["all_ascend_int"], "all_ascend", to=TensorProto.BOOL))
+    if operator.mode is UpdateMode.LINEAR:
+        body.add("Sub", ["capacity", "count"], "last_first")
+        body.add("LessOrEqual", ["first", "last_first"], "fits_after")
+        body.add("GreaterOrEqual", ["first", "scalar_0"], "fits_before")
+        body.add("And", ["fits_after", "fits_before"], "fits_inside")
+        body.add("Equal", ["count", "scalar_0"], "is_empty")
+        tests.append(body.add("Or", ["fits_inside", "is_empty"], "fits"))
+    _all(body, tests, "accepted")
+
+
+def _places(body: _Body, operator: Operator) -> None:
+    """Emit ``sources`` [K, 2]: sequence and token to write; ``targets`` [K, 2]: sequence and row of the cache."""
+    for name in ("first", "start", "count", "accepted"):
+        body.add("Unsqueeze", [name, "vector_1"], f"{name}_column")
+    body.add("Squeeze", ["length"], "length_scalar")
+    body.add("Range", ["scalar_0", "length_scalar", "scalar_1"], "token")
+    body.add("Sub", ["token", "start_column"], "ahead")
+    tests = [
+        "accepted_column",
+        body.add("GreaterOrEqual", ["ahead", "scalar_0"], "is_after_start"),
+        body.add("Less", ["ahead", "count_column"], "is_before_end"),
+    ]
+    body.add("Add", ["first_column", "ahead"], "unwrapped")
+    if operator.mode is UpdateMode.CIRCULAR:
+        body.add("Sub", ["count_column", "capacity"], "overwritten")
+        tests.append(body.add("GreaterOrEqual", ["ahead", "overwritten"], "stays"))
+        body.add("Mod", ["unwrapped", "capacity"], "position")
+    else:
+        body.add("Identity", ["unwrapped"], "position")
+    _all(body, tests, "written")
+    body.add("NonZero", ["written"], "written_indices")
+    body.add("Transpose", ["written_indices"], "sources")
+    body.add("GatherND", ["position", "sources"], "written_position")
+    body.add("Unsqueeze", ["written_position", "vector_1"], "position_column")
+    body.add("Slice", ["sources", "vector_0", "vector_1", "vector_1"], "row_column")
+    body.add("Concat", ["row_column", "position_column"], "targets", axis=1)
+    if operator.packed:
+        body.add("Slice", ["sources", "vector_1", "vector_end", "vector_1"], "token_column")
+
+
+def _scatter(body: _Body, operator: Operator, i: int, suffix: str) -> None:
+    update, cache, present = f"update_{i}{suffix}", f"cache_{i}{suffix}", f"present_{i}{suffix}"
+    if operator.quantized:
+        update = _quantize(body, i)
+        if suffix:
+            update = body.add("Cast", [update], f"quantized_{i}{suffix}", to=TensorProto.FLOAT)
+    if operator.packed:
+        body.add("GatherND", [update, "token_column"], f"rows_{i}")
+    else:
+        body.add("Transpose", [update], f"update_rows_{i}", perm=[0, 2, 1, 3])
+        body.add("GatherND", [f"update_rows_{i}", "sources"], f"rows_{i}")
+    body.add("Transpose", [cache], f"cache_rows_{i}", perm=[0, 2, 1, 3])
+    body.add("ScatterND", [f"cache_rows_{i}", "targets", f"rows_{i}"], f"present_rows_{i}")
+    body.add("Transpose", [f"present_rows_{i}"], present, perm=[0, 2, 1, 3])
+    if suffix:
+        body.add("CastLike", [present, f"cache_{i}"], f"present_{i}")
+
+
+def _quantize(body: _Body, i: int) -> str:
+    """Quantize an update in float32 to the cache's type; axis 1 is the axis of heads in both forms."""
+    body.add("Cast", [f"update_{i}"], f"unquantized_{i}", to=TensorProto.FLOAT)
+    body.add("Mul", [f"scale_{i}", body.constant(0, f"zero_{i}", np.float32)], f"zeros_{i}")
+    body.add("CastLike", [f"zeros_{i}", f"cache_{i}"], f"zero_point_{i}")
+    inputs = [f"unquantized_{i}", f"scale_{i}", f"zero_point_{i}"]
+    return body.add("QuantizeLinear", inputs, f"quantized_{i}", axis=1)
+
+
+def _all(body: _Body, tests: list[str], name: str) -> None:
+    """Emit ``name``, which is True if all `tests` are."""
+    result = tests[0]
+    for i, test in enumerate(tests[1:], start=2):
+        result = body.add("And", [result, test], name if i == len(tests) else f"{name}_{i}")

@@ -1,0 +1,389 @@
+"""Quantizers other than those of weights in 4 and 8 bits: how their operators become those of ONNX and TensorRT.
+
+See `trt_kvcache.importer.families` for when each function is called.
+
+`standardize` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
+
+    quantize_dynamic    DynamicQuantizeLinear, MatMulInteger and what ONNX Runtime fuses of them; tables of 8 bits
+    quantize_static     QLinear operators; rounding around another number than 0, to uint8, to 16 bits; biases of int32
+
+Scales of `quantize_dynamic` follow from the whole batch, so that sequences change each other's numbers. TensorRT for
+RTX 1.7.1 takes uint8 for int8 without a word. Rounding to int8 or float8 around 0, as NVIDIA ModelOpt does, stays.
+
+`read` renames operators that NVIDIA ModelOpt writes in the domain ``trt``.
+
+    TRT_FP8QuantizeLinear(x, scale)           ->  QuantizeLinear(x, scale, 0 of float8e4m3fn)
+    TRT_FP8DequantizeLinear(q, scale)         ->  DequantizeLinear(q, scale)
+    QuantizeLinear, DequantizeLinear          ->  the operators of the same name
+
+TensorRT's parser looks operators up by name alone and takes both forms for the same (measured on TensorRT for RTX
+1.7.1); ONNX and ONNX Runtime know no operator of this domain. ModelOpt 0.47 leaves the domain where it turns the
+operators of its exports from torch into ONNX's. Operators that quantize in blocks, NVFP4 and MXFP8, stay as they are:
+
+    q, s = TRT_FP4DynamicQuantize(x, scale, axis, block_size)     float4 numbers, a float8 scale for each block
+    y = DequantizeLinear(q, DequantizeLinear(s, scale), axis, block_size)
+
+    q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
+    y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         of weights as well
+
+ONNX has no operator that chooses scales while it runs, and none of exponents in uint8. TensorRT's parser knows
+them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then infers the shapes of
+what they make; their kernels are in no package that runs without a GPU.
+
+`for_cpu` replaces operators that quantize in blocks, for ONNX Runtime on the CPU.
+
+    weights of float4       numbers  -> their doubles in int8, by a table of 16; scales  -> half of them
+    weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
+    what a step computes    y        -> x, in the type of y
+
+ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Weights are exact. Numbers
+that a step computes are not rounded in either model: scales depend on the numbers of each block, so that the smallest
+difference would move many numbers by up to a quarter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, defs, helper, numpy_helper, shape_inference
+from onnx.shape_inference import InferenceContext
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.operators import INTEGER_PRODUCTS, QUANTIZES
+from trt_kvcache.importer.protos import (
+    Scope,
+    constants_of,
+    copied,
+    describe,
+    dtype_name,
+    elem_type_of,
+    is_op,
+    iter_scopes,
+    opset_version,
+    replace_field,
+)
+from trt_kvcache.importer.simplify import raise_opset
+from trt_kvcache.importer.weights import reinterpret
+
+__all__ = ["for_cpu", "read", "standardize"]
+
+
+def standardize(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
+    """Refuse models that are quantized for CPUs.
+
+    Raises:
+        UnsupportedModelError: an operator computes with integers of 8 bits, or rounds in a way that TensorRT lacks.
+    """
+    refuse_integers(model)
+    return model, ()
+
+
+def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
+    """Copy the model for ONNX Runtime, without rounding that the rewritten model or the CPU lacks.
+
+    Raises:
+        UnsupportedModelError: operators that quantize in blocks stand in another form than ModelOpt writes.
+    """
+    notes = list[str]()
+    if steps := block_steps(model):
+        notes.append(
+            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without that "
+            "rounding in both models: what it makes of the numbers only TensorRT shows"
+        )
+    floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
+    if floats or any(is_block_operator(node) for node in model.graph.node):
+        model = with_plain_blocks(model)
+    return model, notes
+
+
+class Writer:
+    """Collects `nodes`; constants go into the main graph, where bodies read them too."""
+
+    def __init__(self, graph: GraphProto, prefix: str) -> None:
+        self.nodes: list[NodeProto] = []
+        self._graph, self._prefix, self._count = graph, prefix, 0
+
+    def op(self, op: str, inputs: Sequence[str], output: str = "", name: str = "", **attributes: Any) -> str:
+        """Adds a node; returns its output, which is `output` or has a new name."""
+        output = output or self.name(op.lower())
+        self.nodes.append(helper.make_node(op, inputs, [output], name or output, **attributes))
+        return output
+
+    def constant(self, value: Any, kind: int | None = None) -> str:
+        """A constant, of the ONNX element type `kind`, or of its array's."""
+        name = self.name("constant")
+        array = np.asarray(value)
+        self._graph.initializer.append(
+            numpy_helper.from_array(array, name)
+            if kind is None
+            else helper.make_tensor(name, kind, array.shape, array.reshape(-1).tolist())
+        )
+        return name
+
+    def name(self, hint: str) -> str:
+        """A new name."""
+        self._count += 1
+        return f"trt_kvcache/{self._prefix}_{hint}_{self._count}"
+
+    def taken(self) -> list[NodeProto]:
+        """The nodes, which others follow."""
+        nodes, self.nodes = self.nodes, []
+        return nodes
+
+
+_REFUSED = {TensorProto.UINT8, TensorProto.UINT16, TensorProto.INT16, TensorProto.INT32}
+_ADVICE = (
+    "int8 of ONNX Runtime is for CPUs: export in float16, or with int4 weights (onnxruntime-genai: -p int4), or "
+    "quantize with NVIDIA ModelOpt"
+)
+
+
+def refuse_integers(model: ModelProto) -> None:
+    """Refuse what ONNX Runtime's quantizers write for CPUs.
+
+    Raises:
+        UnsupportedModelError: naming the first operator.
+    """
+    for scope in iter_scopes(model):
+        constants = constants_of(scope)
+        dequantized = {node.input[0] for node in scope.node if is_op(node, "DequantizeLinear")}
+        for node in scope.node:
+            if found := _integers(node, constants, dequantized):
+                raise UnsupportedModelError(f"{describe(node)} {found}. {_ADVICE}")
+
+
+def _integers(node: NodeProto, constants: dict[str, TensorProto], dequantized: set[str]) -> str:
+    """Describe a node's use of integers that TensorRT does not support; empty if it has none."""
+    if node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear"):
+        return "computes with integers of 8 bits"
+    if is_op(node, "Gather") and node.output[0] in dequantized:
+        return "gathers rows of a quantized table"
+    if node.op_type not in ("QuantizeLinear", "DequantizeLinear"):
+        return ""
+    zero = constants.get(node.input[2]) if len(node.input) > 2 and node.input[2] else None
+    data = constants.get(node.input[0])
+    if is_op(node, "DequantizeLinear") and data is not None:
+        return "dequantizes int32" if data.data_type == TensorProto.INT32 else ""
+    given = next((a.i for a in node.attribute if a.name == "output_dtype"), 0)
+    kind = zero.data_type if zero is not None else given or TensorProto.UINT8
+    if is_op(node, "QuantizeLinear") and kind in _REFUSED:
+        return f"rounds to {dtype_name(kind)}"
+    if kind == TensorProto.INT8 and zero is not None and np.any(numpy_helper.to_array(zero)):
+        return "rounds around another number than 0"
+    return ""
+
+
+DOMAIN = "trt"
+FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE = (
+    "TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear",
+)  # fmt: skip
+_TYPES = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "uint8", "float8e4m3fn", "float4e2m1")]
+_ATTRIBUTES = ("axis", "block_size", "scale_type", "output_dtype")
+_QUANTIZE = "TRT_FP8QuantizeLinear"
+_NAMES = {
+    _QUANTIZE: "QuantizeLinear", "TRT_FP8DequantizeLinear": "DequantizeLinear", "QuantizeLinear": "QuantizeLinear",
+    "DequantizeLinear": "DequantizeLinear",
+}  # fmt: skip
+_ZERO = "trt_kvcache/fp8_zero"
+_FLOAT8_OPSET, _BLOCKS_OPSET = 19, 21
+
+
+def is_block_operator(node: NodeProto) -> bool:
+    """True if a node quantizes or dequantizes in blocks."""
+    return node.domain == DOMAIN and node.op_type in (FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE)
+
+
+def read(model: ModelProto) -> bool:
+    """Replace, in place, ModelOpt's operators that ONNX has; True if there were any.
+
+    Raises:
+        UnsupportedModelError: the model's opset lacks the operator of ONNX, or a scale is no single number.
+    """
+    operators = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
+    version = opset_version(model) or 0
+    for scope, node in operators:
+        needed = _BLOCKS_OPSET if any(a.name == "block_size" for a in node.attribute) else _FLOAT8_OPSET
+        if version < needed:
+            raise UnsupportedModelError(
+                f"{node.op_type} '{node.name}' has no equal in opset {version}; export with opset {needed} or later"
+            )
+        if node.op_type == _QUANTIZE:
+            _check_scale(scope, node)
+            node.input.append(_ZERO)
+        node.op_type, node.domain = _NAMES[node.op_type], ""
+    if any(_ZERO in node.input for _, node in operators):
+        model.graph.initializer.append(helper.make_tensor(_ZERO, TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True))
+    return bool(operators)
+
+
+def _check_scale(scope: Scope, node: NodeProto) -> None:
+    """Refuse a scale that is not one constant number: the zero point gets the scale's shape."""
+    tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
+    if tensor is None or len(tensor.dims):
+        raise UnsupportedModelError(
+            f"{node.op_type} '{node.name}' is not with one constant scale for the whole tensor; supported is that, as "
+            "ModelOpt writes it: quantize per tensor, or export with QuantizeLinear of ONNX"
+        )
+
+
+def _register() -> None:
+    """Add the operators to ONNX's list, which is one for the whole process."""
+    for name, (reads, makes, infer) in _OPERATORS.items():
+        if defs.has(name, 1, DOMAIN):
+            continue
+        inputs, outputs = (
+            [defs.OpSchema.FormalParameter(f"{side}{i}", f"T{side}{i}") for i in range(count)]
+            for side, count in (("input", reads), ("output", makes))
+        )
+        integer = defs.OpSchema.AttrType.INT
+        schema = defs.OpSchema(
+            name,
+            DOMAIN,
+            1,
+            inputs=inputs,
+            outputs=outputs,
+            type_constraints=[(port.type_str, _TYPES, "") for port in (*inputs, *outputs)],
+            attributes=[defs.OpSchema.Attribute(a, integer, required=False) for a in _ATTRIBUTES],
+        )
+        schema.set_type_and_shape_inference_function(infer)
+        defs.register_schema(schema)
+
+
+def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
+    """Infer types: numbers have the shape of the input; scales too, but one per block along the axis of blocks."""
+    source = context.get_input_type(0)
+    context.set_output_type(0, _of(source, numbers))
+    result = _of(source, scales)
+    dims = result.tensor_type.shape.dim
+    axis, size = _attribute(context, "axis", -1), _attribute(context, "block_size", block)
+    if dims and -len(dims) <= axis < len(dims) and size > 0:
+        width = dims[axis].dim_value
+        dims[axis].Clear()
+        if width:
+            dims[axis].dim_value = -(-width // size)
+    context.set_output_type(1, result)
+
+
+def _infer_dequantized(context: InferenceContext) -> None:
+    kind = _attribute(context, "output_dtype", TensorProto.FLOAT)
+    context.set_output_type(0, _of(context.get_input_type(0), kind))
+
+
+def _of(source: TypeProto | None, kind: int) -> TypeProto:
+    """A type with the source's shape, if known, and another element type."""
+    result = TypeProto()
+    if source is not None:
+        result.CopyFrom(source)
+    result.tensor_type.elem_type = kind
+    return result
+
+
+def _attribute(context: InferenceContext, name: str, default: int) -> int:
+    attribute = context.get_attribute(name)
+    return default if attribute is None else int(attribute.i)
+
+
+_OPERATORS: dict[str, tuple[int, int, Callable[[InferenceContext], None]]] = {
+    FP4_QUANTIZE: (2, 2, partial(_infer_blocks, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, 16)),
+    MX_QUANTIZE: (1, 2, partial(_infer_blocks, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8, 32)),
+    MX_DEQUANTIZE: (2, 1, _infer_dequantized),
+}
+"""Numbers of inputs and of outputs, and shape inference."""
+_register()
+
+
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # float4, by its bits
+_BIAS = 127  # of exponents
+_BLOCK = 32  # of MXFP8
+_CPU_OPSET = 21  # of DequantizeLinear with blocks
+
+
+def block_steps(model: ModelProto) -> int:
+    """The number of operators that quantize while a step runs."""
+    return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
+
+
+def with_plain_blocks(model: ModelProto) -> ModelProto:
+    """Copy the model and replace its block operators for ONNX Runtime.
+
+    Raises:
+        UnsupportedModelError: the operators stand in another form than ModelOpt writes.
+    """
+    if (opset_version(model) or 0) < _CPU_OPSET:
+        model = raise_opset(model)
+    inferred = shape_inference.infer_shapes(model)
+    _Editor(inferred).edit()
+    return inferred
+
+
+class _Editor:
+    """Edits one model in place."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._graph = model.graph
+        self._weights = {t.name: t for t in model.graph.initializer}
+        self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
+        self._write = Writer(model.graph, "blocks")
+        self._plain: dict[str, str] = {}  # numbers, and their sources
+        self._gone: set[str] = set()  # what only scales of numbers that are not rounded go through
+        self._scaled: dict[str, str] = {}  # doubles of weights and halves of scales, by their names
+
+    def edit(self) -> None:
+        for node in self._graph.node:
+            self._replace(copied(node))
+        lost = sorted(self._gone & {value.name for value in self._graph.output})
+        if lost:
+            raise UnsupportedModelError(
+                f"'{lost[0]}' is computed from the scales of numbers that TensorRT quantizes in blocks; verification "
+                "knows these where they are dequantized again, as ModelOpt writes it"
+            )
+        del self._graph.value_info[:]
+        replace_field(self._graph.node, self._write.nodes)
+
+    def _replace(self, node: NodeProto) -> None:
+        first = node.input[0] if node.input else ""
+        is_blocks = is_block_operator(node)
+        is_dequantizing = is_op(node, "DequantizeLinear") or (is_blocks and node.op_type == MX_DEQUANTIZE)
+        if is_blocks and not is_dequantizing:
+            self._plain[node.output[0]] = first
+            self._gone |= {*node.output}
+        elif is_dequantizing and first in self._plain:
+            self._write.op("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
+        elif self._gone & {*node.input}:
+            self._gone |= {*node.output}
+        elif is_blocks:
+            self._exponents(node)
+        else:
+            weight = self._weights.get(first) if is_dequantizing else None
+            if weight is not None and weight.data_type == TensorProto.FLOAT4E2M1:
+                node.input[0], node.input[1] = self._doubles(weight), self._halved(node.input[1])
+            self._write.nodes.append(node)
+
+    def _exponents(self, node: NodeProto) -> None:
+        """Dequantize a weight that has exponents instead of scales."""
+        write, result = self._write, node.output[0]
+        wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
+        power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
+        scales = write.op("Pow", [write.constant(np.float32(2)), power])
+        sizes = {"axis": -1, "block_size": _BLOCK} | {a.name: a.i for a in node.attribute if a.name != "output_dtype"}
+        floats = write.op("DequantizeLinear", [node.input[0], scales], **sizes)
+        write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
+
+    def _doubles(self, weight: TensorProto) -> str:
+        """Convert a float4 weight to its doubled numbers in int8."""
+        write, name = self._write, weight.name
+        if name not in self._scaled:
+            bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)
+            self._graph.initializer.append(bits)
+            index = write.op("Cast", [bits.name], to=TensorProto.INT32)
+            self._scaled[name] = write.op("Gather", [write.constant(_DOUBLED), index])
+        return self._scaled[name]
+
+    def _halved(self, scales: str) -> str:
+        if scales not in self._scaled:
+            half = self._write.op("CastLike", [self._write.constant(np.float32(0.5)), scales])
+            self._scaled[scales] = self._write.op("Mul", [scales, half])
+        return self._scaled[scales]

@@ -1,0 +1,344 @@
+"""Repair models of exporters and optimizers that break rules of ONNX, or that ONNX Runtime cannot load later.
+
+nodes in any order              ONNX Runtime's float16 converter appends the Casts of inputs and of operators in float32
+the domain ai.onnx              another name of ONNX's own, which is empty; ONNX's checker finds no operator there
+no import of com.microsoft      its quantizers add operators of it
+shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which its optimizer makes an initializer
+values that are stated twice    ONNX Runtime's float16 converter states outputs once more, without their shapes
+names of its own casts          its optimizer saves them, and gives them again when it loads what became of the model:
+                                "Duplicate definition of name" (1.32)
+scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
+two steps in one model          optimum joins the first step and all others
+slices that are assigned to     torch.onnx writes parts of keys into zeros by ScatterND
+
+Merged exports: one model contains the first step and all other steps, and an input chooses.
+
+    use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
+
+A past of no tokens makes the branch with a past the first step, too, so it is the only one that decodes. The condition
+becomes a constant and its input disappears, with the inputs that only the other branch reads, and the outputs that the
+branch with a past leaves empty: an encoder's keys and values, which optimum's other branch computes once.
+
+The branch with a past is the one that reads inputs of rank 4, as caches are, where the other reads none.
+
+Replace parts that are written side by side into zeros with one Concat.
+
+    zeros [B, H, T, 24] -- Transpose -> ScatterND(rows 0..15 of axis 0: Transpose(a)) -> Transpose, Transpose ->
+        ScatterND(rows 16..23: Transpose(b))                      becomes           Transpose(Concat(a, b, axis=-1))
+
+torch.onnx exports assignments to slices in this form (``k[..., :16] = a; k[..., 16:] = b``), as in transformers' latent
+attention. If the parts cover all zeros, the zeros, whose shape is as long as the text, are not needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
+
+import numpy as np
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, helper, numpy_helper
+
+from trt_kvcache.importer.families import Finish
+from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
+from trt_kvcache.importer.protos import (
+    DEFAULT_DOMAINS,
+    FLOATS,
+    Scope,
+    attribute_graphs,
+    captured_names,
+    copied,
+    dtype_name,
+    elem_type_of,
+    is_op,
+    iter_scopes,
+    names_read,
+    nested_scopes,
+    replace_field,
+    shape_of,
+)
+from trt_kvcache.importer.simplify import take_branches
+
+__all__ = ["choose", "read", "rewrite"]
+
+_CONTRIB = "com.microsoft"
+_LONG = "ai.onnx"
+_CASTS = "InsertedPrecisionFreeCast_"
+_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+_LISTS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys((f"Reduce{name}" for name in _REDUCTIONS), (1,)),
+    **dict.fromkeys(("Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split"), (1,)),
+    "Slice": (1, 2, 3, 4), "Pad": (1, 3), "ConstantOfShape": (0,), "Concat": tuple(range(64)),
+}  # fmt: skip
+
+
+def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
+    """Replace assignments to slices with one Concat. This is a guess, which the check tests."""
+    return join_slices(model), None
+
+
+def read(model: ModelProto) -> bool:
+    """Repair a model in place; True if operators now read other tensors than those of the file.
+
+    Other faults stay for ONNX's checker to name.
+    """
+    _unalias(model)
+    for scope in iter_scopes(model):
+        _sort(scope)
+        _unstate(scope)
+    used = {node.domain for scope in iter_scopes(model) for node in scope.node}
+    if _CONTRIB in used - {entry.domain for entry in model.opset_import}:
+        model.opset_import.add(domain=_CONTRIB, version=1)
+    _rename_casts(model.graph)
+    return _list(model.graph, {})
+
+
+def _unalias(model: ModelProto) -> None:
+    """Write ONNX's own domain in its short form. Two versions of it stay for the checker."""
+    for owner in (model, *model.functions):
+        versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
+        if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
+            continue
+        others = [entry for entry in owner.opset_import if entry.domain not in DEFAULT_DOMAINS]
+        replace_field(owner.opset_import, [OperatorSetIdProto(domain="", version=versions.pop()), *others])
+    for scope in iter_scopes(model):
+        for node in scope.node:
+            if node.domain == _LONG:
+                node.domain = ""
+
+
+def _rename_casts(graph: GraphProto) -> None:
+    """Rename, in place, tensors and nodes named like ONNX Runtime's own casts, except inputs and outputs."""
+    fixed = {value.name for value in (*graph.input, *graph.output)}
+
+    def other(name: str) -> str:
+        return f"trt_kvcache/{name}" if str(name).startswith(_CASTS) and name not in fixed else name
+
+    for scope in nested_scopes(graph):
+        for node in scope.node:
+            for names in (node.input, node.output):
+                if any(other(name) != name for name in names):
+                    names[:] = [other(name) for name in names]
+        if isinstance(scope, GraphProto):
+            for value in (*scope.initializer, *scope.value_info, *scope.input, *scope.output):
+                if other(value.name) != value.name:
+                    value.name = other(value.name)
+
+
+def _unstate(scope: Scope) -> None:
+    """Drop stated shapes of initializers, and merge values that are stated twice."""
+    is_graph = isinstance(scope, GraphProto)
+    known = {tensor.name for tensor in scope.initializer} if is_graph else set()
+    first = {value.name: value for value in ((*scope.output, *scope.input) if is_graph else ())}
+    stated = []
+    for value in (value for value in scope.value_info if value.name not in known):
+        if value.name in first:
+            _add_stated(first[value.name].type, value.type)
+        else:
+            first[value.name] = value
+            stated.append(value)
+    if len(stated) < len(scope.value_info):
+        replace_field(scope.value_info, stated)
+
+
+def _add_stated(known: TypeProto, other: TypeProto) -> None:
+    """Add facts of `other` to `known`, in place. If both contradict each other, `known` stays."""
+    if other.WhichOneof("value") != "tensor_type" or known.WhichOneof("value") not in (None, "tensor_type"):
+        return
+    one, two = known.tensor_type, other.tensor_type
+    one.elem_type = one.elem_type or two.elem_type
+    if not two.HasField("shape") or (one.HasField("shape") and len(one.shape.dim) != len(two.shape.dim)):
+        return
+    if not one.HasField("shape"):
+        one.shape.CopyFrom(two.shape)
+    for dim, more in zip(one.shape.dim, two.shape.dim, strict=True):
+        if more.HasField("dim_value") and not dim.HasField("dim_value"):
+            dim.dim_value = more.dim_value
+        elif dim.WhichOneof("value") is None:
+            dim.CopyFrom(more)
+
+
+def _sort(scope: Scope) -> None:
+    """Sort nodes topologically, in place; a graph with a cycle stays unchanged."""
+    makers = {name: index for index, node in reversed([*enumerate(scope.node)]) for name in node.output}
+    needs = {i: {makers[name] for name in names_read(n) if name in makers} for i, n in enumerate(scope.node)}
+    if all(max(before, default=-1) < index for index, before in needs.items()):
+        return
+    try:
+        order = [*TopologicalSorter(needs).static_order()]
+    except CycleError:
+        return
+    places = {index: place for place, index in enumerate(order)}
+    indices = iter(range(len(order)))
+    scope.node.sort(key=lambda _: places[next(indices)])
+
+
+def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
+    """A graph and the bodies in it, which may read what `outer` has."""
+    constants = [
+        (n.output[0], a.t) for n in graph.node if is_op(n, "Constant") for a in n.attribute if a.name == "value"
+    ]
+    tensors = {**outer, **dict(constants), **{t.name: t for t in graph.initializer}}
+    scalars = {name: t for name, t in tensors.items() if t.data_type == TensorProto.INT64 and not t.dims}
+    lists: dict[str, TensorProto] = {}
+    is_edited = False
+    for node in graph.node:
+        for place in _LISTS.get(node.op_type, ()) if is_op(node, node.op_type) else ():
+            name = node.input[place] if place < len(node.input) else ""
+            if name in scalars:
+                lists.setdefault(name, _listed(scalars[name], f"{name}/list"))
+                node.input[place] = lists[name].name
+        for attribute in node.attribute:
+            for body in attribute_graphs(attribute):
+                is_edited |= _list(body, tensors)
+    graph.initializer.extend(lists.values())
+    return is_edited or bool(lists)
+
+
+def _listed(scalar: TensorProto, name: str) -> TensorProto:
+    tensor = copied(scalar)
+    tensor.name, tensor.dims[:] = name, [1]
+    return tensor
+
+
+_CACHE_RANK = 4
+_FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
+
+
+def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
+    """Replace the branches of a merged export with the branch with a past. `model` is changed."""
+    graph = model.graph
+    inputs = {v.name: v for v in graph.input}
+    chosen = _choices(graph)
+    if not chosen:
+        return model, None
+    before = captured_names(graph)
+    inlined = _take(graph, chosen)
+    read = captured_names(graph)
+    changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
+               for name, value in chosen.items()]  # fmt: skip
+    dead = [n for n in inputs if n in before - read - {*chosen}]
+    changes += [_gone(inputs[n], "input", "only the branch without a past reads it") for n in dead]
+    tensors = [replace(_tensor(inputs[n], "input", OriginalRole.SWITCH), on=on) for n, on in chosen.items()]
+    tensors += [_tensor(inputs[n], "input", OriginalRole.SWITCH) for n in dead]
+    empty = [v for v in graph.output if _is_empty(graph, v.name)]
+    changes += [_gone(v, "output", _FIRST_ONLY) for v in empty]
+    tensors += [_tensor(v, "output", OriginalRole.OTHER) for v in empty]
+    replace_field(graph.input, [v for v in graph.input if v.name not in (*chosen, *dead)])
+    replace_field(graph.output, [v for v in graph.output if v not in empty])
+    return model, partial(_finish, inlined, changes, tensors)
+
+
+def _finish(
+    inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
+) -> CachePlan:
+    """Add inputs and outputs that only the other branch has to the plan."""
+    original = (*plan.original, *tensors) if plan.original else ()
+    return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
+
+
+def take_first_branch(graph: onnx.GraphProto) -> None:
+    """Replace the branches of a merged export with the branch without a past, in place; the interface stays."""
+    _take(graph, {name: not value for name, value in _choices(graph).items()})
+
+
+def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
+    """The inputs that choose, and the values that take the branches with a past."""
+    inputs = {v.name: v for v in graph.input}
+    return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
+
+
+def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
+    """Put the chosen branches in place; returns what they replaced."""
+    inputs = {v.name: v for v in graph.input}
+    values = {name: np.full(_size(inputs[name]), value) for name, value in chosen.items()}
+    inlined = take_branches(graph, values)
+    graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    return inlined
+
+
+def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
+    """The input that decides between a branch with and one without a past, and the value that takes the former."""
+    if node.op_type != "If" or node.input[0] not in inputs:
+        return None
+    caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
+    reads = {a.name: bool(caches & captured_names(a.g)) for a in node.attribute}
+    with_past = reads["then_branch"]
+    return (node.input[0], with_past) if with_past != reads["else_branch"] else None
+
+
+def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else 1 for d in shape_of(value) or ())
+
+
+def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
+    """True for a constant without elements."""
+    for node in graph.node:
+        if name in node.output:
+            if node.op_type == "Identity":
+                return _is_empty(graph, node.input[0])
+            return node.op_type == "Constant" and any(0 in a.t.dims for a in node.attribute if a.name == "value")
+    return any(t.name == name and 0 in t.dims for t in graph.initializer)
+
+
+def _gone(value: onnx.ValueInfoProto, io: str, why: str) -> InterfaceChange:
+    return InterfaceChange(io, f"{value.name} [{', '.join(map(str, shape_of(value) or ()))}]", "", why)
+
+
+def _tensor(value: onnx.ValueInfoProto, io: str, role: OriginalRole) -> OriginalTensor:
+    shape = tuple(shape_of(value) or ())
+    axes = tuple("" if isinstance(d, int) else "?" for d in shape)
+    return OriginalTensor(value.name, io, role, dtype_name(elem_type_of(value)), shape, axes)
+
+
+_Part = tuple[int, int, str, list[int]]
+"""First row, the row after the last, what is written there, and how that is transposed into the layout of the whole."""
+
+
+def join_slices(model: ModelProto) -> ModelProto:
+    """Replace each chain of ScatterND that covers its zeros with a Concat. This is a guess, which the check tests."""
+    edited = copied(model)
+    makers = {name: node for node in model.graph.node for name in node.output}
+    tensors = {tensor.name: tensor for tensor in model.graph.initializer}
+    del edited.graph.node[:]
+    for node in model.graph.node:
+        parts = sorted(_parts(node, makers, tensors))
+        ends = [part[1] for part in parts]
+        perms = [part[3] for part in parts]
+        if len(parts) < 2 or [part[0] for part in parts] != [0, *ends[:-1]] or perms != perms[:1] * len(perms):
+            edited.graph.node.append(node)
+            continue
+        whole, axis = f"{node.output[0]}/whole", perms[0][0]
+        edited.graph.node.append(helper.make_node("Concat", [part[2] for part in parts], [whole], whole, axis=axis))
+        edited.graph.node.append(helper.make_node("Transpose", [whole], node.output, node.name, perm=perms[0]))
+    return edited
+
+
+def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
+    """The parts that a chain of ScatterND, ending with `node`, writes into one ConstantOfShape; else an empty list."""
+    parts: list[_Part] = []
+    perm: list[int] = []
+    current: NodeProto | None = node
+    while current is not None and not is_op(current, "ConstantOfShape"):
+        attributes = {a.name: helper.get_attribute_value(a) for a in current.attribute}
+        turned = makers.get(current.input[2]) if is_op(current, "ScatterND") and current.input[1] in tensors else None
+        if (
+            turned is not None
+            and is_op(turned, "Transpose")
+            and turned.attribute
+            and attributes.get("reduction", b"none") == b"none"
+        ):
+            rows = numpy_helper.to_array(tensors[current.input[1]])
+            turn = list(turned.attribute[0].ints)
+            if rows.ndim != 2 or rows.shape[1] != 1 or not np.array_equal(rows[:, 0], rows[0] + np.arange(len(rows))):
+                return []
+            perm = perm or list(range(len(turn)))
+            parts.append((int(rows[0, 0]), int(rows[-1, 0]) + 1, turned.input[0], [turn[axis] for axis in perm]))
+        elif parts and is_op(current, "Transpose") and "perm" in attributes:
+            perm = [attributes["perm"][axis] for axis in perm]
+        elif not (parts and is_op(current, "Cast")):
+            return []
+        current = makers.get(current.input[0])
+    return parts if current is not None else []

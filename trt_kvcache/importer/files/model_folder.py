@@ -1,0 +1,77 @@
+"""The file of an export that is the decoder to take: exporters write prefill and decode in two, in one, or both.
+
+    decoder_model.onnx              the first step alone: no past in, caches out
+    decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
+    decoder_model_merged.onnx       both, chosen by an input; see the extension `tool_repairs`
+    decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
+    encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
+                                    what stands before the decoder
+
+The one with a past does all that the others do, so the others are never needed beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from onnx import GraphProto
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
+from trt_kvcache.importer.recorded_options import was_rewritten
+
+# The better file, and what it makes superfluous: of optimum, of transformers' own exporter.
+_INSTEAD_OF = {
+    "decoder_with_past_model.onnx": ("decoder_model.onnx", "decoder_model_merged.onnx"),
+    "decoder_model_merged.onnx": ("decoder_model.onnx",),
+    "decode.onnx": ("prefill.onnx", "language_model.onnx", "lm_head.onnx"),
+}
+_BEFORE = ("encoder", "vision", "audio", "embed_tokens", "embedding")
+_WANTED = "give the path of an .onnx file"
+_CACHE_NAME = re.compile(r"present|past|cache|key|value", re.IGNORECASE)
+_CACHE_RANK = 4
+
+
+def find_model(folder: Path) -> Path:
+    """The decoder in a folder that an exporter wrote, without what stands before it and what `rewrite` wrote there.
+
+    Raises:
+        InvalidModelError: there is no model, or there are several and nothing says which one is meant.
+    """
+    files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
+    if not files and (folder / "decoder").is_dir():
+        return find_model(folder / "decoder")
+    if not files:
+        raise InvalidModelError(f"{folder}: a directory without an .onnx file; {_WANTED}")
+    superfluous = {name for better, others in _INSTEAD_OF.items() if better in files for name in others}
+    left = [p for name, p in files.items() if name not in superfluous and not name.startswith(_BEFORE)]
+    if len(left) > 1:
+        left = [p for p in left if not was_rewritten(p)] or left
+    if len(left) == 1:
+        return left[0]
+    if not left:
+        raise InvalidModelError(f"{folder}: a directory with no decoder ({', '.join(files)}); {_WANTED}")
+    names = ", ".join(p.name for p in left)
+    raise InvalidModelError(
+        f"{folder}: a directory with {len(left)} models that may be the decoder ({names}); {_WANTED}"
+    )
+
+
+def check_takes_past(graph: GraphProto, path: Path) -> None:
+    """Refuse the export of the first step alone: caches come out of it, and none go in.
+
+    Raises:
+        UnsupportedModelError: with the name of the file to take instead, where it lies beside this one.
+    """
+    if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
+        return  # of more axes: the caches of several layers
+    floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]
+    presents = [v.name for v in floats if _CACHE_NAME.search(v.name)]
+    if len(presents) < 2:
+        return
+    better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
+    raise UnsupportedModelError(
+        f"{path}: caches come out ('{presents[0]}' and {len(presents) - 1} more) and none go in: the first step alone; "
+        + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
+    )

@@ -1,0 +1,523 @@
+"""Find every Attention node of a prepared graph, and plan how to compute it. This module does not change the graph.
+
+Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. What TensorRT's parser does with the operator (drops
+`nonpad_kv_seqlen` and the window attributes without a word, aligns `is_causal` to the upper left corner, refuses the
+rest), and for which attentions its builder has a fused kernel, was measured on TensorRT for RTX 1.7.1 without a GPU;
+tests/facts and tests/grid pin it. Where a build finds no kernel all the same, it tries again with every attention
+decomposable (`trt_kvcache.engine.builder`).
+
+Read the facts of Attention nodes off the graph.
+
+Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    NAME_PREFIX,
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    free_name,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
+from trt_kvcache.importer.operators import PASSES, RESHAPES
+from trt_kvcache.importer.plan import (
+    AttentionKind,
+    AttentionPlan,
+    CacheUpdate,
+    Dim,
+    Mask,
+    PlanOptions,
+    SpanInput,
+    UpdateMode,
+)
+from trt_kvcache.importer.planning.rows_in_use import row_slices
+from trt_kvcache.importer.protos import FLOATS
+
+_MOST_READERS = 5
+"""Attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16 for them, which float16 still holds."""
+
+_FUSED_REACH = 24_576
+"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More
+queries have one at any length; `decomposable` lets TensorRT choose."""
+
+_BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
+"""Operators that keep or lower lengths."""
+
+
+@dataclass(frozen=True)
+class AttentionAnalysis:
+    """The plans of all Attention nodes, and the masks and spans that they share.
+
+    Attributes:
+        relaxed: mask inputs that may be shorter than the cache, with the symbol of their last dimension.
+    """
+
+    attention: tuple[AttentionPlan, ...]
+    masks: tuple[Mask, ...]
+    spans: tuple[SpanInput, ...]
+    warnings: tuple[str, ...]
+    relaxed: dict[str, str]
+
+
+def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> AttentionAnalysis:
+    """Plan every Attention node of the graph, in graph order.
+
+    Raises:
+        UnsupportedModelError, InvalidModelError: see `read_attention`.
+    """
+    planner = _Planner(graph, caches, options)
+    plans = tuple(planner.plan(node) for node in graph.nodes if is_op(node, "Attention"))
+    masks, spans = tuple(planner.masks.values()), tuple(planner.spans.values())
+    return AttentionAnalysis(plans, masks, spans, tuple(planner.warnings), planner.relaxed)
+
+
+class _Planner:
+    """Plans one Attention after the other; masks, spans and warnings are planned once."""
+
+    def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
+        self._graph = graph
+        self._caches = caches
+        self._present = {c.present: c for c in caches}
+        self._options = options
+        self._queries: Counter[str] = Counter()
+        self._before_scans = {id(node) for node in nodes_before_scans(graph)}
+        self.masks: dict[tuple[object, ...], Mask] = {}
+        self.spans: dict[tuple[int, str], SpanInput] = {}
+        self.warnings: dict[str, None] = {}
+        self.relaxed: dict[str, str] = {}
+
+    def plan(self, node: gs.Node) -> AttentionPlan:
+        """Plan one node."""
+        self._check_query(node)
+        graph, facts = self._graph, read_attention(self._graph, node)
+        for extra in node.outputs[1:3]:
+            if is_used(graph, extra):
+                raise UnsupportedModelError(
+                    f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
+                    "caches updated by TensorScatter are supported"
+                )
+        kind, reason = _attention_kind(facts)
+        if kind is not AttentionKind.LOWERED and id(node) in self._before_scans:
+            kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
+        by_operand = [self._caches_behind(t) for t in node.inputs[1:3]]
+        read = tuple(c.past for caches in by_operand for c in caches)
+        span = self._span(facts, read) if all(by_operand) else None
+        keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
+        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all of their rows count
+        if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
+            self.warnings[
+                f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is as long as "
+                "the cache and no lengths input bounds it"
+            ] = None
+        geometry = self._geometry(facts, kind, span)
+        return AttentionPlan(
+            node=node.name,
+            dtype=dtype_name(node.inputs[0]),
+            query_heads=facts.query_heads,
+            kv_heads=facts.kv_heads,
+            head_size=facts.head_size,
+            value_head_size=facts.value_head_size,
+            kind=kind,
+            reason=reason,
+            caches=read,
+            mask=geometry.name if geometry else None,
+            keys=keys,
+        )
+
+    def _check_query(self, node: gs.Node) -> None:
+        query = whole_query(node).name
+        self._queries[query] += 1
+        if self._queries[query] > _MOST_READERS:
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' is one more than {_MOST_READERS} over the query '{query}': "
+                "TensorRT's builder dies on attentions that share a query, and more cannot be told apart exactly; give "
+                "each its own projection"
+            )
+
+    def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
+        """The caches from which K or V is read or computed; operators between may move or select values."""
+        if slices := row_slices(tensor):
+            return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
+        while tensor.name not in self._present:
+            node = producer(tensor)
+            if node is None or not is_op(node, *PASSES):
+                return []
+            tensor = node.inputs[0]
+        return [self._present[tensor.name]]
+
+    def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
+        """The span input of a node, one for each capacity and lengths; None if spans are off or unsafe here.
+
+        Every query masks rows at and beyond the longest valid length. So attention may leave these rows out.
+        """
+        if not self._options.attention_span or facts.lengths is None or facts.columns:
+            return None  # scores have a column for every key
+        capacities = {c.capacity for c in self._caches if c.past in read}
+        if len(capacities) != 1 or facts.keys not in capacities:
+            return None
+        capacity = capacities.pop()
+        source = _bounding_input(self._graph, facts.lengths)
+        if source is None:
+            self.warnings[
+                f"lengths '{facts.lengths.name}' are computed in the graph, so no input bounds them: attention reads "
+                "the whole capacity each step"
+            ] = None
+            return None
+        key = (capacity, source.name)
+        if key not in self.spans:
+            taken = {*self._graph.tensors(), *(s.name for s in self.spans.values())}
+            name = free_name("attention_span" if not self.spans else f"attention_span_{capacity}", taken)
+            self.spans[key] = SpanInput(name=name, symbol=name, capacity=capacity, lengths=source.name)
+        return self.spans[key]
+
+    def _shorter_mask(self, facts: AttentionFacts) -> bool:
+        """True if the mask may have fewer keys than K. ONNX masks the other keys, so K is sliced to the mask."""
+        if facts.mask is None:
+            return False
+        length = axis_size(facts.mask, -1)
+        if facts.columns and length != facts.keys:
+            raise UnsupportedModelError(
+                f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}, "
+                "and its scores (qk_matmul_output), which are used, have a column for each; supported beside scores "
+                "are masks over all keys: export it so"
+            )
+        may_be_shorter = (
+            self._options.attention_span and isinstance(length, int) and _relaxable_mask(self._graph, facts)
+        )
+        if may_be_shorter:
+            self.relaxed[facts.mask.name] = f"{facts.mask.name}_keys"
+        if isinstance(length, int) and isinstance(facts.keys, int):
+            if length > facts.keys:
+                raise InvalidModelError(
+                    f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys; there are "
+                    f"{facts.keys}"
+                )
+            return length < facts.keys or may_be_shorter
+        return length != facts.keys or length == "?"
+
+    def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
+        """The mask of a node, shared by all nodes with the same geometry; None if the node needs no mask."""
+        if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
+            return None
+        lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
+        keys = facts.node.inputs[1].name if facts.keys == "?" else facts.keys
+        key = (
+            facts.causal, lengths, facts.left_window, facts.right_window, mask, facts.dtype if facts.additive else None,
+            span.name if span else keys,
+            # Layers that do not say how many queries they have are taken to have the same number; the check runs them.
+            _sequence_input(self._graph, facts),
+        )  # fmt: skip
+        if key not in self.masks:
+            self.masks[key] = Mask(
+                name=free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors())),
+                causal=facts.causal,
+                lengths=lengths,
+                left_window=facts.left_window,
+                right_window=facts.right_window,
+                mask=mask,
+                additive=facts.additive,
+                span=span.name if span else None,
+                guarded=facts.masked,
+            )
+        return self.masks[key]
+
+
+def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
+    """Find the graph input that bounds `lengths`: operators between them only keep or lower values."""
+    tensor = lengths
+    while not contains(graph.inputs, tensor):
+        node = producer(tensor)
+        if node is None or not is_op(node, *_BOUNDED):
+            return None
+        sources = [t for t in node.inputs[: None if is_op(node, "Min") else 1] if not isinstance(t, gs.Constant)]
+        if len(sources) != 1:
+            return None
+        tensor = sources[0]
+    return tensor
+
+
+def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
+    """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
+
+    ONNX pads a short mask with "masked", so a mask sliced to the active length has the same meaning, and the step then
+    costs the active length.
+    """
+    mask = facts.mask
+    if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
+        return False
+    return all(
+        is_op(n, "Attention")
+        and not reads_columns(graph, n)
+        and input_or_none(n, 3) is mask
+        and input_or_none(n, 6) is None
+        and axis_size(n.inputs[1], 2) == facts.keys
+        for n in consumers(mask)
+    )
+
+
+def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
+    """The number of queries: a fixed size, or an axis of a graph input or of Q itself."""
+    return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
+
+
+def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
+    """The number of queries, or a graph input and the axis that has this size; None if unknown."""
+    if isinstance(facts.queries, int):
+        return facts.queries
+    places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
+    return next(((name, axis) for name, axis, dim in places if dim == facts.queries != "?"), None)
+
+
+def whole_query(node: gs.Node) -> gs.Tensor:
+    """The tensor of which Q is a view, or a slice of positions. A slice of heads counts as its own query."""
+    tensor = node.inputs[0]
+    while (maker := producer(tensor)) is not None:
+        if is_op(maker, "Slice"):
+            axes = small_constant(input_or_none(maker, 3))
+            rank = len(dims(maker.inputs[0]) or ()) or 4
+            if axes is None or [int(a) % rank for a in axes] != [rank - 2]:
+                break
+        elif not is_op(maker, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
+            break
+        tensor = maker.inputs[0]
+    return tensor
+
+
+def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
+    """Yield every node before a Scan over a dynamic number of steps, where TensorRT builds fewer operators.
+
+    Measured on TensorRT for RTX 1.7.1: an IAttention that such a Scan depends on kills the builder (SIGSEGV), and
+    repeats fail (see `rewrite.repeats`). Attention in plain operators builds there, and IAttention does after every
+    Scan, beside it, and before one of a fixed number of steps.
+    """
+    pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
+    seen: set[int] = set()
+    while pending:
+        for tensor in pending.pop().inputs:
+            maker = producer(tensor)
+            if maker is not None and id(maker) not in seen:
+                seen.add(id(maker))
+                pending.append(maker)
+                yield maker
+
+
+def _is_fixed(scan: gs.Node) -> bool:
+    """True if the number of steps of a Scan is fixed."""
+    count = int(scan.attrs["num_scan_inputs"])
+    axes = scan.attrs.get("scan_input_axes") or [0] * count
+    return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))
+
+
+def _is_widened(tensor: gs.Tensor) -> bool:
+    """True if a Cast lies between a cache and the keys or values.
+
+    Measured on TensorRT for RTX 1.7.1: an IAttention over them ends the build ("Fusing attention ops must leave the
+    graph in a well-formed state"). Attention in plain operators builds.
+    """
+    node = producer(tensor)
+    while node is not None and is_op(node, *PASSES):
+        if is_op(node, "Cast"):
+            return True
+        node = producer(node.inputs[0])
+    return False
+
+
+def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
+    """Decide if an Attention is fused, decomposable or lowered to plain operators; returns the kind and the reason."""
+    half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    size = facts.head_size
+    if facts.softcap:
+        return AttentionKind.LOWERED, f"softcap {facts.softcap:g}"
+    if facts.softmax_precision not in (None, facts.dtype):
+        precision = onnx.TensorProto.DataType.Name(facts.softmax_precision).lower()
+        return AttentionKind.LOWERED, f"softmax_precision {precision}"
+    if facts.value_head_size != size:
+        return AttentionKind.LOWERED, f"head size of K is {size}, of V {facts.value_head_size}"
+    if facts.qk_output:
+        return AttentionKind.LOWERED, "qk_matmul_output is used"
+    if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
+        return AttentionKind.LOWERED, "V has another type than Q and K"
+    if not half and any(_is_widened(t) for t in facts.node.inputs[1:3]):
+        return AttentionKind.LOWERED, "computed in float32, over narrower caches"
+    if half and size % 8:
+        return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
+    if not half:
+        return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
+    if isinstance(facts.query_heads, int) and facts.query_heads < 4:
+        # One head never has a kernel, two and three have none for a single query, which every decode profile is.
+        return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
+    if not 16 <= size <= 256:
+        return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
+    if isinstance(facts.keys, int) and facts.keys + size > _FUSED_REACH:
+        return AttentionKind.DECOMPOSED, f"more than {_FUSED_REACH - size} keys have no fused kernel for decoding"
+    return AttentionKind.FUSED, "dedicated kernel"
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """One Attention node over Q, K and V ``[B, N, S, H]``.
+
+    Attributes:
+        qk_output: True if the graph reads the node's fourth output, the scores.
+        columns: True if the graph reads single columns of them, so that each key must have its own.
+        keys: number of keys: the size of K's sequence axis.
+        queries: number of queries: the size of Q's sequence axis.
+    """
+
+    node: gs.Node
+    dtype: int
+    query_heads: Dim
+    kv_heads: Dim
+    head_size: int
+    value_head_size: int
+    causal: bool
+    left_window: int
+    right_window: int
+    softcap: float
+    softmax_precision: int | None
+    scale: float
+    qk_output: bool
+    columns: bool
+    qk_mode: int
+    mask: gs.Tensor | None
+    lengths: gs.Tensor | None
+    keys: Dim
+    queries: Dim
+
+    @property
+    def additive(self) -> bool:
+        """True if the mask is a float bias."""
+        return self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
+
+    @property
+    def masked(self) -> bool:
+        """True if a mask, lengths or a window hide keys beyond plain or upper-left causal attention."""
+        return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
+
+
+def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
+    """Read one Attention node.
+
+    Raises:
+        UnsupportedModelError: the cache is inside the operator, or shapes are missing.
+        InvalidModelError: the node breaks a rule of the operator.
+    """
+    if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' keeps its cache inside the operator (past_key, past_value), which TensorRT "
+            "refuses; supported are caches updated by TensorScatter: export with static caches (opset 24)"
+        )
+    q, k, v = node.inputs[:3]
+    if any(shape is not None and len(shape) != 4 for shape in map(dims, (q, k, v))):
+        shapes = ", ".join(str(list(dims(tensor) or ())) for tensor in (q, k, v))
+        raise InvalidModelError(f"Attention '{node.name}' has inputs {shapes}; ONNX allows ranks of 3 and 4, all alike")
+    query_heads, kv_heads = axis_size(q, 1), axis_size(k, 1)
+    kv_heads = kv_heads if isinstance(kv_heads, int) else axis_size(v, 1)
+    head_size = next((d for d in (axis_size(k, 3), axis_size(q, 3)) if isinstance(d, int)), None)
+    value_head_size = axis_size(v, 3)
+    if head_size is None or not isinstance(value_head_size, int) or elem_type(q) in (None, 0):
+        raise UnsupportedModelError(
+            f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
+        )
+    if elem_type(q) not in FLOATS:
+        raise InvalidModelError(
+            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
+        )
+    if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; supported are numbers of "
+            "which the latter divides the former: attend to all heads in one product, and not to parts of them"
+        )
+    scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
+    if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
+            "factors above 0, and caps above 0 or none (0)"
+        )
+    qk_mode = int(node.attrs.get("qk_matmul_output_mode", 0))
+    if qk_mode not in range(4):
+        raise InvalidModelError(f"Attention '{node.name}' has qk_matmul_output_mode {qk_mode}; ONNX allows 0 to 3")
+    mask = input_or_none(node, 3)
+    if mask is not None:
+        _check_mask(node, mask, elem_type(q))
+    precision = node.attrs.get("softmax_precision")
+    return AttentionFacts(
+        node=node,
+        dtype=elem_type(q) or 0,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        value_head_size=value_head_size,
+        causal=bool(node.attrs.get("is_causal", 0)),
+        left_window=int(node.attrs.get("left_window_size", -1)),
+        right_window=int(node.attrs.get("right_window_size", -1)),
+        softcap=softcap,
+        softmax_precision=int(precision) if precision else None,
+        scale=scale,
+        qk_output=len(node.outputs) > 3 and is_used(graph, node.outputs[3]),
+        columns=reads_columns(graph, node),
+        qk_mode=qk_mode,
+        mask=mask,
+        lengths=input_or_none(node, 6),
+        keys=axis_size(k, 2),
+        queries=axis_size(q, 2),
+    )
+
+
+def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
+    """Refuse masks that the operator's type constraints allow, but whose meaning its text does not define."""
+    shape = dims(mask)
+    if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
+        raise UnsupportedModelError(
+            f"the mask '{mask.name}' of Attention '{node.name}' is {dtype_name(mask)}; ONNX says what bool means, and "
+            f"the type of the queries, {dtype_name(node.inputs[0])}: cast it to one of them"
+        )
+    if shape is not None and len(shape) not in (1, 2, 3, 4):
+        raise InvalidModelError(
+            f"the mask '{mask.name}' of Attention '{node.name}' is {list(shape)}; ONNX allows [batch, heads, length, "
+            "keys], or the last of these"
+        )
+
+
+def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
+    """The size of one axis; ``?`` if unknown."""
+    shape = dims(tensor)
+    return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
+
+
+def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
+    """True if the graph reads the scores of an Attention, its fourth output, other than as a sum over visible keys.
+
+    Hidden keys add nothing to the sum of exponentials after the mask, so that it is the same with fewer of them.
+    """
+    scores = node.outputs[3] if len(node.outputs) > 3 else None
+    if scores is None or not is_used(graph, scores):
+        return False
+    summed = int(node.attrs.get("qk_matmul_output_mode", 0)) == 2
+    readers = [n for t in consumers(scores) for n in (consumers(t.outputs[0]) if is_op(t, "Cast") else [t])]
+    return not summed or contains(graph.outputs, scores) or not all(map(_sums_rows, readers))
+
+
+def _sums_rows(node: gs.Node) -> bool:
+    axes = small_constant(node.inputs[1]) if is_op(node, "ReduceLogSumExp") and len(node.inputs) == 2 else None
+    return axes is not None and axes.tolist() == [-1]
+
+
+def is_used(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    """True if a node or a graph output reads a tensor."""
+    return not tensor.is_empty() and (bool(tensor.outputs) or contains(graph.outputs, tensor))

@@ -1,0 +1,316 @@
+"""First guesses of caches, by the shapes of inputs and outputs: what a step writes into them is read by running it.
+
+past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
+past [B, N, L, D] -> present [B, N, L, D]         written in place, if it is no state
+
+State that is no attention cache: a tensor of fixed size that every step reads and replaces as a whole.
+
+    past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
+    past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
+
+A state is a floating-point graph input that the model reads, with a graph output of the same dtype and the same fixed
+shape (only the first axis, the batch, may be open). The operators between them do not matter. Names pair inputs and
+outputs: they differ only in words such as past and present (RWKV replaces its last token without reading it). The
+importer refuses an input that is named like state if the model computes an output with another name from it.
+
+Attention caches may have the shape of state. Their readers tell them apart: a scatter into the input, an attention
+operator, a product of two activations that reads rows concatenated to the input, or a product under a Softmax.
+
+Nothing is rewritten. TensorRT lets an output share the buffer of an input in its cache layer and in plugins only
+(NvInfer.h, ``getAliasedInputTensor``), so that state needs two buffers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    FLOATS,
+    INT32,
+    INT64,
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    input_or_none,
+    inputs_behind,
+    is_constant,
+    is_op,
+    producer,
+)
+from trt_kvcache.importer.plan import Dim, StateUpdate
+from trt_kvcache.importer.recognize.records import Cache
+
+_PASTS, _PRESENTS = (4, 5), (1, 2)
+_TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
+
+
+def find_caches(graph: gs.Graph) -> list[Cache]:
+    """Pairs of an input and an output that may be one cache, in the order of the inputs.
+
+    The past of a present is the nearest one before it, counted in nodes.
+    """
+    counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
+    left = {id(t): t for t in graph.inputs}
+    found: dict[int, Cache] = {}
+    # Logits are as long as the tokens.
+    for present in sorted(graph.outputs, key=lambda t: sum(d in counted for d in dims(t) or ())):
+        if producer(present) is None or dims(present) is None or _is_copy(graph, present):
+            continue
+        fits = {id(t): axis for t in left.values() if (axis := _axis(t, present, counted)) is not None}
+        past = _nearest(present, [left[i] for i in fits]) if fits else None
+        if past is not None:
+            axis = fits[id(past)]
+            growing = dims(past) != dims(present) and not isinstance((dims(past) or ())[axis], int)
+            found[id(past)] = Cache(past, present, axis, growing, idiom=_idiom(present))
+            del left[id(past)]
+    caches = [found[id(t)] for t in graph.inputs if id(t) in found]
+    ranks = {len(c.past.shape) for c in caches}
+    return [c for c in caches if c.growing or len(c.past.shape) == max(ranks)]  # others are text, or state
+
+
+def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
+    """True for an output that is an input unchanged, as keys and values of an encoder's text are."""
+    tensor = present
+    while (node := producer(tensor)) is not None and is_op(node, "Identity"):
+        tensor = node.inputs[0]
+    return contains(graph.inputs, tensor)
+
+
+def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
+    """The past of which the fewest nodes make a present; of several, the one with the most words of its name."""
+    words = set(words_of(present.name))
+    tensors, seen = [present], {id(present)}
+    while tensors:
+        reached = [t for t in pasts if id(t) in seen]
+        if reached:
+            return max(reached, key=lambda t: len(words.intersection(words_of(t.name))))
+        before = [
+            t for tensor in tensors for node in tensor.inputs if not is_op(node, "Shape", "Size") for t in node.inputs
+        ]
+        tensors = [t for t in {id(t): t for t in before}.values() if id(t) not in seen]
+        seen.update(map(id, tensors))
+    return None
+
+
+def _idiom(present: gs.Tensor) -> str:
+    node = producer(present)
+    while node is not None and is_op(node, "Cast", "Identity", "Transpose", "Reshape") and producer(node.inputs[0]):
+        node = producer(node.inputs[0])
+    return "" if node is None else str(node.op)
+
+
+def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
+    """The axis of the rows, as far as shapes tell; None: no cache."""
+    one, two = dims(past) or (), dims(present) or ()
+    rank = len(one)
+    if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
+        return None
+    if rank not in (3, 4) or (rank == 3 and one[1] in counted):  # embeddings
+        return None
+    differing = [a for a in range(1, rank) if one[a] != two[a] or "?" in (one[a], two[a])]
+    if any(isinstance(one[a], int) and isinstance(two[a], int) for a in differing):
+        return None
+    if len(differing) == 1:
+        return differing[0]
+    if differing:  # sizes that an exporter does not state
+        return next((a for a in (2, 1) if a in differing), None) if rank == 4 else None
+    if rank == 3 and one[1] == 1:
+        return None
+    open_axes = [a for a in range(1, rank) if not isinstance(one[a], int)]
+    if rank == 3 and open_axes:  # embeddings
+        return None
+    return open_axes[0] if len(open_axes) == 1 else None if open_axes else rank - 2
+
+
+def state_inner_sizes(graph: gs.Graph) -> None:
+    """Write number and size of heads into the shapes of caches inside of operators, where exporters leave symbols.
+
+    Raises:
+        UnsupportedModelError: such a cache is no input and output of the graph.
+    """
+    for node in graph.nodes:
+        for past, present, update in _inner(node):
+            start, end = past, present
+            while (maker := producer(start)) is not None and is_op(maker, "Cast", "Identity"):
+                start = maker.inputs[0]
+            while not contains(graph.outputs, end):
+                casts = [n for n in consumers(end) if is_op(n, "Cast", "Identity")]
+                if len(casts) != 1:
+                    break
+                end = casts[0].outputs[0]
+            if not contains(graph.inputs, start) or not contains(graph.outputs, end):
+                raise UnsupportedModelError(
+                    stack_in_words(graph)
+                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and "
+                    "output of the model; supported are caches that the caller gives and takes back: export the model "
+                    "with past and present"
+                )
+            for cache in (start, end):
+                known, new = list(dims(cache) or ("?",) * 4), dims(update) or ("?",) * 4
+                for axis in (1, 3) if len(known) == len(new) == 4 else ():
+                    known[axis] = known[axis] if isinstance(known[axis], int) else new[axis]
+                cache.shape = [None if dim == "?" else dim for dim in known]
+
+
+def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
+    """Past, present and new rows of the caches that an operator holds."""
+    if not is_op(node, "Attention"):
+        return
+    for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
+        past = input_or_none(node, index)
+        if past is not None:
+            yield past, node.outputs[output] if output < len(node.outputs) else gs.Variable.empty(), update
+
+
+def stack_in_words(graph: gs.Graph) -> str:
+    """Describe an input that holds caches of several layers, as a refusal; empty if there is no such input.
+
+    It has an axis before the batch, or more axes than a cache, and an output has as many.
+    """
+    tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
+    batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
+    ranks = {len(t.shape or ()) for t in graph.outputs}
+    for t in graph.inputs:
+        shape = t.shape or ()
+        large = elem_type(t) in FLOATS and len(shape) >= _RANK and len(shape) in ranks
+        if large and (len(shape) > _RANK or batches.intersection(shape[1:])):
+            return (
+                f"'{t.name}' {list(shape)} holds several caches in one tensor; supported is a tensor of its own for "
+                "each cache: export by optimum, or by torch with DynamicCache"
+            )
+    return ""
+
+
+REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
+
+_VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast", "Expand", "Slice", "Flatten")
+_WRITES = ("TensorScatter", "ScatterND", "ScatterElements", "Scatter")
+_UPDATES = (*_VIEWS, "Mul", "Div", "Add", "Sub", "Where")
+_SCORES = (*_UPDATES, "Tanh", "Clip", "Max", "Min")
+_CALLED = {
+    "past", "prev", "previous", "old", "initial", "state", "states", "cache", "conv", "ssm", "recurrent", "memory",
+}  # fmt: skip
+_DIRECTIONS = {
+    "past", "present", "input", "output", "in", "out", "old", "new", "prev", "previous", "next", "updated", "initial",
+    "final", "current",
+}  # fmt: skip
+
+
+def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
+    """Find the state of a graph, in the order of its inputs.
+
+    Args:
+        graph: of the model, with shapes inferred.
+        caches: names of graph inputs and outputs that are attention caches.
+
+    Raises:
+        UnsupportedModelError: an output could be the next value of an input, and has another name.
+    """
+    read = [t for t in graph.inputs if t.name not in caches and consumers(t)]
+    inputs = [t for t in read if _is_state_like(t) and not _is_cache_like(t)]
+    outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
+    sources = inputs_behind(graph)
+    alike = {past.name: [out for out in outputs if _same_kind(past, out)] for past in inputs}
+    pairs = _match_names(inputs, alike)
+    fits = {past: [str(out.name) for out in outs if past in sources[out.name]] for past, outs in alike.items()}
+    _refuse_open(inputs, fits, pairs)
+    return tuple(
+        StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
+        for past in inputs
+        if past.name in pairs
+    )
+
+
+def _is_state_like(tensor: gs.Tensor) -> bool:
+    """True if a graph input is floating-point, has rank 2 or more, and only its batch axis may be open."""
+    shape = dims(tensor)
+    return elem_type(tensor) in FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
+
+
+def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
+    """True if an output could be the next value of an input: same type and shape, and not the input unchanged."""
+    before, after = dims(past) or (), dims(present) or ()
+    if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
+        return False
+    open_batch = "?" in (before[0], after[0]) or (isinstance(before[0], str) and isinstance(after[0], str))
+    tensor = present
+    while (node := producer(tensor)) is not None and is_op(node, "Identity", "Cast"):
+        tensor = node.inputs[0]
+    return (before[0] == after[0] or open_batch) and tensor is not past
+
+
+def _is_cache_like(past: gs.Tensor) -> bool:
+    """True if an input has the readers of an attention cache."""
+    for tensor in _reached([past], _VIEWS):
+        for node in consumers(tensor):
+            if is_op(node, *_WRITES) and node.inputs[0] is tensor:
+                return True
+            if "Attention" in node.op:
+                return True
+            if is_op(node, "Concat"):
+                rows = _reached(node.outputs, _VIEWS)
+                if _products(rows) or any("Attention" in reader.op for row in rows for reader in consumers(row)):
+                    return True
+    scores = _reached([node.outputs[0] for node in _products(_reached([past], _UPDATES))], _SCORES)
+    return any(is_op(node, "Softmax") for tensor in scores for node in consumers(tensor))
+
+
+def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
+    """Products of one of these tensors with another activation."""
+    readers = [node for tensor in tensors for node in consumers(tensor) if is_op(node, "MatMul", "Einsum")]
+    return [node for node in readers if not any(map(is_constant, node.inputs))]
+
+
+def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
+    """These tensors, and all tensors computed from them by these operators."""
+    reached = list(tensors)
+    seen = {id(tensor) for tensor in reached}
+    for tensor in reached:
+        for node in consumers(tensor):
+            if is_op(node, *ops) and id(node.outputs[0]) not in seen:
+                seen.add(id(node.outputs[0]))
+                reached.append(node.outputs[0])
+    return reached
+
+
+def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
+    """Map past to present names that differ only in their direction, if no other tensor has that name."""
+    pairs: dict[str, str] = {}
+    keys = [_plain(past.name) for past in inputs]
+    for past, key in zip(inputs, keys, strict=True):
+        named = [out.name for out in alike[past.name] if _plain(out.name) == key]
+        if key and len(named) == 1 and keys.count(key) == 1:
+            pairs[past.name] = str(named[0])
+    return pairs
+
+
+def _plain(name: str) -> tuple[str, ...]:
+    """The words of a name without direction words such as past and present."""
+    return tuple(word for word in words_of(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
+
+
+def words_of(name: str) -> list[str]:
+    """The words and numbers of a name."""
+    return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]
+
+
+def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
+    """Refuse an input that is named like state if an output of another name could be its next value.
+
+    Raises:
+        UnsupportedModelError: naming both.
+    """
+    for past in inputs:
+        outs = [name for name in fits[past.name] if name not in pairs.values()]
+        if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
+            raise UnsupportedModelError(
+                f"'{past.name}' looks like state that each step replaces, and could become "
+                f"{' or '.join(map(repr, outs))}, of the same shape; name them alike but for past and present "
+                "(past_conv.0, present_conv.0) in the export"
+            )

@@ -1,0 +1,278 @@
+"""A region in one step: numbers for its inputs, and where the rows of tokens lie in caches and masks.
+
+grows      past [.., P, ..]: token t in row t; of a cache that keeps K rows, the newest K
+fixed      past [.., L, ..]: token t in row t; of a circular one, in row t mod L
+shifted    past [.., L, ..]: the newest token in the last row
+
+`read_updates` finds out how a step writes a cache: it runs the step on numbered rows, and looks them up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import permutations
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.interface.exported_interface import Interface
+from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.protos import INTEGERS
+from trt_kvcache.importer.recognize.records import Cache, FartherError, RecognizeError, UnknownError
+from trt_kvcache.importer.recognize.regions import Region
+from trt_kvcache.importer.recognize.sample_steps import Sample
+from trt_kvcache.importer.steps.runnable import open_types
+from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+_HIDES = -30000.0  # in additive masks
+
+
+_MISFIT = re.compile(
+    r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
+)
+"""The message of ONNX Runtime 1.31 and 1.32."""
+
+
+class Runner:
+    """Runs a region in float32.
+
+    Attributes:
+        rng: of all numbers.
+
+    Args:
+        region: what runs.
+        caches: by name of a past.
+        interface: of the model.
+
+    Raises:
+        RecognizeError: it does not load.
+    """
+
+    def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
+        self._region, self._caches, self._interface = region, caches, interface
+        try:
+            self._session = UnfusedSession(open_types(region.model, wide=True))
+        except RunError as error:
+            raise RecognizeError(f"the region of '{self._name}' does not load: {error}") from None
+        self._names = [v.name for v in region.model.graph.input]
+        self.rng = np.random.default_rng(0)
+
+    @property
+    def _name(self) -> str:
+        return self._region.result or self._region.presents[0]
+
+    @property
+    def masks(self) -> list[str]:
+        """The caller's own masks that the region reads."""
+        inputs = self._interface.inputs
+        return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
+
+    def feeds(self, sample: Sample) -> Feeds:
+        """Make a step's inputs: sampled lengths, positions and masks, else random numbers (0 in rows without a token).
+
+        Raises:
+            UnknownError: an integer input has no known value.
+        """
+        feeds: Feeds = {}
+        for name in self._names:
+            value, shape = sample.probe.value(name), sample.probe.shape(name)
+            if value is None and shape is None:
+                raise RecognizeError(f"nothing says how large '{name}' is in a step")
+            if value is None and name in self._region.inputs and sample.probe.elem_type(name) in INTEGERS:
+                raise UnknownError(name)
+            feeds[name] = self.rng.standard_normal(shape).astype(np.float32) if value is None else value
+            if name in self._caches:
+                feeds[name] = self.past(self._caches[name], sample, self.rows(self._caches[name], sample, feeds[name]))
+        for name in self.masks:
+            shown = self.shown(name, sample)
+            feeds[name] = shown if feeds[name].dtype == bool else np.where(shown, 0, _HIDES).astype(feeds[name].dtype)
+        return feeds
+
+    def run(self, feeds: Feeds) -> Feeds:
+        """All outputs in float64.
+
+        Raises:
+            RecognizeError: it does not run.
+        """
+        try:
+            return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
+        except RunError as error:
+            if misfit := _MISFIT.search(str(error)):
+                op, name, one, other = misfit.groups()
+                raise RecognizeError(
+                    f"{op} '{name}' takes sizes {one} and {other}, which do not fit each other, in a step of several "
+                    "tokens after others; if one of them is a mask, export it over all tokens of the text"
+                ) from None
+            raise RecognizeError(f"the region of '{self._name}' does not run: {error}") from None
+
+    def held(self, cache: Cache, sample: Sample) -> int:
+        """Tokens in the past of a cache."""
+        if cache.growing and not cache.shifted:
+            return sample.rows_in_cache(cache.window_rows)
+        return min(sample.past, self._size(cache, sample))
+
+    def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
+        """The rows of tokens in a past, the oldest first."""
+        return np.take(past, self._places(cache, sample), cache.axis)
+
+    def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
+        """The past that holds these rows of tokens, and 0 elsewhere."""
+        shape = list(rows.shape)
+        shape[cache.axis] = self._size(cache, sample)
+        past = np.zeros(shape, np.float32)
+        place: list[Any] = [slice(None)] * past.ndim
+        place[cache.axis] = self._places(cache, sample)
+        past[tuple(place)] = rows
+        return past
+
+    def columns(self, cache: Cache, sample: Sample, width: int) -> Array:
+        """The columns of a mask of so many that the tokens have, the oldest first."""
+        keys = self.held(cache, sample) + sample.length
+        if width == keys:
+            return np.arange(keys)
+        if width < keys:
+            raise RecognizeError(f"a mask has {width} columns for {keys} keys")
+        return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
+
+    def shown(self, mask: str, sample: Sample) -> Array:
+        """A mask of the caller's own that shows some tokens, and no other rows."""
+        shown = np.zeros_like(sample.own[mask])
+        caches = [self._caches[n] for n in self._region.caches]
+        if not caches:
+            return sample.own[mask]
+        columns = self.columns(caches[0], sample, shown.shape[-1])
+        shown[..., columns] = sample.own[mask][..., columns]
+        shown[..., columns[1:2]] = False
+        shown[..., columns[:1]] = True
+        return shown
+
+    def _size(self, cache: Cache, sample: Sample) -> int:
+        shape = sample.probe.shape(cache.past.name)
+        if shape is None:
+            raise RecognizeError(f"nothing says how large '{cache.past.name}' is in a step")
+        return shape[cache.axis]
+
+    def _places(self, cache: Cache, sample: Sample) -> Array:
+        held, size = self.held(cache, sample), self._size(cache, sample)
+        if cache.shifted:
+            return np.arange(size - held, size)
+        return np.arange(held) if cache.growing else np.arange(sample.past - held, sample.past) % size
+
+
+def read_updates(
+    runner: Runner,
+    region: Region,
+    caches: dict[str, Cache],
+    tensors: dict[str, gs.Tensor],
+    sample: Sample,
+    beyond: Sample | None,
+) -> list[Cache]:
+    """Run a step of a region, and return its caches with the updates that were seen.
+
+    Args:
+        runner: of the region.
+        region: writes them.
+        caches: guesses, by name of a past.
+        tensors: of the graph, by name.
+        sample: a step of several tokens after others.
+        beyond: a step that begins two rows after the last row of a fixed cache; None: no test for circular caches.
+
+    Raises:
+        RecognizeError: a cache has no supported update; the message says what was seen.
+        FartherError: the new rows are no single short tensor; a tensor before it may be.
+    """
+    feeds, first = runner.feeds(sample), 1
+    for name in (*region.caches, *region.texts):
+        feeds[name] = np.arange(first, first + feeds[name].size, dtype=np.float32).reshape(feeds[name].shape)
+        first += feeds[name].size
+    outputs = runner.run(feeds)
+    found = []
+    for past, present in zip(region.caches, region.presents, strict=True):
+        try:
+            cache, new = _written(caches[past], feeds[past], outputs[present], sample)
+        except RecognizeError:
+            rows = outputs[present].shape[caches[past].axis]
+            spread = [t for t in region.texts if rows in feeds[t].shape]  # new rows, and 0 in all others
+            if spread:
+                raise FartherError(*spread) from None
+            raise
+        sources = [t for t in region.texts if np.isin(feeds[t], new).any()]
+        if not sources:
+            raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
+        orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
+        rows = new.shape[cache.axis]  # fewer than new ones, where the cache keeps no more
+        turned = ((p, feeds[sources[0]].transpose(p)) for p in orders)
+        whole = ((p, laid) for p, laid in turned if laid.shape[cache.axis] == sample.length)
+        perm = next((p for p, laid in whole if np.array_equal(_last(laid, cache.axis, rows), new)), None)
+        if perm is None or len(sources) > 1:
+            raise FartherError(*sources)
+        found.append(replace(cache, update=tensors[sources[0]], perm=perm))
+    fixed = [c for c in found if not c.growing]
+    if fixed and beyond is not None and _wraps(runner, region, fixed[0], beyond):
+        found = [c if c.growing else replace(c, circular=True) for c in found]
+    return found
+
+
+def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
+    """Find the kind of a cache, and its new rows in the cache's layout."""
+    length, axis, past = sample.length, cache.axis, cache.past.name
+    if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
+        return cache, whole
+    if before.shape[axis] != whole.shape[axis] or cache.window_rows == whole.shape[axis]:
+        old = whole.shape[axis] - length
+        same = old <= before.shape[axis] and np.array_equal(_rows(whole, axis, 0, old), _rows(before, axis, -old, None))
+        if old < 0 or (old and not same):
+            raise RecognizeError(f"'{cache.present.name}' does not hold the rows of '{past}' before the new ones")
+        return replace(cache, growing=True), _rows(whole, axis, old, None)
+    if before.shape != whole.shape:
+        raise RecognizeError(f"'{cache.present.name}' {list(whole.shape)} is not as large as '{past}'")
+    axes = sorted(range(1, whole.ndim), key=lambda a: a != axis)
+    for a in axes:
+        old = whole.shape[a] - length
+        if old > 0 and np.array_equal(_rows(whole, a, 0, old), _rows(before, a, length, None)):
+            kept = whole.shape[a]
+            return replace(cache, axis=a, growing=True, shifted=True, window_rows=kept), _rows(whole, a, old, None)
+    changed = np.argwhere(whole != before)
+    if not len(changed):
+        raise RecognizeError(f"'{cache.present.name}' comes back as '{past}' went in")
+    rows = list(range(sample.past, sample.total))
+    for a in axes:
+        if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
+            fixed = replace(cache, axis=a, growing=False, shifted=False, window_rows=None, circular=False)
+            return fixed, np.take(whole, rows, a)
+    seen = sorted({*map(int, changed[:, axis])})
+    raise RecognizeError(
+        f"a step of {length} tokens after {sample.past} changes rows {seen[:9]} of '{past}' {list(whole.shape)}; "
+        f"supported are rows {rows[0]} to {rows[-1]} along one axis"
+    )
+
+
+def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool:
+    """True if a step that begins after the last row writes from the first row on."""
+    name, axis = str(cache.past.name), cache.axis
+    try:
+        feeds: Feeds = runner.feeds(beyond)
+        whole = runner.run(feeds)[str(cache.present.name)]
+    except RecognizeError:
+        return False
+    if whole.shape != feeds[name].shape:  # written by slices, which grow beyond the last row
+        return False
+    changed = np.argwhere(whole != feeds[name])[:, axis]
+    rows = np.arange(beyond.past, beyond.total) % whole.shape[axis]
+    return beyond.past >= whole.shape[axis] and {*changed} == {*rows}
+
+
+def _last(values: Array, axis: int, count: int) -> Array:
+    return _rows(values, axis, max(0, values.shape[axis] - count), None)
+
+
+def _rows(values: Array, axis: int, start: int, end: int | None) -> Array:
+    place = [slice(None)] * values.ndim
+    place[axis] = slice(start, end)
+    return values[tuple(place)]

@@ -1,0 +1,361 @@
+"""Cut the regions of attentions out of a graph, by what depends on caches and by shapes; no operator is named.
+
+    text      depends on tokens, and on no cache but through the results of attentions before it
+    long      depends on a cache, and its shape on more than batch and new tokens
+    front     made of long tensors, short, and no long one is made of it: the result of an attention
+
+The region of a front goes back to the text: queries and new rows. Fronts over one cache that do not follow from each
+other are parts of one attention, such as heads by themselves, or weighted values and the sum of weights: its result is
+the first short tensor that all of them flow through.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from trt_kvcache.importer.check.hashed_graph import Graph
+from trt_kvcache.importer.check.symbolic_shapes import POINTS, terms
+from trt_kvcache.importer.files.links import held
+from trt_kvcache.importer.protos import FLOATS, copied, part_of
+from trt_kvcache.importer.recognize.records import Cache, RecognizeError
+from trt_kvcache.importer.recognize.sample_steps import Samples
+from trt_kvcache.importer.steps.runnable import runnable
+
+_PASTS = (6, 8)  # short, and no products of batch and new tokens, alone or with these
+_MOST = 1 << 22  # numbers in the constants of a region
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The part of a model between queries, new rows and caches at one end, and results and presents at the other.
+
+    Attributes:
+        model: without shapes; the outputs are `result`, if there is one, and `presents`.
+        key: equal for regions that compute the same.
+        result: the result of the attention; empty: presents alone.
+        presents: caches after the step, in the order of `caches`.
+        texts: short tensors of the text that it is fed with, in the order of the graph.
+        caches: names of the pasts.
+        inputs: other inputs of the graph of which it reads the numbers.
+        integers: sizes in its constants, at which lengths may change what it does.
+        wide: caches of which numbers are float32 before products, and are not in the cache; `wide_weights`: some long
+            tensor is float32.
+        computed: keys and values that are computed from caches, where the region begins at these.
+    """
+
+    model: onnx.ModelProto
+    key: str
+    result: str
+    presents: tuple[str, ...]
+    texts: tuple[str, ...]
+    caches: tuple[str, ...]
+    inputs: tuple[str, ...]
+    integers: tuple[int, ...]
+    wide: tuple[str, ...]
+    wide_weights: bool
+    computed: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the tensors at the ends. Regions with one key list them in the same order."""
+        return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
+
+
+class Cutter:
+    """Cuts regions out of one model.
+
+    Attributes:
+        fronts: results of attentions, in the order of the graph.
+
+    Args:
+        model: flat.
+        samples: of the model.
+        caches: by name of a past.
+        tokens: the input of the new tokens.
+        weights: constants that are stand-ins in the model, by name.
+        folder: of external data.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        samples: Samples,
+        caches: Mapping[str, Cache],
+        tokens: str,
+        weights: Mapping[str, TensorProto],
+        folder: Path | None,
+    ) -> None:
+        self._graph = Graph(model)
+        self._weights, self._folder = weights, folder
+        self._presents = {past: str(c.present.name) for past, c in caches.items()}
+        points = zip(POINTS, _PASTS, strict=True)
+        self._steps = [samples.step(p["batch"], past, p["sequence"]) for p, past in points]
+        self._rows = {rows for c in caches.values() for rows in self._lengths(c)}
+        self._last = {n: place for place, node in enumerate(self._graph.nodes) for n in self._reads(node)}
+        self._last |= dict.fromkeys(set(self._graph.outputs) - set(self._presents.values()), len(self._graph.nodes))
+        self._results: dict[str, set[str]] = {}
+        self._known: dict[str, tuple[int | None, list[tuple[int, ...] | None]]] = {}
+        self._order = {name: place for place, node in enumerate(self._graph.nodes) for name in node.output}
+        sizes = (n.output[0] for n in self._graph.nodes if n.op_type in ("Shape", "Size"))
+        self._sizes = {n for n in sizes if all(step.probe.value(n) is not None for step in self._steps)}
+        self._split(tokens)
+
+    def _lengths(self, cache: Cache) -> Iterator[int]:
+        """The numbers of rows that a cache has when its length does not follow the number of tokens."""
+        shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
+        if shape is not None and (cache.shifted or not cache.growing):
+            yield from (shape[cache.axis], shape[cache.axis] + 1)  # with a sink
+        elif cache.window_rows is not None and cache.window_rows <= _PASTS[0]:
+            yield from (cache.window_rows, cache.window_rows + step.length)
+
+    def _split(self, tokens: str) -> None:
+        """Tell text from long tensors, and find the fronts."""
+        readers: dict[str, list[onnx.NodeProto]] = {}
+        for node in self._graph.nodes:
+            for name in self._reads(node):
+                readers.setdefault(name, []).append(node)
+        self._fixed = set(self._graph.constants)  # and what is made of these
+        for node in self._graph.nodes:
+            if self._fixed.issuperset(self._graph.reads[id(node)]):
+                self._fixed.update(node.output)
+        self._text, presents = {tokens}, set(self._presents.values())
+        reached = {past: frozenset([past]) for past in self._presents}  # long tensors, and the caches that reach them
+        after: dict[str, int] = {}  # a bit for each front that a tensor follows from
+        fronts: dict[str, frozenset[str]] = {}
+        for node in self._graph.nodes:
+            read = self._reads(node)
+            caches = frozenset[str]().union(*(reached[n] for n in read if n in reached))
+            before = functools.reduce(operator.or_, (after[n] for n in read if n in after), 0)
+            is_text = not self._text.isdisjoint(read)
+            for name in filter(None, node.output):
+                if caches:
+                    short = name not in presents and self._is_short(name)
+                    if not short or self._is_inner(name, readers):
+                        reached[name] = caches
+                        after[name] = before
+                        continue
+                    after[name] = before | 1 << len(fronts)
+                    fronts[name] = caches
+                elif is_text:
+                    after[name] = before
+                self._text |= {name} if caches or is_text else set()
+        self._long = reached.keys()
+        bits = {name: 1 << i for i, name in enumerate(fronts)}
+        self._results = {}
+        for name in fronts:
+            beside = (f for f in fronts if not after[f] & bits[name] and not after[name] & bits[f])
+            parts = [f for f in beside if fronts[f] & fronts[name]]
+            result, between = self._joined([*parts, name]) if parts else (name, set[str]())
+            self._results[result] = self._results.get(result, set()) | between
+        self.fronts = tuple(self._results)
+        self._ends = set(self.fronts)
+
+    def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
+        """The first short tensor that all of these fronts flow into, and the tensors between the fronts and it."""
+        live, between = set(parts), set(parts)
+        for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
+            node = self._graph.nodes[place]
+            if live.isdisjoint(self._reads(node)):
+                continue
+            live = {n for n in (*live, *node.output) if self._last.get(n, -1) > place}
+            if len(live) == 1 and place >= max(self._order[n] for n in parts):
+                (result,) = live
+                return result, between
+            between |= live
+        raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
+
+    def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
+        """True if a short tensor flows into a long one again without a weight in between, as a sum of weights does."""
+        todo, seen = [name], {name}
+        while todo:
+            for node in readers.get(todo.pop(), ()):
+                if any(n and None not in self._described(n)[1] and not self._is_short(n) for n in node.output):
+                    return True
+                if any(self._is_weight(n) for n in self._reads(node)):
+                    continue
+                todo += [n for n in node.output if n and n not in seen]
+                seen.update(node.output)
+        return False
+
+    def _is_weight(self, name: str) -> bool:
+        return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
+
+    def front(self, name: str, passed: Collection[str] = ()) -> Region:
+        """The region of an attention. It does not end at the short tensors `passed`.
+
+        Raises:
+            RecognizeError: it reads large weights.
+        """
+        return self._region(name, {*passed, *self._results[name]})
+
+    def update(self, past: str, passed: Collection[str] = ()) -> Region:
+        """The region that writes a cache; see `front`."""
+        return self._region("", passed, (past,))
+
+    def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
+        graph, taken, pasts = self._graph, {result, *passed}, {*caches}
+        while True:
+            stops = _Stops(self, taken)
+            presents = [self._presents[c] for c in sorted(pasts)]
+            nodes, fed, used = graph.cone([n for n in (result, *presents) if n], stops)
+            read = {n for node in nodes for n in self._reads(node)}.intersection(fed)
+            more, texts = read & self._presents.keys(), {n for n in read - self._sizes if n in stops}
+            below = self._below(texts)
+            if more <= pasts and not below:
+                break
+            pasts |= more
+            taken |= below
+        ends = (*sorted(texts, key=self._order.__getitem__), *sorted(pasts))
+        wide = tuple(past for past in pasts if not self._is_wide(past) and self._widened(nodes, past))
+        region = self._made(nodes, fed, used, [n for n in (result, *presents) if n], ends)
+        return replace(
+            region,
+            result=result,
+            presents=tuple(presents),
+            texts=ends[: len(texts)],
+            caches=ends[len(texts) :],
+            wide=wide,
+        )
+
+    def computed(self, region: Region, query: str) -> Region:
+        """The part of a region that follows its keys and values, where the model computes these from caches alone."""
+        nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
+        queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
+        for node in nodes:
+            read = self._reads(node)
+            if not queried.isdisjoint(read):
+                queried.update(filter(None, node.output))
+                ends |= dict.fromkeys(n for n in read if n in cached)
+            elif not cached.isdisjoint(read):
+                cached.update(filter(None, node.output))
+        nodes, fed, used = self._graph.cone([region.result], {*ends, query, *self._sizes})
+        part = self._made(nodes, fed, used, [region.result], (query, *ends))
+        return replace(part, result=region.result, texts=(query,), computed=tuple(ends))
+
+    def _made(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        fed: Sequence[str],
+        used: Sequence[str],
+        outputs: Sequence[str],
+        ends: tuple[str, ...],
+    ) -> Region:
+        """Make a region of these nodes. Only the tensors at its ends have names."""
+        graph = self._graph
+        digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
+        constants = [self._constant(name) for name in used]
+        if sum(math.prod(t.dims) for t in constants) > _MOST:
+            raise RecognizeError(f"the region of '{outputs[0]}' reads large weights")
+        inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
+        return Region(
+            model=runnable(part_of(graph.model, nodes, inputs, outputs, constants)),
+            key=repr([digests[n] for n in outputs]),
+            result="",
+            presents=(),
+            texts=(),
+            caches=(),
+            inputs=tuple(sorted(graph.inputs.keys() & {n for node in nodes for n in self._reads(node)} - {*ends})),
+            integers=tuple(sorted(_sizes(constants))),
+            wide=(),
+            wide_weights=any(self._is_wide(n) for node in nodes for n in node.output if n in self._long),
+        )
+
+    def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
+        """Key of a tensor at which a region begins. Equal regions have equal keys here."""
+        if name in self._sizes:
+            return repr([step.probe.value(name) for step in self._steps])
+        return f"{ends.index(name) if name in ends else name} {self._described(name)}"
+
+    def _below(self, texts: Collection[str]) -> set[str]:
+        """The texts that the graph computes from other texts without an attention between them."""
+        if not texts:
+            return set()
+        first, last = (f(self._order[n] for n in texts) for f in (min, max))
+        reached, below = set(texts), set[str]()
+        for node in self._graph.nodes[first : last + 1]:
+            if not reached.isdisjoint(self._reads(node)):
+                below.update(n for n in node.output if n in texts)
+                reached.update(n for n in node.output if n and n not in self._ends)
+        return below
+
+    def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
+        """True if operators on a cache alone change it to another float type."""
+        alone = {past, self._presents[past]}
+        for node in nodes:
+            read = self._reads(node)
+            if not alone.isdisjoint(read) and all(n in alone or n not in self._text | self._long for n in read):
+                alone.update(n for n in node.output if n)
+        kinds = {self._described(n)[0] for n in alone}
+        return len(kinds.intersection(FLOATS)) > 1
+
+    def _is_wide(self, name: str) -> bool:
+        return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
+
+    def _reads(self, node: onnx.NodeProto) -> Collection[str]:
+        """The tensors whose numbers a node reads. Shape and Size read none."""
+        return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
+
+    def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
+        """Type and shapes of a tensor."""
+        if name not in self._known:
+            shapes = [step.probe.shape(name) for step in self._steps]
+            self._known[name] = self._steps[0].probe.elem_type(name), shapes
+        return self._known[name]
+
+    def ends_at(self, name: str) -> bool:
+        """True if a region ends at a tensor: at a size, and at a float tensor of the text whose shapes are known."""
+        if name in self._sizes or name not in self._text or name not in self._graph.makes:
+            return name in self._sizes
+        kind, shapes = self._described(name)
+        return kind in FLOATS and None not in shapes
+
+    def _is_short(self, name: str) -> bool:
+        """True if a shape depends on batch and new tokens alone, and no axis is as long as a cache."""
+        kind, shapes = self._described(name)
+        if kind == TensorProto.BOOL or terms(*shapes) is None:
+            return False
+        whole = shapes[0] or ()
+        step = self._steps[0]
+        by_token = len(whole) in (2, 3) and math.prod(whole[:-1]) == step.batch * step.length
+        return self._rows.isdisjoint(whole) or by_token
+
+    def _constant(self, name: str) -> TensorProto:
+        tensor = self._graph.constants[name]
+        if tensor.data_location == TensorProto.EXTERNAL:
+            tensor = self._weights.get(name, tensor)
+        constant: TensorProto = copied(tensor)
+        if tensor.data_location == TensorProto.EXTERNAL:
+            if self._folder is None or math.prod(tensor.dims) > _MOST:
+                raise RecognizeError(f"the region of an attention reads the weight '{name}'")
+            constant = copied(held(tensor, self._folder))
+        constant.name = name
+        return constant
+
+
+class _Stops:
+    """The tensors at which a region ends, except those in `taken`."""
+
+    def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
+        self._cutter, self._taken = cutter, taken
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and name not in self._taken and self._cutter.ends_at(name)
+
+
+def _sizes(constants: Iterable[TensorProto]) -> set[int]:
+    """Dimensions of constants, and numbers in small constants. Each may be a length, such as a window."""
+    sizes: set[int] = set()
+    for tensor in constants:
+        sizes.update(tensor.dims)
+        if math.prod(tensor.dims) <= 4 and tensor.data_type in (*FLOATS, TensorProto.INT64, TensorProto.INT32):
+            values = numpy_helper.to_array(tensor).astype(float).ravel()
+            sizes.update(math.ceil(abs(v)) for v in values if abs(v) < 1 << 30)
+    return sizes

@@ -1,0 +1,177 @@
+"""Rewrite cache updates into the form that IKVCacheUpdateLayer takes: 4-D, axis 2, linear.
+
+view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], update reshaped, readers get the logical shape back
+heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update transposed instead of the cache
+circular:    TensorScatter(mode=circular, w) -> TensorScatter(w mod S_max)
+functional:  ScatterElements(past, Expand((write_indices + arange(S_new)) [mod S_max]), update) instead
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, input_or_none, is_op, replace_uses
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
+from trt_kvcache.importer.planning.cache_plans import split_heads, to_heads_major
+from trt_kvcache.plugins.operators import NAMESPACE
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """A cache as its readers see it, so that a reader can slice the cache first and reshape the (smaller) rest.
+
+    Attributes:
+        present: the updated cache in its physical shape.
+        axis: its sequence axis.
+        logical: shape for a Reshape of any number of rows to the model's logical shape; None where it is the same.
+        logical_axis: the sequence axis there.
+    """
+
+    present: gs.Variable
+    axis: int
+    logical: tuple[int, ...] | None
+    logical_axis: int
+
+
+def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
+    """Rewrite every update as planned; returns a view for each tensor that readers may get a cache from."""
+    nodes = {node.name: node for node in emitter.graph.nodes}
+    views: dict[str, CacheView] = {}
+    for cache in plan.caches:
+        node = nodes[cache.node]
+        if node.op == "TRT_KVCacheUpdate" and cache.form is UpdateForm.PADDED:
+            _to_tensor_scatter(emitter, node)
+        if cache.form is UpdateForm.PACKED_NHD:
+            node.domain, node.attrs = NAMESPACE, {"update_form": "packed_nhd"}
+            first_rows(emitter, node)
+        if cache.route is Route.FUNCTIONAL:
+            _to_scatter_elements(emitter, node, cache)
+        elif cache.mode is UpdateMode.CIRCULAR and cache.route is Route.NATIVE:
+            _unwrap(emitter, node, cache)
+        if cache.layout is PhysicalLayout.VIEW:
+            whole, logical = _to_view(emitter, node, cache)
+            views[whole] = CacheView(node.outputs[0], 2, logical, cache.sequence_axis)
+        elif cache.layout is PhysicalLayout.HEADS_MAJOR:
+            _to_heads_major(emitter, node, cache)
+        axis = cache.physical_sequence_axis
+        views[cache.present] = CacheView(node.outputs[0], axis, None, axis)
+    return views
+
+
+def first_rows(emitter: Emitter, node: gs.Node) -> None:
+    """An update without write indices gets those of row 0."""
+    if input_or_none(node, 2) is None:
+        past = node.inputs[0]
+        batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
+        zeros = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
+        node.inputs = [*node.inputs[:2], zeros, *node.inputs[3:]]
+
+
+def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
+    """TensorRT's own padded form is TensorScatter, linear, on axis -2, but for int32 indices."""
+    node.op, node.domain, node.attrs = "TensorScatter", None, {"axis": -2}
+    node.inputs = node.inputs[:3]
+    if len(node.inputs) > 2 and elem_type(node.inputs[2]) == INT32:
+        indices = node.inputs[2]
+        cast = partial(emitter.op, "Cast", [indices], f"{indices.name}_int64", INT64, to=INT64)
+        node.inputs[2] = emitter.once(("int64", indices.name), cast)
+
+
+def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
+    """Circular to linear: exact while no update straddles the wrap, which the plan proved or put into a contract."""
+    node.attrs["mode"] = "linear"
+    if cache.write_indices is None:
+        return
+    indices = node.inputs[2]
+    node.inputs[2] = emitter.once(
+        ("mod", indices.name, cache.capacity),
+        lambda: emitter.op("Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", INT64),
+    )
+
+
+def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
+    """The update as ScatterElements: for any rank, axis and target, but it writes a whole new cache."""
+    past, update, indices = node.inputs[0], node.inputs[1], input_or_none(node, 2)
+    axis, rank = cache.sequence_axis, len(cache.logical_shape)
+    count = emitter.op("Shape", [update], f"{cache.past}_rows", INT64, start=axis, end=axis + 1)
+    scalar = emitter.op("Squeeze", [count], f"{cache.past}_row_count", INT64)
+    rows = emitter.op("Range", [emitter.ints(0), scalar, emitter.ints(1)], f"{cache.past}_iota", INT64)
+    between = [i for i in range(0 if indices is None else 1, rank) if i != axis]
+    if indices is not None:
+        first = emitter.op("Unsqueeze", [indices, emitter.ints([1])], f"{cache.past}_first", INT64)
+        rows = emitter.op("Add", [first, rows], f"{cache.past}_positions", INT64)
+    if cache.mode is UpdateMode.CIRCULAR:
+        rows = emitter.op("Mod", [rows, emitter.ints(cache.capacity)], f"{cache.past}_wrapped", INT64)
+    if between:
+        rows = emitter.op("Unsqueeze", [rows, emitter.ints(between)], f"{cache.past}_aligned", INT64)
+    shape = emitter.op("Shape", [update], f"{cache.past}_update_shape", INT64)
+    where = emitter.op("Expand", [rows, shape], f"{cache.past}_where", INT64)
+    node.op, node.domain, node.attrs = "ScatterElements", None, {"axis": axis}
+    node.inputs = [past, where, update]
+
+
+def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
+    """Returns the name of what readers get, and its shape."""
+    _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
+    logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
+                    for i, d in enumerate(cache.logical_shape))  # fmt: skip
+    rows = cache.update_length if isinstance(cache.update_length, int) else -1
+    update = emitter.op("Reshape", [node.inputs[1], emitter.ints([0, before, rows, after])], f"{cache.past}_update")
+    _set_update(node, cache, update)
+    present = node.outputs[0]
+    readers = consumers(present)
+    whole = emitter.op("Reshape", [present, emitter.ints(logical)], f"{cache.present}_logical", elem_type(present))
+    whole.shape = list(cache.logical_shape)
+    for reader in readers:
+        reader.inputs = [whole if t is present else t for t in reader.inputs]
+    _keep_shape_readers(emitter, node, cache, logical)
+    return whole.name, logical
+
+
+def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
+    _, heads, _, size = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
+    update = node.inputs[1]
+    if len(cache.logical_shape) == 3:
+        update = emitter.op("Reshape", [update, emitter.ints([0, 0, heads, size])], f"{cache.past}_update_heads")
+    update = emitter.op("Transpose", [update], f"{cache.past}_update", perm=[0, 2, 1, 3])
+    _set_update(node, cache, update)
+    present = node.outputs[0]
+    for reader in consumers(present):
+        if to_heads_major(reader):
+            _bypass(reader, present)
+        elif split_heads(reader, cache.logical_shape) is not None:
+            for transpose in consumers(reader.outputs[0]):
+                _bypass(transpose, present)
+    # The batch may be open, everything else is fixed.
+    logical = tuple(0 if i == 0 else int(d) for i, d in enumerate(cache.logical_shape))
+    _keep_shape_readers(emitter, node, cache, logical)
+
+
+def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
+    """Let the readers of a node's output read `tensor`."""
+    output = node.outputs[0]
+    node.outputs.clear()
+    replace_uses(output, tensor)
+
+
+def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
+    """Let a node write into a cache of the physical shape."""
+    node.inputs[1] = update
+    node.attrs["axis"] = 2
+    shape = [None if d == "?" else d for d in cache.physical_shape]
+    node.inputs[0].shape = list(shape)
+    node.outputs[0].shape = list(shape)
+
+
+def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
+    """Shape nodes that read the past cache go on seeing its logical shape."""
+    past = node.inputs[0]
+    readers = [n for n in consumers(past) if is_op(n, "Shape")]
+    if not readers:
+        return
+    view = emitter.op("Reshape", [past, emitter.ints(logical)], f"{cache.past}_logical", elem_type(past))
+    for reader in readers:
+        reader.inputs = [view if t is past else t for t in reader.inputs]
