@@ -41,7 +41,7 @@ MISTAKES = {
     "inspect empty": "a folder; give the path of an engine",
     "check missing.engine": "no such file; check the path",
     "bench missing.json": "missing.json: cannot be read: No such file or directory",
-    "bench model.onnx --compare old.json": "no JSON that 'trt-kvcache bench' printed",
+    "bench model.onnx --compare old.json": "not JSON of 'trt-kvcache bench'",
     "plan model.onnx --config missing.yaml": "give a YAML file",
     "plan model.onnx --html no/such/plan.html": "no such folder",
     "verify model.onnx --inputs data.npz": "cannot be read as an .npz file",
@@ -58,7 +58,7 @@ MISTAKES = {
     "serve model.onnx --tensor-parallel-size 2": "leave it out",
     "doctor --verbose": "leave it out; errors say what to do",
     # values
-    "serve model.onnx --host 0.0.0.0": "give --api-key-file FILE, or --no-api-key if that is meant",
+    "serve model.onnx --host 0.0.0.0": "give --api-key-file FILE, or --no-api-key to allow it",
     "plan model.onnx --capacity many": "--capacity is many; give a whole number",
     "generate model.onnx --tokens 1 --top-p most": "--top-p is most; give a number",
     "build model.onnx -o e --max-batch 4000000": "--max-batch is 4000000; it must be at most 65536",

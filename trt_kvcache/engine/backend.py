@@ -174,7 +174,9 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     }
     for flag, (is_set, why) in useless.items():
         if is_set:
-            raise OptionError(f"{flag} has no use here: {backend.title} {why}; leave it out, or use --backend tensorrt")
+            raise OptionError(
+                f"{flag} has no effect here: {backend.title} {why}; leave it out, or use --backend tensorrt"
+            )
 
 
 def _release(version: str) -> tuple[int, int]:

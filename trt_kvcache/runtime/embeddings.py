@@ -171,7 +171,7 @@ def check_range(tokens: Indices, rows: int) -> None:
     """
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
         wrong = tokens[(tokens < 0) | (tokens >= rows)]
-        raise SessionError(f"token id {int(wrong[0])} has no embedding; there are those of 0 to {rows - 1}")
+        raise SessionError(f"token id {int(wrong[0])} has no embedding; the table has 0 to {rows - 1}")
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:

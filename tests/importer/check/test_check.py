@@ -427,7 +427,7 @@ def test_only_counters_and_copies_may_be_gone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["twice", "present"])
 def test_an_output_of_the_rewritten_model_alone_is_refused(name: str, tmp_path: Path) -> None:
     imported = planned(beside(), tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"has an output '{name}', which the original has not"):
+    with pytest.raises(UnsupportedModelError, match=f"has an output '{name}', which the original lacks"):
         check_rewrite(without_output(imported.source.proto, name), imported.model, imported.plan, {}, tmp_path)
 
 
