@@ -445,8 +445,8 @@ class ModelEmbeddings:
         ids = ids[self._known[ids] == _OWN]
         if not ids.size:
             raise UnsupportedModelError(
-                f"{self._path}: no token id has an embedding of its own: what the model's other inputs hold is in all "
-                "of them; give the table of embeddings instead"
+                f"{self._path}: no token id has an embedding of its own: the model's other inputs change all of "
+                "them; give the table of embeddings instead"
             )
         try:
             alone = self._run(ids[:, np.newaxis], self._empty)[:, 0].astype(np.float64)

@@ -286,8 +286,8 @@ class StepInputs:
             named = f"name the input's role with --config, a YAML file such as: {role}; or " if by_row or sized else ""
             raise UnsupportedModelError(
                 f"{what} has no known role in decoding, so the runtime cannot fill it; it can fill tokens, "
-                "positions, write indices, lengths and masks, give zeros, and pass on constants that come with a "
-                f"sequence: {named}export the model without it, or with a constant in its place"
+                "positions, write indices, lengths and masks, zeros, and constants given with a sequence: "
+                f"{named}export the model without it, or with a constant in its place"
             )
         if tensor.role is Role.TOKENS and not tensor.embedded and any(size != 1 for size in tensor.shape[2:]):
             raise UnsupportedModelError(

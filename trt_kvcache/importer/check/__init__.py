@@ -130,6 +130,6 @@ def check_rewrite(
             "it is refused because its engine would give wrong numbers"
         )
     raise UnsupportedModelError(
-        f"{where} the rewritten model could not be compared with the original ({first.why}), and nothing "
-        "is built that was not compared"
+        f"{where} the rewritten model could not be compared with the original ({first.why}); models that were not "
+        "compared are not built"
     )

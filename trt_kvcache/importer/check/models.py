@@ -98,8 +98,8 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
             raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
         if _depends_on_text(pair, name):
             raise UnsupportedModelError(
-                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
-                "that come out again may be gone"
+                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and copies "
+                "of inputs may be missing"
             )
     for name in rewritten.outputs:
         if name not in original.outputs:

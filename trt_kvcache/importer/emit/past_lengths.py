@@ -121,8 +121,8 @@ def check_readers(graph: gs.Graph) -> None:
             if reader is not None:
                 early = " as it is before the new rows are written" if tensor is update.inputs[0] else ""
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is no attention "
-                    "that was recognized; supported are caches that only attention reads"
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is not a "
+                    "recognized attention; supported are caches that only attention reads"
                 )
 
 

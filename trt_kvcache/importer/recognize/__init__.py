@@ -203,8 +203,8 @@ class _Recognizer:
             except UnknownError as error:
                 if error.args[0] == self._interface.tokens:
                     raise RecognizeError(
-                        f"token ids ('{error.args[0]}') decide in an attention or its mask, and not only through their "
-                        "embeddings"
+                        f"token ids ('{error.args[0]}') change an attention or its mask directly, not only through "
+                        "their embeddings"
                     ) from None
                 if positions or not self._may_count(error.args[0]):
                     raise

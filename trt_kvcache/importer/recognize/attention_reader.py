@@ -236,8 +236,8 @@ class Reader:
                     self._read_sinks(share[:, :, :, 0, 0])
                     return sizes, layout
         raise RecognizeError(
-            f"with one key, '{self._region.result}' is not a row of '{value.past.name}', or its heads lie in no order "
-            "that is known"
+            f"with one key, '{self._region.result}' is not a row of '{value.past.name}', or its heads are in an "
+            "unknown order"
         )
 
     def _read_sinks(self, share: Array) -> None:
@@ -289,8 +289,8 @@ class Reader:
         else:
             raise RecognizeError(
                 f"the weights of keys are no softmax of products of '{query}' and '{key.past.name}' (closest fit "
-                f"{best:.3f}) in a step of {sample.length} tokens; not supported either are heads of queries in "
-                "another order than those of keys, and queries that see one key alone"
+                f"{best:.3f}) in a step of {sample.length} tokens; also unsupported are query heads in another "
+                "order than key heads, and queries that see only one key"
             )
         few, layout, products = found
         scale = _scaled(products, few)

@@ -248,8 +248,8 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
         except OptionError:
             continue
         raise OptionError(
-            f"the chat template of {name} does not write messages[{at}] ({messages[at].get('role')}{what}), so that "
-            "the model would not see it; leave it out, or say it in a message of the user"
+            f"the chat template of {name} does not write messages[{at}] ({messages[at].get('role')}{what}), so the "
+            "model would not see it; leave it out, or put its text into a user message"
         )
 
 
