@@ -45,6 +45,9 @@ class Tokenizer:
                     f"{self.name}: its {token} {text!a} is not Unicode text; correct it in tokenizer_config.json"
                 )
 
+    def __repr__(self) -> str:
+        return f"<Tokenizer: {self.name}, {self._tokenizer.get_vocab_size()} tokens>"
+
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
         """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` beside it if they exist.
