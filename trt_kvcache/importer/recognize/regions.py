@@ -154,9 +154,23 @@ class Cutter:
             beside = (f for f in fronts if not after[f] & bits[name] and not after[name] & bits[f])
             parts = [f for f in beside if fronts[f] & fronts[name]]
             result, between = self._joined([*parts, name]) if parts else (name, set[str]())
+            if guard := self._guard(result, readers.get(result, ())):
+                result, between = guard, between | {result}
             self._results[result] = self._results.get(result, set()) | between
         self.fronts = tuple(self._results)
         self._ends = set(self.fronts)
+
+    def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
+        """The result behind the one reader that chooses by the lengths of caches, such as zeros if no key is seen."""
+        if len(readers) != 1 or len(readers[0].output) != 1:
+            return ""
+        (guard,) = readers[0].output
+        others = {*self._reads(readers[0])} - {name}
+        by_length = others - self._fixed - self._text - self._sizes - self._graph.inputs.keys()
+        is_alike = self._described(guard) == self._described(name)
+        return (
+            guard if by_length and self._long.isdisjoint(others) and self._text.isdisjoint(others) and is_alike else ""
+        )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
         """The first short tensor that all of these fronts flow into, and the tensors between the fronts and it."""
