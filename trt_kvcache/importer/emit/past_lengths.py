@@ -340,12 +340,13 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     offset = offsets.pop()
     if offsets or offset is None or offset < 0:
         return False
-    found = _readers_of_rows(graph, rows, samples.twins)
+    one = all(sample.batch == 1 for sample in samples.twins)  # rows of one sequence fit wherever they are read
+    found = ([], []) if one else _readers_of_rows(graph, rows, samples.twins)
     if found is None:
         return False
     (chain, readers), emit = found, canonical.emit
     gathered = emit.op("Gather", [node.inputs[0], _shifted(canonical, offset)], "position_rows", axis=0)
-    if all(tensor is rows and not before and len(after) == 1 for _, tensor, before, after in readers):
+    if not one and all(tensor is rows and not before and len(after) == 1 for _, tensor, before, after in readers):
         replace_uses(rows, gathered)  # [B, S, H] already
         return True
     width = (samples.twins[0].probe.shape(rows.name) or (1,))[-1]
@@ -431,7 +432,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
     """How many axes lie between batch and tokens where a node reads rows, and the sizes after that of tokens."""
     own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
     axis = _axis_of_rows(rows, sample)
-    if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div"):
+    if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
         return None
     place = len(whole) - len(own) + axis
     fits = place > 0 and (whole[0], whole[place]) == (sample.batch, sample.length)
