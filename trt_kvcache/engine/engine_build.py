@@ -176,7 +176,7 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
     if (job := prepared.encoder) is not None:
         entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
         engines, said = [entry] if entry is not None else [], (*said, *more)
-    bounds = None if setup.build.proof == "off" else prepared.bounds
+    bounds = None if setup.build.proof == "off" or setup.build.strip_plan else prepared.bounds
     try:
         built = _built(prepared.model, prepared.plan, prepared.profiles, setup, setup.engine, files, bounds)
     except BuildError as error:
@@ -306,7 +306,8 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
             f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
         )
     own = without_shapes(build, plan, encoder.plan)
-    is_set = allowed is not None or any(t.name in own.max_shapes and "encoder" in t.axes for t in plan.tensors)
+    shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
+    is_set = allowed is not None or any(t.name in shaped and "encoder" in t.axes for t in plan.tensors)
     return own if positions is None or is_set else replace(own, max_encoder=positions)
 
 
@@ -453,10 +454,9 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
     """Return the options as plain values, in the form of the command line."""
-    flat = dict(vars(build))
+    flat: dict[str, Any] = dict(vars(build))
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
-    flat["max_shapes"] = format_shapes(build.max_shapes)
-    return flat
+    return flat | {name: format_shapes(shapes) for name, shapes in flat.items() if name.endswith("_shapes")}
 
 
 def _publish(engines: Sequence[_Engine]) -> None:
