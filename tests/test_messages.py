@@ -25,7 +25,7 @@ COMMANDS = {"adapter", "chat", "locate", "source"}
         ("a smaller --capacity or --max-chunk", "a smaller capacity or max_chunk"),
         ("--fallback functional (plain) or --max-chunk 1", 'fallback="functional" (plain) or max_chunk=1'),
         ("for --compute-capabilities sm80,sm89;", 'for compute_capabilities=["sm80", "sm89"];'),
-        ("--no-check skips it", "check=False skips it"),
+        ("--no-memory-check skips it", "memory_check=False skips it"),
         ("as in --maxShapes image:1x3", "as in max_shapes image:1x3"),
         ("compare with 'verify MODEL --rewritten o.onnx'", "compare with 'verify MODEL --rewritten o.onnx'"),
         ("--encoder names an encoder", "encoder names an encoder"),

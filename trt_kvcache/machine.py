@@ -9,6 +9,8 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
+from trt_kvcache.errors import TrtKvCacheError
+
 _ROOT = "/sys/fs/cgroup"
 
 
@@ -28,6 +30,24 @@ def free_memory(*, swap: bool = False) -> int:
         with suppress(RuntimeError):  # Windows without performance counters
             free += int(psutil.swap_memory().free)
     return min([free, *(max(limit - taken, 0) for limit, taken in _limits())])
+
+
+def check_memory(need: int, work: str, why: str, advice: str, error: type[TrtKvCacheError]) -> None:
+    """Refuse work that would run out of memory. The system would otherwise end the process without a message.
+
+    Args:
+        need: bytes that the work takes.
+        work: beginning of the message, up to the number of bytes.
+        why: what takes so much.
+        advice: end of the message.
+        error: class of the refusal.
+    """
+    free = free_memory(swap=True)
+    if need > free:
+        raise error(
+            f"{work} {need / 1e9:.1f} GB of memory ({why}), and {free / 1e9:.1f} of this machine's "
+            f"{memory() / 1e9:.1f} GB are free; {advice}"
+        )
 
 
 def peak_memory() -> int:

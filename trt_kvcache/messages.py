@@ -17,7 +17,7 @@ FLAGS = (
     "check-memory", "check-seconds", "checkpoint", "chunks", "compute-capabilities", "config", "constants",
     "declare-aliases", "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "logits",
     "lora-rank", "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes",
-    "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding",
+    "memory-check", "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding",
     "strip-plan", "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers",
     "workspace",
 )  # fmt: skip

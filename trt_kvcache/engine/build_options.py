@@ -110,6 +110,7 @@ class BuildValues(TypedDict, total=False):
     profiling_verbosity: Literal["none", "layer-names-only", "detailed"]
     proof: str | int
     log: str | os.PathLike[str] | None
+    memory_check: bool
 
 
 @described
@@ -265,6 +266,10 @@ class BuildOptions:
             is_path=True,
         ),
     ] = None
+    memory_check: Annotated[
+        bool,
+        _how("Refuse a build that would not fit into this machine's memory.", "By an estimate; TensorRT for RTX only."),
+    ] = True
 
     def __post_init__(self) -> None:
         check_settings(self)

@@ -25,7 +25,8 @@ from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, enco
 from trt_kvcache.engine.profiles import Limits, make_encoder_profile, make_profiles, resolve_limits, without_shapes
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, TensorRole, UpdateContract
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, TensorRole, UpdateContract
+from trt_kvcache.machine import check_memory
 from trt_kvcache.progress import ProgressEvent, listener
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+_FACTOR = 1.65  # times the bytes of all weights: memory of a build with TensorRT for RTX, see docs/verify-and-build.md
+_FIXED = 500_000_000  # bytes
 _ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes them
 
 
@@ -165,6 +168,8 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
         profiles = make_profiles(plan, own, limits, quantized=quantized)
     except OptionError as error:
         raise OptionError("; ".join([error.message, *said])) from None
+    twice = own.decode_weights == "own" and limits.max_batch == 1 and not quantized
+    _check_memory(part, setup, twice=twice)
     scans = tuple(node.name for node in part.model.graph.node if is_op(node, "Scan"))
     tables, plan = index_limits(part.model, plan), _bound_contracts(plan, limits.max_chunk)
     return _Prepared(part, plan, limits, profiles, settings_beside(Path(model)), tables, scans, encoder, said)
@@ -342,6 +347,7 @@ def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
     check_output(manifest_path(path))
     part = _part(job.sources, job.model)
     _check_not_model(path, part.files)
+    _check_memory(part, setup, twice=False)
     built = _built(part, job.plan, (job.profile,), setup, path, files)
     return _Engine(replace(_manifest(setup, job.plan, (job.profile,), built, path), vocab=job.vocab), built.file, path)
 
@@ -365,6 +371,23 @@ def _built(
             for source in part.sources:
                 source.check_unchanged()
     return _Built(file, done, warnings, model)
+
+
+def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
+    """Refuse a build that would not fit into memory; `twice` if the engine holds most weights twice."""
+    from trt_kvcache.importer.protos import byte_size, iter_tensors
+
+    if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
+        return
+    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(part.model))
+    check_memory(
+        int(_FACTOR * weights) * (2 if twice else 1) + _FIXED + sum(weight.length for weight in part.flipped),
+        "this build takes about",
+        f"{weights / 1e9:.1f} GB of weights, and TensorRT's copies of most of them",
+        "close other programs, add swap space, or build on a larger machine (TensorRT for RTX needs no GPU to build); "
+        "--no-memory-check skips this check",
+        OptionError,
+    )
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
