@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ from trt_kvcache.cli.app import app
 from trt_kvcache.engine import engine_build
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.engine_build import build_engine
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import BuildError, OptionError
 from trt_kvcache.importer.plan import Target
 
 GB = 1_000_000_000
@@ -32,7 +34,7 @@ def little(monkeypatch: pytest.MonkeyPatch, free: int, swap: int = 0) -> None:
 def check(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
     model = onnx.ModelProto()
     model.graph.initializer.add(data_type=onnx.TensorProto.FLOAT, dims=[weights // 4])
-    part: Any = SimpleNamespace(model=model, flipped=[SimpleNamespace(length=flipped)])
+    part: Any = SimpleNamespace(model=[model], flipped=[SimpleNamespace(length=flipped)])
     setup: Any = SimpleNamespace(build=BuildOptions(), backend=SimpleNamespace(target=Target.TENSORRT_RTX))
     engine_build._check_memory(part, setup, twice=twice)
 
@@ -72,6 +74,23 @@ def test_who_knows_better_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert build_engine(model, tmp_path / "a.engine", build=BuildOptions(memory_check=False)).engine.size
     done = CliRunner().invoke(app, ["build", str(model), "-o", str(tmp_path / "b.engine"), "--no-memory-check"])
     assert done.exit_code == 0, done.stderr
+
+
+def test_the_model_is_dropped_before_tensorrt_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a model without external data are in it."""
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    sent: list[onnx.ModelProto] = []
+    monkeypatch.setattr("trt_kvcache.importer.serialize.serialize_model", sent.append)
+
+    def run_worker(job: object, content: Callable[[], bytes], progress: object) -> None:
+        content()
+        references = sys.getrefcount(sent[0])
+        assert references == 2  # of the list, and the argument
+        raise BuildError("enough")
+
+    monkeypatch.setattr(engine_build, "run_worker", run_worker)
+    with pytest.raises(BuildError, match="enough"):
+        build_engine(model, tmp_path / "model.engine")
 
 
 @pytest.mark.slow

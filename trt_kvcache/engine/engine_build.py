@@ -55,8 +55,8 @@ def build_engine(
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
     The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If an encoder lies
-    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. Each file appears complete,
-    and a manifest after its engine; after an error, existing files are unchanged. TensorRT runs in a child process,
+    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear together
+    and complete; after an error, existing files are unchanged. TensorRT runs in a child process,
     which ends with the caller; Ctrl-C leaves no files.
 
     Args:
@@ -162,7 +162,7 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
         which_encoder(part.path, plan, setup.build)  # a named encoder has to exist
     encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, setup.build))
     own = setup.build if encoder is None else _of_decoder(setup.build, plan, encoder)
-    quantized = any(is_op(node, "DequantizeLinear") for node in part.model.graph.node)
+    quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     try:
         limits = resolve_limits(plan, own)
         profiles = make_profiles(plan, own, limits, quantized=quantized)
@@ -170,8 +170,8 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
         raise OptionError("; ".join([error.message, *said])) from None
     twice = own.decode_weights == "own" and limits.max_batch == 1 and not quantized
     _check_memory(part, setup, twice=twice)
-    scans = tuple(node.name for node in part.model.graph.node if is_op(node, "Scan"))
-    tables, plan = index_limits(part.model, plan), _bound_contracts(plan, limits.max_chunk)
+    scans = tuple(node.name for node in imported.model.graph.node if is_op(node, "Scan"))
+    tables, plan = index_limits(imported.model, plan), _bound_contracts(plan, limits.max_chunk)
     return _Prepared(part, plan, limits, profiles, settings_beside(Path(model)), tables, scans, encoder, said)
 
 
@@ -255,14 +255,14 @@ class _Part:
         path: path of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
         sources: the models as read.
-        model: the rewritten model.
+        model: the rewritten model; taken out when it is sent. It may hold all weights, and TensorRT needs the memory.
         flipped: external data whose bytes change for TensorRT.
     """
 
     path: Path
     files: dict[Path, str]
     sources: tuple[SourceModel, ...]
-    model: onnx.ModelProto
+    model: list[onnx.ModelProto]
     flipped: tuple[Flipped, ...]
 
 
@@ -293,7 +293,7 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
     files = {path: os.path.relpath(path, folder) for path in paths}
     flipped = for_tensorrt(model, folder)
-    return _Part(sources[0].path, files, tuple(sources), model, flipped)
+    return _Part(sources[0].path, files, tuple(sources), [model], flipped)
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
@@ -345,7 +345,7 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
 def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
     path = check_output(encoder_path(setup.engine))
     check_output(manifest_path(path))
-    part = _part(job.sources, job.model)
+    part = _part(job.sources, job.model.pop())
     _check_not_model(path, part.files)
     _check_memory(part, setup, twice=False)
     built = _built(part, job.plan, (job.profile,), setup, path, files)
@@ -365,7 +365,7 @@ def _built(
         target, title = setup.backend.target, setup.backend.title
         job = Job(target, title, *paths, plan, profiles, setup.build, part.flipped, bounds)
         try:
-            done, warnings = run_worker(job, lambda: serialize_model(part.model), setup.progress)
+            done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
             model = identities.result()
         finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
             for source in part.sources:
@@ -379,7 +379,7 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
 
     if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
         return
-    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(part.model))
+    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(*part.model))
     check_memory(
         int(_FACTOR * weights) * (2 if twice else 1) + _FIXED + sum(weight.length for weight in part.flipped),
         "this build takes about",
@@ -517,7 +517,7 @@ class EncoderJob:
     Attributes:
         sources: files of the encoder; external data lie in the folder of the first.
         plan: the plan of the encoder.
-        model: the model for TensorRT.
+        model: the model for TensorRT; taken out when it is sent, as that of the decoder.
         profile: the lengths of sources.
         vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
         positions: length of the output for the longest source; None: unknown.
@@ -525,7 +525,7 @@ class EncoderJob:
 
     sources: tuple[SourceModel, ...]
     plan: CachePlan
-    model: onnx.ModelProto
+    model: list[onnx.ModelProto]
     profile: Profile
     vocab: int | None
     positions: int | None
@@ -586,7 +586,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = count_positions(encoder.model, shapes, axes)
-    return EncoderJob(encoder.sources, encoder.plan, encoder.model, profile, most_ids(encoder.model), positions)
+    return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions)
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
