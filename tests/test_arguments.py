@@ -31,6 +31,7 @@ from trt_kvcache import (
     score,
     verify_model,
 )
+from trt_kvcache.decoding import CpuOptions
 from trt_kvcache.runtime.cache import KVCache
 
 VALUES: dict[str, Any] = {
@@ -102,10 +103,17 @@ FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
         f"open {name}": (lambda m, v, name=name: DecodeSession.open(m, **{name: v}).close(), taken)  # type: ignore[misc]
         for name, taken in {
             "device": "", "encoder": "None, text, path",
-            "max_batch": "None, int, NumPy int", "max_chunk": "None, int, NumPy int", "threads": "None, int, NumPy int",
+            "max_batch": "None, int, NumPy int", "max_chunk": "None, int, NumPy int",
             "capacity": "None", "plan_options": "None",
-            "default_capacity": "None, int, NumPy int", "gpu": "None", "cuda_graphs": "None",
+            "gpu": "None", "cpu": "None", "schedule": "None",
         }.items()
+    },
+    **{
+        f"open cpu {name}": (
+            lambda m, v, name=name: DecodeSession.open(m, cpu=CpuOptions(**{name: v})).close(),  # type: ignore[misc]
+            "None, int, NumPy int",
+        )
+        for name in ("threads", "default_capacity")
     },
 }  # fmt: skip
 
@@ -177,7 +185,7 @@ SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
     "read_constants": (lambda s, v: s.cache.read_constants(v), "None, dict"),
     **{
         name: (lambda s, v, name=name: getattr(s.cache, name)(v), SLOT)  # type: ignore[misc]
-        for name in ("release", "reset", "fork", "tokens", "free_tokens", "largest_update", "slot", "idle")
+        for name in ("release", "reset", "fork", "tokens", "free_tokens", "slot")
     },
     "in": (lambda s, v: v in s.cache, ", ".join(VALUES)),
     "crop": (lambda s, v: s.cache.crop(v, 1), SLOT),
@@ -237,14 +245,4 @@ def test_everything_public_is_here() -> None:
     assert methods - {"step", "close", "compact"} - {
         "astream",
         "identity",
-        "note_written",
-        "note_chosen",
-        "put",
-        "note_touched",
-        "take",
-        "give_back",
-        "recall",
-        "remember",
-        "give_row",
-        "seat_together",
     } <= {name.split()[0] for name in SESSION}
