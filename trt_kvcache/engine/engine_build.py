@@ -254,8 +254,8 @@ class _Part:
     Attributes:
         path: path of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
-        sources: the models as read.
-        model: the rewritten model; taken out when it is sent. It may hold all weights, and TensorRT needs the memory.
+        sources: the files as read, without their graphs.
+        model: the rewritten model; taken out when it is sent, because it may hold all weights, too.
         flipped: external data whose bytes change for TensorRT.
     """
 
@@ -293,7 +293,12 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
     files = {path: os.path.relpath(path, folder) for path in paths}
     flipped = for_tensorrt(model, folder)
-    return _Part(sources[0].path, files, tuple(sources), [model], flipped)
+    return _Part(sources[0].path, files, _without_graphs(sources), [model], flipped)
+
+
+def _without_graphs(sources: Sequence[SourceModel]) -> tuple[SourceModel, ...]:
+    """Return the sources without their graphs: these may hold all weights, and TensorRT needs the memory."""
+    return tuple(replace(source, proto=type(source.proto)()) for source in sources)
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
@@ -586,7 +591,9 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = count_positions(encoder.model, shapes, axes)
-    return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions)
+    return EncoderJob(
+        _without_graphs(encoder.sources), encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions
+    )
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
