@@ -9,8 +9,6 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-from trt_kvcache.errors import TrtKvCacheError
-
 _ROOT = "/sys/fs/cgroup"
 
 
@@ -32,22 +30,13 @@ def free_memory(*, swap: bool = False) -> int:
     return min([free, *(max(limit - taken, 0) for limit, taken in _limits())])
 
 
-def check_memory(need: int, work: str, why: str, advice: str, error: type[TrtKvCacheError]) -> None:
-    """Refuse work that would run out of memory. The system would otherwise end the process without a message.
+def shortage(need: int) -> str:
+    """Return what is free, as words for a refusal, if that is less than `need` bytes; else "".
 
-    Args:
-        need: bytes that the work takes.
-        work: beginning of the message, up to the number of bytes.
-        why: what takes so much.
-        advice: end of the message.
-        error: class of the refusal.
+    A process that runs out of memory is ended by the system without a message.
     """
     free = free_memory(swap=True)
-    if need > free:
-        raise error(
-            f"{work} {need / 1e9:.1f} GB of memory ({why}), and {free / 1e9:.1f} of this machine's "
-            f"{memory() / 1e9:.1f} GB are free; {advice}"
-        )
+    return "" if need <= free else f"{free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free"
 
 
 def peak_memory() -> int:

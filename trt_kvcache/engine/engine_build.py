@@ -26,7 +26,7 @@ from trt_kvcache.engine.profiles import Limits, make_encoder_profile, make_profi
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, TensorRole, UpdateContract
-from trt_kvcache.machine import check_memory
+from trt_kvcache.machine import shortage
 from trt_kvcache.progress import ProgressEvent, listener
 
 if TYPE_CHECKING:
@@ -385,14 +385,13 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
     if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
         return
     weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(*part.model))
-    check_memory(
-        int(_FACTOR * weights) * (2 if twice else 1) + _FIXED + sum(weight.length for weight in part.flipped),
-        "this build takes about",
-        f"{weights / 1e9:.1f} GB of weights, and TensorRT's copies of most of them",
-        "close other programs, add swap space, or build on a larger machine (TensorRT for RTX needs no GPU to build); "
-        "--no-memory-check skips this check",
-        OptionError,
-    )
+    need = int(_FACTOR * weights) * (2 if twice else 1) + _FIXED + sum(weight.length for weight in part.flipped)
+    if free := shortage(need):
+        raise OptionError(
+            f"this build takes about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB of weights, and TensorRT's "
+            f"copies of most of them), and {free}; close other programs, add swap space, or build on a larger machine "
+            "(TensorRT for RTX needs no GPU to build); --no-memory-check skips this check"
+        )
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:

@@ -21,7 +21,7 @@ from trt_kvcache.importer.plan import CacheDtype, CachePlan, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
-from trt_kvcache.machine import allow_memory, check_memory, memory
+from trt_kvcache.machine import allow_memory, memory, shortage
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
@@ -389,11 +389,11 @@ def _admit_weights(model: onnx.ModelProto) -> None:
     narrow = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]
     half, rest = (sum(size for size, is_half in sizes if is_half is wanted) for wanted in (True, False))
-    check_memory(
-        int(2.5 * half + 0.8 * rest),
-        f"on the CPU the weights of this model, {(half + rest) / 1e9:.1f} GB, take at least",
-        f"ONNX Runtime {'computes 16-bit floats in float32' if half > rest else 'packs them for products'}",
-        "free memory that other programs hold, use weights of 4 or 8 bits or a larger machine, or build an engine and "
-        "run that on a GPU",
-        SessionError,
-    )
+    need = int(2.5 * half + 0.8 * rest)
+    if free := shortage(need):
+        why = "computes 16-bit floats in float32" if half > rest else "packs them for products"
+        raise SessionError(
+            f"on the CPU the weights of this model, {(half + rest) / 1e9:.1f} GB, take at least {need / 1e9:.1f} GB of "
+            f"memory (ONNX Runtime {why}), and {free}; free memory that other programs hold, use weights of 4 or 8 "
+            "bits or a larger machine, or build an engine and run that on a GPU"
+        )
