@@ -86,7 +86,9 @@ class CompiledKernel:
         sizes = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
         used = re.findall(r"Used (\d+) registers", self.log)
         if not sizes or not used:
-            raise BackendError(f"NVRTC {_text(self.nvrtc)} gave no account of kernel {self.name}: {self.log.strip()!r}")
+            raise BackendError(
+                f"NVRTC {_text(self.nvrtc)} reported nothing about kernel {self.name}: {self.log.strip()!r}"
+            )
         registers = max(map(int, used))
         stack, stores, loads = (max(map(int, counts)) for counts in zip(*sizes, strict=True))
         return ResourceUse(registers, stack, stores, loads, _occupancy(registers, self.arch))

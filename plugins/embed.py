@@ -58,7 +58,9 @@ def this_gpu() -> tuple[str, tuple[int, int]]:
         major = _call(driver.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
         minor = _call(driver.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
     except RuntimeError as error:  # cuda-python: the driver's library is not on this machine
-        raise BackendError(f"the cache-update plugin is compiled for the GPU here, no driver works: {error}") from error
+        raise BackendError(
+            f"the cache-update plugin is compiled for the GPU here, but no driver works: {error}"
+        ) from error
     return f"sm_{major}{minor}", (version // 1000, version % 1000 // 10)
 
 

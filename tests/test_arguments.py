@@ -104,12 +104,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
         for name, taken in {
             "device": "", "encoder": "None, text, path",
             "max_batch": "None, int, NumPy int", "max_chunk": "None, int, NumPy int",
-            "capacity": "None", "plan_options": "None",
-            "gpu": "None", "cpu": "None", "schedule": "None",
+            "capacity": "None", "plan_options": "None", "cpu": "None", "gpu": "None", "schedule": "None",
         }.items()
     },
     **{
-        f"open cpu {name}": (
+        f"open {name}": (
             lambda m, v, name=name: DecodeSession.open(m, cpu=CpuOptions(**{name: v})).close(),  # type: ignore[misc]
             "None, int, NumPy int",
         )
@@ -245,4 +244,14 @@ def test_everything_public_is_here() -> None:
     assert methods - {"step", "close", "compact"} - {
         "astream",
         "identity",
+        "note_written",
+        "note_chosen",
+        "put",
+        "note_touched",
+        "take",
+        "give_back",
+        "recall",
+        "remember",
+        "give_row",
+        "seat_together",
     } <= {name.split()[0] for name in SESSION}

@@ -358,7 +358,7 @@ def test_records_of_any_depth_are_one_line(tmp_path: Path) -> None:
         recorded_options(model, PlanOptions(), tmp_path)
     with zipfile.ZipFile(tmp_path / "report.zip", "w") as archive:
         archive.writestr("report.json", deep)
-    with pytest.raises(InvalidModelError, match="no report that can be read"):
+    with pytest.raises(InvalidModelError, match="not a readable report"):
         stripped.recorded_options(tmp_path / "report.zip")
     (tmp_path / "model.engine.json").write_text(deep)
     with pytest.raises(ManifestError, match="not JSON"):

@@ -141,7 +141,9 @@ def test_the_wheel_works_with_what_pip_installs_for_it(wheel: Path, version: str
         in_environment(folder, "pip", "install", "--quiet", f"{wheel}[text,plugin,serve]")
         in_environment(folder, "pip", "check")
         assert "caches in place" in in_environment(folder, "trt-kvcache", "plan", str(model))
-        assert "gives the original's numbers" in in_environment(folder, "trt-kvcache", "verify", str(model))
+        assert "gives the numbers of the model as exported" in in_environment(
+            folder, "trt-kvcache", "verify", str(model)
+        )
 
 
 def test_the_metadata_name_the_versions_of_python_that_are_tested(unpacked: Path) -> None:

@@ -9,6 +9,7 @@
     load_manifest     the manifest of a built engine
     diagnose          what this machine can do
     score             the perplexity of a text
+    Tokenizer         text to token ids and back, and chat templates
     DecodeSession     an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
 
 The types of their arguments and results are in the modules `plan`, `decoding`, `reports` and `errors` of this package.
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.scoring import score
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.structured import Grammars
+    from trt_kvcache.runtime.text.tokenizer import Tokenizer
     from trt_kvcache.verify import verify_model
 
 _HOME_OF = {
@@ -54,6 +56,7 @@ _HOME_OF = {
     "Grammars": "trt_kvcache.runtime.structured",
     "Manifest": "trt_kvcache.engine.manifest",
     "PlanOptions": "trt_kvcache.importer.plan",
+    "Tokenizer": "trt_kvcache.runtime.text.tokenizer",
     "TrtKvCacheError": "trt_kvcache.errors",
     "VerifyOptions": "trt_kvcache.compare.verify_report",
     "build_engine": "trt_kvcache.engine.engine_build",
@@ -76,6 +79,7 @@ __all__ = [
     "Grammars",
     "Manifest",
     "PlanOptions",
+    "Tokenizer",
     "TrtKvCacheError",
     "VerifyOptions",
     "__version__",

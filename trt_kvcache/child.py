@@ -212,7 +212,7 @@ class Child:
             raise
         if frame is None:
             self.end()
-            raise ChildError(f"{how_ended(self.status)}, as for want of memory")
+            raise ChildError(f"{how_ended(self.status)}, probably for lack of memory")
         if frame.kind == _ANSWER:
             return msgspec.json.decode(frame.data, type=kind)
         failure = msgspec.json.decode(frame.data, type=_Failure)
@@ -221,7 +221,7 @@ class Child:
         if failure.kind:
             error = getattr(errors, failure.kind, None)
             if not (isinstance(error, type) and issubclass(error, TrtKvCacheError)):
-                raise ChildError("gave an answer that is none")  # the file that it reads may have written this
+                raise ChildError("gave no valid answer")  # the file that it reads may have written this
             raise error(failure.message)
         raise RuntimeError(f"a child process failed:\n{failure.message}")
 

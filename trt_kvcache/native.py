@@ -40,7 +40,7 @@ class Endable:
         _calls[self] = next(_numbers)
         if _ending:
             del _calls[self]
-            raise SessionError("the process is ending, and runs no model any more")
+            raise SessionError("the process is ending and runs no more models")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -48,7 +48,7 @@ class StoredTensors:
                 size = path.stat().st_size
                 length = int.from_bytes(file.read(8), "little")
                 if not 1 < length <= min(_HEADER, size - 8):
-                    raise OptionError(f"{path}: no safetensors file, or one that was cut: {size} bytes")
+                    raise OptionError(f"{path}: not a safetensors file, or truncated: {size} bytes")
                 header = json.loads(file.read(length))
             self._data: npt.NDArray[np.uint8] = np.zeros(0, np.uint8)
             if size > 8 + length:
@@ -63,7 +63,7 @@ class StoredTensors:
                     start, stop = map(int, entry["data_offsets"])
                     self._entries[str(name)] = str(entry["dtype"]), tuple(map(int, entry["shape"])), start, stop
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-            raise OptionError(f"{path}: its header is none of a safetensors file") from None
+            raise OptionError(f"{path}: its header is not that of a safetensors file") from None
         for name, (_, _, start, stop) in self._entries.items():
             if not 0 <= start <= stop <= self._data.size:
                 raise OptionError(

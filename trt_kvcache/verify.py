@@ -274,7 +274,9 @@ class _Verification:
             reference.garbage = garbage
             if compare(first, first.steps(reference), _FLOOR).passed:
                 return garbage
-        self.notes.append("the model as exported reads cache rows that were never written: garbage there is left out")
+        self.notes.append(
+            "the model as exported reads cache rows that were never written: so these rows get no garbage"
+        )
         return 0.0
 
     def _counted(self, steps: Iterator[Array], title: str = "") -> Iterator[Array]:

@@ -228,7 +228,7 @@ def test_what_help_rules_out_is_2(arguments: str) -> None:
         ("generate --tokens 1 --encoder x.onnx", "--encoder x.onnx has nothing to read"),
         ("generate --tokens 1 --embeddings x.npy", "embeddings are given, and the model takes token ids"),
         ("generate --tokens 1 --stop x", "need a tokenizer"),
-        ("generate --tokens 1 --eos 7 --eos 500", "--eos is 500, which never comes: the model has tokens 0 to 255"),
+        ("generate --tokens 1 --eos 7 --eos 500", "--eos is 500, which the model never gives: it has tokens 0 to 255"),
         ("build -o e --max-encoder 3", "--max-encoder is given, and no input of the model is as long"),
         ("build -o e --encoder x.onnx", "--encoder names an encoder, and"),
         ("build -o e --logits all --max-logits 3", "--max-logits is 3, and the plan leaves the model's logits as they"),

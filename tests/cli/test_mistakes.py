@@ -25,7 +25,6 @@ MISTAKES = {
     "plan two": "2 models that may be the decoder (a.onnx, b.onnx); give the path of an .onnx file",
     "plan broken.onnx": "text, not a binary ONNX model; give the path of an .onnx file",
     "plan weights.gguf": "a checkpoint; export it first: trt-kvcache export weights.gguf -o weights-onnx/",
-    "plan model.onnx --target cuda": "--target is cuda; give tensorrt or tensorrt-rtx",
     "plan checkpoint": EXPORT,
     "build checkpoint -o e/": EXPORT,
     "generate checkpoint --prompt Hello": EXPORT,
@@ -41,7 +40,7 @@ MISTAKES = {
     "inspect empty": "a folder; give the path of an engine",
     "check missing.engine": "no such file; check the path",
     "bench missing.json": "missing.json: cannot be read: No such file or directory",
-    "bench model.onnx --compare old.json": "no JSON that 'trt-kvcache bench' printed",
+    "bench model.onnx --compare old.json": "not JSON of 'trt-kvcache bench'",
     "plan model.onnx --config missing.yaml": "give a YAML file",
     "plan model.onnx --html no/such/plan.html": "no such folder",
     "verify model.onnx --inputs data.npz": "cannot be read as an .npz file",
@@ -58,7 +57,7 @@ MISTAKES = {
     "serve model.onnx --tensor-parallel-size 2": "leave it out",
     "doctor --verbose": "leave it out; errors say what to do",
     # values
-    "serve model.onnx --host 0.0.0.0": "give --api-key-file FILE, or --no-api-key if that is meant",
+    "serve model.onnx --host 0.0.0.0": "give --api-key-file FILE, or --no-api-key to allow it",
     "plan model.onnx --capacity many": "--capacity is many; give a whole number",
     "generate model.onnx --tokens 1 --top-p most": "--top-p is most; give a number",
     "build model.onnx -o e --max-batch 4000000": "--max-batch is 4000000; it must be at most 65536",
@@ -107,6 +106,9 @@ RULED_OUT = {
     "build model.onnx -o e --max-batch 0": "greater than or equal to 1",
     "verify model.onnx --batch 0": "greater than or equal to 1",
     "serve model.onnx --port 99999": "less than or equal to 65535",
+    "plan model.onnx --target cuda": "'--target': 'cuda' is not one of 'tensorrt', 'tensorrt-rtx'",
+    "export checkpoint -o e --dtype int8": "'--dtype': 'int8' is not one of 'float16', 'bfloat16', 'float32'",
+    "deploy model.onnx": "'model.onnx' is not one of 'triton'",
 }
 """Commands that ``--help`` rules out; exit code 2."""
 
@@ -248,8 +250,6 @@ def test_flags_of_other_tools_get_a_hint(typed: str, hint: str, folder: Path, mo
         ("export checkpoint out", "give -o out"),
         ("plan https://huggingface.co/a/b", "give hf download a/b, and then the name or the folder"),
         ("chat hf.co/a/b", "give hf download a/b"),
-        ("export checkpoint -o e --dtype int8", "--dtype is int8; give float16 or bfloat16 or float32"),
-        ("deploy model.onnx", "is model.onnx; give triton"),
     ],
 )
 def test_other_habits_get_a_hint(typed: str, hint: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

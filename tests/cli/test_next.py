@@ -153,7 +153,7 @@ def test_a_capacity_beyond_the_models_texts_is_refused(export: Path, tmp_path: P
     assert result.exit_code == 1
     assert result.stderr == (
         "error: --capacity is 128, and the model was made for texts of at most 96 tokens (max_position_embeddings in "
-        "config.json): what it writes beyond them is unreliable; give at most --capacity 96, or --beyond-length on\n"
+        "config.json): its output is unreliable beyond them; give at most --capacity 96, or --beyond-length on\n"
     )
 
 

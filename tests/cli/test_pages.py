@@ -219,4 +219,4 @@ def test_files_that_are_no_results(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(content)
     result = run(app, ["bench", str(tmp_path / "a.json")])
     assert result.exit_code == 1
-    assert re.fullmatch(r"error: [^\n]*a.json: no JSON that 'trt-kvcache bench' printed [^\n]*\n", result.stderr)
+    assert re.fullmatch(r"error: [^\n]*a.json: not JSON of 'trt-kvcache bench' [^\n]*\n", result.stderr)

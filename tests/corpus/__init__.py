@@ -25,7 +25,7 @@ FAMILIES = (
     "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "block_graphs", "canonical_models",
     "hybrids", "scan_graphs", "cases", "onnx_cases", "attention_forms", "mask_forms", "odd_steps", "position_forms",
     "batch_forms", "size_forms", "reader_forms", "update_graphs", "shifted_graphs", "held_graphs", "window_graphs",
-    "overflow_graphs", "plain_graphs", "state_graphs", "packed_past_graphs", "edited_exports", "inlined_graphs",
+    "overflow_graphs", "plain_graphs", "state_graphs", "edited_exports", "inlined_graphs",
     "repaired_graphs", "tail_graphs", "interface_graphs", "scatter_graphs",
 )  # fmt: skip
 

@@ -11,7 +11,6 @@ import onnx
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 from onnx import TensorProto, helper, numpy_helper, parser
-from packed_past_graphs import decoder as packed_past
 from state_graphs import beside_a_cache
 
 from corpus import Entry, built
@@ -85,12 +84,6 @@ def foreign(form: str, edit: Edit) -> onnx.ModelProto:
     return model
 
 
-def packed(edit: Edit) -> onnx.ModelProto:
-    model = packed_past()
-    edit(model)
-    return model
-
-
 BRANCH = "() => (float[B,4]"
 BESIDE: dict[str, tuple[str, ...]] = {
     # The tensors that an If reads are named in its bodies only, those nested in these too.
@@ -148,7 +141,5 @@ def entries() -> Iterator[Entry]:
            for edit in (stated_again, stated_elsewhere) for form in ("concat", "gqa")},
     }  # fmt: skip
     yield from built("repaired", {n: partial(foreign, *how) for n, how in edits.items()}, capacity=16)
-    again = {"stated_again packed": partial(packed, stated_again)}
-    yield from built("repaired", again, capacity=32)
     yield from built("repaired", {name: partial(beside_a_cache, *parts) for name, parts in BESIDE.items()})
     yield from built("wrong types", {name: partial(text, graph) for name, graph in WRONG_TYPES.items()})

@@ -194,7 +194,7 @@ def test_operators_of_onnx_runtime(causal: int, tmp_path: Path) -> None:
     [
         ("mask", "Attention 'att' has a padding mask .* and no past"),
         ("do_rotary", "Attention 'att' rotates queries and keys"),
-        ("present", "'att' gives a present"),
+        ("present", "Attention 'att' holds the keys and values of its cache in one tensor"),
     ],
 )
 def test_attention_that_is_more_is_refused(odd: str, words: str, tmp_path: Path) -> None:

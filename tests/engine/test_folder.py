@@ -46,7 +46,7 @@ def test_build_writes_a_folder_that_commands_take(model: Path, tmp_path: Path) -
         assert CliRunner().invoke(app, command).exit_code == 0
     refused = CliRunner().invoke(app, ["generate", str(output), "--tokens", "1", "--capacity", "9"])
     assert "was planned when it was built" in refused.stderr
-    with pytest.raises(OptionError, match=r"model\.engine is taken for an engine, and the CPU runs models"):
+    with pytest.raises(OptionError, match=r"model\.engine looks like an engine, and the CPU runs models"):
         DecodeSession.open(output, device="cpu")
 
 

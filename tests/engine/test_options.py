@@ -82,12 +82,15 @@ def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pyte
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
         ({"max_batch": "4"}, "max_batch is '4'; it must be a whole number"),
         ({"max_chunk": -1}, "max_chunk is -1"),
-        ({"workspace": 4}, r"workspace is 4 bytes, and no kernel does with that; give a unit"),
+        ({"workspace": 4}, r"workspace is 4 bytes, too little for any kernel; give a unit"),
         ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
         ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
         ({"refit": True}, "refit is True; it must be one of none, any, identical"),
         ({"compute_capabilities": ("ampere",)}, "'ampere' is not of the form sm80, 80 or 8.0, nor current"),
-        ({"compute_capabilities": ("sm80", "current")}, "'current' is this machine's GPU, and goes with no other"),
+        (
+            {"compute_capabilities": ("sm80", "current")},
+            "'current' is this machine's GPU, and cannot be combined with others",
+        ),
     ],
 )
 def test_illegal_values_are_refused(arguments: dict[str, object], message: str) -> None:
@@ -102,10 +105,10 @@ def test_illegal_values_are_refused(arguments: dict[str, object], message: str) 
         (
             RTX,
             BuildOptions(opt_level=5),
-            "opt_level has no use here: TensorRT for RTX 1.7.1.116 gives the same engine",
+            "opt_level has no effect here: TensorRT for RTX 1.7.1.116 gives the same engine",
         ),
-        (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no use here"),
-        (RTX, BuildOptions(version_compatible=True), "version_compatible has no use here"),
+        (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
+        (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
         (
             RTX,
             BuildOptions(refit="any", strip_plan=True),

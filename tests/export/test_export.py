@@ -118,7 +118,7 @@ def test_a_checkpoint_becomes_a_model_with_its_texts(
     assert lines[-1] == f"next       trt-kvcache build {output} -o onnx-engine/"
     assert "capacity   64 tokens (default; --capacity)" in lines
     again = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
-    assert again.stderr == f"error: {output}: it holds something; give a new folder\n"
+    assert again.stderr == f"error: {output}: the folder is not empty; give a new one\n"
 
 
 def names(folder: Path) -> set[str]:
@@ -313,7 +313,7 @@ def test_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
             export_checkpoint(folder, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    with pytest.raises(OutputError, match="it holds something; give a new folder"):
+    with pytest.raises(OutputError, match="the folder is not empty; give a new one"):
         export_checkpoint(checkpoint, tmp_path / "full")
 
 

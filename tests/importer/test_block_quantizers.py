@@ -82,7 +82,7 @@ def test_weights_are_exact_where_they_are_compared(form: str, dtype: Any) -> Non
 def test_compared_without_rounding(tmp_path: Path, form: str, dtype: Any) -> None:
     report = verify(tmp_path, decoder(form, dtype))
     report.check()
-    assert any("at 5 places (NVFP4, MXFP8), ran without that rounding in both models" in n for n in report.notes)
+    assert any("at 5 places (NVFP4, MXFP8), ran without this rounding in both models" in n for n in report.notes)
 
 
 @pytest.mark.slow

@@ -377,7 +377,7 @@ def test_save_refuses_names_that_are_no_text(stored: Path, tmp_path: Path) -> No
     """In another folder, too: ONNX Runtime opens neither."""
     source, before = load_source(stored), listing(tmp_path)
     for output in (os.fsdecode(b"m\xff.onnx"), os.fsdecode(b"f\xff/m.onnx")):
-        with pytest.raises(OutputError, match="this name is not UTF-8, as models and manifests have names"):
+        with pytest.raises(OutputError, match="this name is not UTF-8, which models and manifests need"):
             save_model(source.proto, tmp_path / output, source)
     assert listing(tmp_path) == before
 

@@ -100,7 +100,7 @@ def test_the_last_message_is_continued() -> None:
 def test_values_of_the_caller_reach_the_template() -> None:
     template = ANY + "{{ mood }}"
     assert written(template, said("user"), values={"mood": "calm"}) == "<user>hi<go>calm"
-    with pytest.raises(OptionError, match="tools is no value that a chat template can be given"):
+    with pytest.raises(OptionError, match="tools cannot be given to a chat template"):
         written(template, said("user"), values={"tools": []})
 
 

@@ -102,7 +102,7 @@ def test_ids_of_images_have_no_embedding_of_their_own(forms: dict[str, Forms], m
         assert session.generate([[3]], seven)[0].tokens == [7, 7, 7]
     with opened(form.embeds, "cpu", embeddings=form.table[:200]) as session:
         waiting = session.cache.acquire([200])
-        with pytest.raises(SessionError, match="token id 200 has no embedding; there are those of 0 to 199"):
+        with pytest.raises(SessionError, match="token id 200 has no embedding; the table has 0 to 199"):
             session.update({waiting: []})
 
 

@@ -182,9 +182,9 @@ def test_settings_by_name() -> None:
         every = session.generate([1, 2], top_k=0, seed=4, max_new_tokens=8).tokens
         assert session.generate([1, 2], top_k=-1, seed=4, max_new_tokens=8).tokens == every
         for wrong, right in {"max_tokens": "max_new_tokens", "temprature": "temperature"}.items():
-            with pytest.raises(OptionError, match=f"'{wrong}' is no setting of a generation; did you mean {right}"):
+            with pytest.raises(OptionError, match=f"'{wrong}' is not a generation setting; did you mean {right}"):
                 session.generate([1, 2], **{wrong: 4})  # type: ignore[misc]
-        with pytest.raises(OptionError, match="'xyzzy' is no setting of a generation; see GenerationConfig"):
+        with pytest.raises(OptionError, match="'xyzzy' is not a generation setting; see GenerationConfig"):
             session.add([1, 2], xyzzy=4)  # type: ignore[call-arg]
 
 
@@ -272,7 +272,7 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 2}, "'n' is no setting of a generation: give the prompt as often in a list"),
+        ({"n": 2}, "'n' is not a generation setting: give the prompt as often in a list"),
         ({"num_return_sequences": 2}, "give the prompt as often in a list"),
         ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
         ({"pad_token_id": 0}, "nothing is padded here; leave it out"),

@@ -18,6 +18,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from runtime.tokenizers_in_code import byte_level
 
+import trt_kvcache
 from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError, PromptError
@@ -73,6 +74,13 @@ def test_what_has_no_score_is_refused(folder: Path) -> None:
                 score(session, [1, 2, 3], window)
         with pytest.raises(PromptError, match="the text has 1 tokens"):
             score(session, [1])
+        assert score(session, TEXT[:40]) == score(session, Tokenizer.load(folder).encode(TEXT[:40]))
+
+
+def test_a_tokenizer_is_shown_by_its_name(folder: Path) -> None:
+    tokenizer = trt_kvcache.Tokenizer.load(folder)
+    assert repr(tokenizer).startswith("<Tokenizer: ")
+    assert repr(tokenizer).endswith(" tokens>")
 
 
 def test_the_command(folder: Path) -> None:

@@ -256,7 +256,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
     with pytest.raises(OptionError, match="is the engine of an encoder; open that of its decoder"):
         DecodeSession.open(beside)
     engine = tmp_path / "decoder_with_past_model.onnx"
-    refused("is taken for an engine, and .* runs on the CPU", OptionError, encoder=beside)
+    refused("looks like an engine, and .* runs on the CPU", OptionError, encoder=beside)
 
 
 def test_too_little_memory(machine: Machine, tmp_path: Path) -> None:
@@ -266,9 +266,7 @@ def test_too_little_memory(machine: Machine, tmp_path: Path) -> None:
         machine.total = machine.used + (129 << 20)
         made = [session.encode(source)]
         machine.total = machine.used
-        with pytest.raises(
-            SessionError, match=r"for what the encoder makes of one source; .* let it go, or keep numpy"
-        ):
+        with pytest.raises(SessionError, match=r"for the encoder's output of one source; .* let it go, or keep numpy"):
             made.append(session.encode(source))
         made.clear()
         gc.collect()

@@ -97,7 +97,7 @@ def test_the_oldest_graph_makes_room(opened: Any, machine: Machine, monkeypatch:
     assert len([c for c in runner.module.contexts if c() is not None]) == 4  # prefill, decode, and one for each graph
 
 
-OFF = "decoding goes on without CUDA graphs: .*"
+OFF = "decoding continues without CUDA graphs: .*"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_goes_on_where_rtx_does_not_record(opened: Any, late: int) -> None:
     if late:
         np.testing.assert_array_equal(decode(runner, late), decode(plain, late))
     runner.module.faults["fail_graphs"] = "cannot capture"
-    with pytest.warns(RuntimeWarning, match="decoding goes on without CUDA graphs: .*cannot capture"):
+    with pytest.warns(RuntimeWarning, match="decoding continues without CUDA graphs: .*cannot capture"):
         found = decode(runner, 8, start=late)
     np.testing.assert_array_equal(found, decode(plain, 8, start=late))
     assert len(runner.graphs) == 0

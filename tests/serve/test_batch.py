@@ -300,7 +300,7 @@ def test_an_existing_file_stays_beside_a_journal(when: str, tmp_path: Path, rows
         compute(rows)(todo, take)
         output.write_text("mine")
 
-    with pytest.raises(OutputError, match="exists, and a batch writes over nothing; move it away"):
+    with pytest.raises(OutputError, match="exists, and a batch never overwrites a file; move it"):
         job(file, output, run)
     assert output.read_text() == "mine"
     output.unlink()

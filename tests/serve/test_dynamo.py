@@ -155,7 +155,7 @@ def test_ends_are_those_of_the_request_and_of_the_model(engine: Any, session: De
         (asked([1], sampling_options={"new_of_dynamo": 1}), "new_of_dynamo: it is not known here"),
         (asked([1], sampling_options={"temperature": -1.0, "seed": 1}), "temperature|do_sample"),
         (asked([1], sampling_options={"temperature": 1.0, "seed": -1}), "seed is -1"),
-        (asked([1], stop_conditions={"min_tokens": 3}), "min_tokens: it would count anew on another worker"),
+        (asked([1], stop_conditions={"min_tokens": 3}), "min_tokens: it would start counting again on another worker"),
         (asked([1], output_options={"logprobs": 0}), "logprobs: workers give no log-probabilities"),
         (asked([]), "empty"),
         (asked([300]), "300"),

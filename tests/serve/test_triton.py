@@ -264,7 +264,7 @@ def test_an_engine_gets_an_instance_for_each_gpu(tmp_path: Path, monkeypatch: py
     write_repository(engine, tmp_path / "r", "e", {})
     assert "kind: KIND_GPU" in (tmp_path / "r" / "e" / "config.pbtxt").read_text()
     said = run(engine, "-o", tmp_path / "r", "--capacity", 40).stderr
-    assert "is taken for an engine, which has its own; leave it out" in said
+    assert "looks like an engine, which has its own; leave it out" in said
 
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -73,6 +73,8 @@ class Command(TyperCommand):
             said = advice_on_flags(typed, own) or advice_on_more(str(self.name), typed, why)
             if why and said:
                 raise OptionError(said) from None
+            if why:  # the type's own words alone
+                error.message = error.message.replace("Value error, ", "")  # type: ignore[attr-defined]
             raise
 
     def _check_options(self, given: dict[str, Any] | None) -> None:

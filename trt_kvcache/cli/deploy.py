@@ -68,7 +68,7 @@ def deploy(
 
     if capacity is not None and not is_model(model):
         raise OptionError(
-            f"--capacity {capacity} is for models, and {model} is taken for an engine, which has its own; leave it out"
+            f"--capacity {capacity} is for models, and {model} looks like an engine, which has its own; leave it out"
         )
     options = {"max_batch": max_batch, "capacity": capacity, "max_queue": max_queue}
     parameters = {key: value for key, value in options.items() if value is not None}

@@ -142,7 +142,7 @@ class GrammarFlags:
         """Raise `OptionError` where several are set."""
         if len(names := [name for name, value in vars(self).items() if value is not None]) > 1:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
-            raise OptionError(f"{flags} say what the same text has to be; use one of them")
+            raise OptionError(f"{flags} restrict the same text; use one of them")
 
     def compiled(self, session: DecodeSession) -> Grammar | None:
         """Return the grammar that is asked for, or None.
@@ -307,7 +307,7 @@ def generate(
         if unknown := [token for token in generation.eos_token_id or [] if token >= session.vocab]:
             session.close()
             raise OptionError(
-                f"--eos is {unknown[0]}, which never comes: the model has tokens 0 to {session.vocab - 1}"
+                f"--eos is {unknown[0]}, which the model never gives: it has tokens 0 to {session.vocab - 1}"
             )
         return session
 

@@ -213,8 +213,6 @@ def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
     if (match := re.search(r"'(--[\w-]+)'.*valid (integer|number)", said)) and match[1] in args[:-1]:
         kind = "a whole number" if match[2] == "integer" else "a number"
         return f"{match[1]} is {args[args.index(match[1]) + 1]}; give {kind}"
-    if match := re.search(r"for '([^']+)'.*?: (?:Value error, )?'(.*)' is not one of '(.*)'\.?$", said):
-        return f"{match[1]} is {match[2]}; give {match[3].replace(chr(39), '').replace(', ', ' or ')}"
     places = [arg for arg in args if not arg.startswith("-")]
     if "'--output'" in said and len(places) > 1:
         return f"the output is a flag: give -o {places[-1]}"

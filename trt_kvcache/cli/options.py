@@ -161,7 +161,7 @@ class SessionPlanFlags(Flags):
         if names:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(
-                f"{flags} {'plans' if len(names) == 1 else 'plan'} a model, and {path} is taken for an engine, which "
+                f"{flags} {'plans' if len(names) == 1 else 'plan'} a model, and {path} looks like an engine, which "
                 "was planned when it was built; leave it out, or give the .onnx file"
             )
         return None

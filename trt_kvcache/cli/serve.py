@@ -74,8 +74,7 @@ def serve(
     keys = read_keys(api_key_file) if api_key_file is not None else []
     if not keys and not no_api_key and host not in ("127.0.0.1", "::1", "localhost"):
         raise OptionError(
-            f"everyone who reaches {host} could use the model; give --api-key-file FILE, or --no-api-key if "
-            "that is meant"
+            f"everyone who reaches {host} could use the model; give --api-key-file FILE, or --no-api-key to allow it"
         )
     named = name or model.resolve().name
     options |= running.options() | adapters.options(named)

@@ -85,7 +85,7 @@ class Exported:
         tensors: tuple[OriginalTensor | TensorRole, ...] = plan.original or plan.tensors
         if strange := self._types.keys() - {t.name for t in tensors if t.io == "input"}:
             raise UnsupportedModelError(
-                f"{source.path}: '{min(strange)}' does not go back into the model as it is: it holds several caches"
+                f"{source.path}: '{min(strange)}' cannot be the next past: it holds several caches"
             )
         limits = read_limits(plan, 1)
         self.batch, self._length = limits.batch, limits.length

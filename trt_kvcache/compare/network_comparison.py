@@ -237,5 +237,5 @@ def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
         return ""
     return (
         f"it takes {weights / 1e9:.1f} GB for weights in float32 and {_COPIES * caches / 1e9:.1f} GB for caches, and "
-        f"{free / 1e9:.1f} GB are to be had"
+        f"{free / 1e9:.1f} GB are free"
     )

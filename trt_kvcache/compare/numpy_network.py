@@ -123,7 +123,7 @@ class Network:
                 raise UnknownLayerError(f"{node} does not run here: {error}") from error
             except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
                 said = " ".join(str(error).split())
-                raise NetworkError(f"{node} does not run on what the model runs on: {said}") from error
+                raise NetworkError(f"{node} does not run on inputs with which the model runs: {said}") from error
             values.update(zip(node.output, results, strict=True))
             watch(node, results)
             for name in {*node.input, *node.output}.difference(self._outputs):

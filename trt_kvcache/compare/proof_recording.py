@@ -172,7 +172,7 @@ class _Recording:
                 if count < _LEAST:
                     raise OptionError(
                         f"{_LEAST} steps on the CPU take about {_LEAST * took / count:.0f} s here, more than "
-                        f"{seconds:.0f}; --proof {_LEAST} records them all the same"
+                        f"{seconds:.0f}; --proof {_LEAST} records them anyway"
                     )
                 decode.pieces = decode.pieces[:count]
             if count == len(decode.pieces) or decode.pieces[count].part != part:

@@ -190,7 +190,9 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     }
     for flag, (is_set, why) in useless.items():
         if is_set:
-            raise OptionError(f"{flag} has no use here: {backend.title} {why}; leave it out, or use --backend tensorrt")
+            raise OptionError(
+                f"{flag} has no effect here: {backend.title} {why}; leave it out, or use --backend tensorrt"
+            )
     asked = {"--refit": build.refit != "none", "--strip-plan": build.strip_plan}
     gpu_only = [flag for flag, is_set in asked.items() if is_set]
     if gpu_only and not driver_present():

@@ -278,11 +278,13 @@ class BuildOptions:
             object.__setattr__(self, name, _shapes(getattr(self, name), name))
         if self.workspace is not None and self.workspace < _LEAST_WORKSPACE:
             raise OptionError(
-                f"--workspace is {self.workspace} bytes, and no kernel does with that; give a unit, as in 4GiB"
+                f"--workspace is {self.workspace} bytes, too little for any kernel; give a unit, as in 4GiB"
             )
         capabilities = dict.fromkeys(_compute_capability(text) for text in self.compute_capabilities)
         if CURRENT in capabilities and len(capabilities) > 1:
-            raise OptionError(f"compute capability {CURRENT!r} is this machine's GPU, and goes with no other")
+            raise OptionError(
+                f"compute capability {CURRENT!r} is this machine's GPU, and cannot be combined with others"
+            )
         object.__setattr__(self, "compute_capabilities", tuple(capabilities))
         if self.timing_cache is not None:
             object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))

@@ -21,7 +21,7 @@ from trt_kvcache.engine.build_options import CURRENT
 from trt_kvcache.engine.build_process import STAGES, Done, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
-from trt_kvcache.importer.files.signed_weights import Flipped
+from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import Route, Target
 from trt_kvcache.importer.planning.cache_plans import without_plugin
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import onnx
 
     from trt_kvcache.importer.check import Checked
-    from trt_kvcache.importer.files.signed_weights import Flipped
+    from trt_kvcache.importer.files.flipped import Flipped
     from trt_kvcache.importer.files.source import SourceModel
     from trt_kvcache.importer.planning.index_limits import IndexLimits
 

@@ -22,7 +22,7 @@ from trt_kvcache.compare.network_comparison import NetworkComparison, compare_as
 from trt_kvcache.engine.backend import PACKAGES, Backend, installed_version
 from trt_kvcache.engine.builder import flipped_weights, import_tensorrt, parse, parser_message
 from trt_kvcache.errors import BackendError, BuildError
-from trt_kvcache.importer.files.signed_weights import Flipped
+from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
 
 if TYPE_CHECKING:

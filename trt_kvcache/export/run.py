@@ -190,7 +190,7 @@ def export_checkpoint(
         )
     folder = as_path(output, "output", OutputError).expanduser().absolute()
     if folder.exists() and not (folder.is_dir() and next(folder.iterdir(), None) is None):
-        raise OutputError(f"{folder}: it holds something; give a new folder")
+        raise OutputError(f"{folder}: the folder is not empty; give a new one")
     python = str(as_path(python, "python"))
     capacity = None if capacity is None else as_whole(capacity, "capacity", "tokens")
     if not callable(told):

@@ -245,7 +245,7 @@ def _refuse_beyond(folder: Path, options: PlanOptions) -> None:
     if capacity is not None and longest is not None and capacity > longest[0] and not options.beyond_length:
         raise OptionError(
             f"--capacity is {capacity}, and the model was made for texts of at most {longest[0]} tokens "
-            f"({longest[1]}): what it writes beyond them is unreliable; give at most --capacity {longest[0]}, or "
+            f"({longest[1]}): its output is unreliable beyond them; give at most --capacity {longest[0]}, or "
             "--beyond-length on"
         )
 
@@ -362,10 +362,10 @@ def analyze(
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack)
         raise UnsupportedModelError(
-            f"{path}: updates no cache that is known here "
+            f"{path}: no supported cache update was found "
             f"(found: {foreign or _holder(graph) or 'no cache that a step writes'}); supported are "
             "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
-            "that give Concat(past, new), or what is joined so"
+            "that give Concat(past, new), or an equivalent"
         )
     caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)

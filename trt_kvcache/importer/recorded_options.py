@@ -110,7 +110,7 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
         raise InvalidModelError(
-            f"{path}: carries no record of the options that it was rewritten with; give a file that 'rewrite' wrote"
+            f"{path}: has no record of the options of its rewrite; give a file that 'rewrite' wrote"
         )
     try:
         recorded = msgspec.json.decode(record, type=PlanOptions)

@@ -228,7 +228,7 @@ class CacheRows:
         if plan.prefill_in_one_step and 0 < length < entry.length:
             raise CapacityError(
                 f"slot {slot} cannot be cropped to {length} tokens: tokens of one step see later ones in this model, "
-                f"and the rows that stay would know those that go; {advice}"
+                f"so the remaining rows depend on the removed ones; {advice}"
             )
         for cache in self._caches:
             wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity

@@ -93,7 +93,7 @@ def write_passed_check(path: Path, passed: PassedCheck) -> None:
             file.write(msgspec.json.format(msgspec.json.encode(passed), indent=2) + b"\n")
     except OutputError as error:
         warnings.warn(
-            f"no passed check is kept, so that the next start checks again: {error}", RuntimeWarning, stacklevel=2
+            f"the passed check was not stored, so the next start checks again: {error}", RuntimeWarning, stacklevel=2
         )
 
 

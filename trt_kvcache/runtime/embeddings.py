@@ -171,7 +171,7 @@ def check_range(tokens: Indices, rows: int) -> None:
     """
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
         wrong = tokens[(tokens < 0) | (tokens >= rows)]
-        raise SessionError(f"token id {int(wrong[0])} has no embedding; there are those of 0 to {rows - 1}")
+        raise SessionError(f"token id {int(wrong[0])} has no embedding; the table has 0 to {rows - 1}")
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
@@ -445,8 +445,8 @@ class ModelEmbeddings:
         ids = ids[self._known[ids] == _OWN]
         if not ids.size:
             raise UnsupportedModelError(
-                f"{self._path}: no token id has an embedding of its own: what the model's other inputs hold is in all "
-                "of them; give the table of embeddings instead"
+                f"{self._path}: no token id has an embedding of its own: the model's other inputs change all of "
+                "them; give the table of embeddings instead"
             )
         try:
             alone = self._run(ids[:, np.newaxis], self._empty)[:, 0].astype(np.float64)

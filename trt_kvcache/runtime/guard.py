@@ -100,8 +100,8 @@ class _Idle:
         self._open.__enter__()
         if self._stepping.locked():
             raise SessionError(
-                "the session is in the middle of a step; what this calls, such as a logits_processor or a tokenizer, "
-                "must not change the session, ask its encoder or copy what that left on the GPU: do so between steps"
+                "the session is in a step; code that the step calls, such as a logits_processor or a tokenizer, "
+                "must not change the session, use its encoder or copy its results from the GPU: do this between steps"
             )
         self._signals.hold()
 

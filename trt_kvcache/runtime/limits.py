@@ -57,8 +57,8 @@ class SequenceLimits:
         free_tokens, count = self.free_tokens(slot), len(slot.tokens)
         if self._runner.plan.prefill_in_one_step and slot.pending > (most := largest_update(self._runner, slot.length)):
             raise CapacityError(
-                f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, so "
-                f"that they have to come in one step, which takes at most {most} here; shorten it, or allow more "
+                f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, "
+                f"so they must come in one step, which takes at most {most} here; shorten it, or allow more "
                 "(max_chunk)"
             )
         if free_tokens is None or free_tokens >= 0:

@@ -137,5 +137,5 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
         if kind.elem_type in _FLOATS and len(kind.shape.dim) in (3, 4):
             layers.append(value)
     if not layers:
-        raise UnsupportedModelError("no layer of this model can be looked at: none has a known type and rank")
+        raise UnsupportedModelError("no layer of this model can be compared: none has a known type and rank")
     return layers

@@ -333,7 +333,8 @@ class DecodeLoop:
         wanted = max(0, count - unwanted)
         if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
-                f"slot {name} has {slot.pending} tokens to write in one step, since they see each other in this model, "
+                f"slot {name} has {slot.pending} tokens to write in one step, because they see each other in this "
+                f"model, "
                 f"and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
             )
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)

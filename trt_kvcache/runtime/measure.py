@@ -179,7 +179,7 @@ def load_report(path: Path) -> BenchReport:
         raise OptionError(f"{path}: cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise OptionError(
-            f"{path}: no JSON that 'trt-kvcache bench' printed ({error}); give such a file, or measure again"
+            f"{path}: not JSON of 'trt-kvcache bench' ({error}); give such a file, or measure again"
         ) from error
 
 

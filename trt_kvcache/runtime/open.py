@@ -57,7 +57,7 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
             f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
         )
     if not model and options.device == "cpu":
-        raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
+        raise OptionError(f"{path} looks like an engine, and the CPU runs models; open the .onnx file instead")
     foreign = ("gpu",) if model else ("cpu", "capacity", "plan_options")
     if given := [name for name in foreign if getattr(options, name) is not None]:
         kind, other = ("a model", "engines") if model else ("taken for an engine", "models")

@@ -68,8 +68,8 @@ class PrefixCache:
         count, free = size // self._size, free_memory()
         if count < 1:
             raise OptionError(
-                f"prefix_cache is {size} bytes, and a block of {BLOCK} tokens takes {self._size}; give at least that "
-                "much, better the size of some prompts, or leave it out"
+                f"prefix_cache is {size} bytes, and a block of {BLOCK} tokens takes {self._size}; give at least "
+                "that much, better enough for some prompts, or leave it out"
             )
         if size > free:
             raise SessionError(

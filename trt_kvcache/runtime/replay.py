@@ -215,8 +215,8 @@ class _Replay:
         facts, plan = proof.facts, runner.plan
         if facts.digest != draws_digest(facts.seed):
             raise ManifestError(
-                f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed than "
-                "the one that it was recorded with: build the engine again, or install that version"
+                f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed "
+                "than the version that recorded it: build the engine again, or install that version"
             )
         self._runner, self._proof, self._facts = runner, proof, facts
         if why := self._misfit():

@@ -226,7 +226,7 @@ class PromptReader:
             raise PromptError(f"token id {missing} is out of range; there are embeddings for 0 to {self.vocab - 1}")
         raise PromptError(
             f"token id {missing} has no embedding of its own: an image or sound stands in its place; give "
-            "inputs_embeds, with what the model's encoders make of these"
+            "inputs_embeds, with the outputs of the model's encoders"
         )
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -298,7 +298,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
         raise OptionError(f"config is {said}")
     if config.prompt_lookup_num_tokens and plan.states:
         raise OptionError(
-            f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "
+            f"prompt_lookup_num_tokens takes wrong guesses back, and the model keeps state "
             f"('{plan.states[0].past}') that every step replaces for good; generate without it"
         )
     if config.prompt_lookup_num_tokens and plan.prefill_in_one_step:

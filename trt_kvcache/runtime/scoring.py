@@ -36,7 +36,7 @@ class Score:
         return math.exp(self.nats)
 
 
-def score(session: DecodeSession, tokens: Sequence[int], window: int | None = None) -> Score:
+def score(session: DecodeSession, text: str | Sequence[int], window: int | None = None) -> Score:
     """Score a text with a session, in windows if it is longer than the caches.
 
     Each window begins with the second half of the last one, which is not scored again. So each scored token sees at
@@ -44,17 +44,21 @@ def score(session: DecodeSession, tokens: Sequence[int], window: int | None = No
 
     Args:
         session: a session with a free row.
-        tokens: tokens of the text, at least two.
+        text: the text, for a session with a tokenizer; or its token ids. At least two tokens.
         window: tokens of a window; None: the capacity, at most 2,048.
 
     Raises:
         OptionError: the window is longer than the caches, or shorter than 2 tokens.
-        PromptError: there are fewer than two tokens, or the model does not know one.
+        PromptError: there are fewer than two tokens, the model does not know one, or a text needs a tokenizer.
         CapacityError, SessionError: see `DecodeSession.update`.
     """
     if not isinstance(session, DecodeSession):
         raise OptionError(f"session is {shown(session)}; give a DecodeSession")
-    tokens = read_ids(tokens, session.vocab)
+    if isinstance(text, str):
+        if session.tokenizer is None:
+            raise PromptError("the text needs a tokenizer, and the session has none; give token ids")
+        text = session.tokenizer.encode(text)
+    tokens = read_ids(text, session.vocab)
     capacity = session.cache.capacity
     window = None if window is None else as_whole(window, "window", "tokens")
     window = min(capacity or 2048, 2048) if window is None else window

@@ -285,9 +285,9 @@ class StepInputs:
             role = example({Role.CONSTANT if by_row else Role.ZEROS: [tensor.name]})
             named = f"name the input's role with --config, a YAML file such as: {role}; or " if by_row or sized else ""
             raise UnsupportedModelError(
-                f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
-                "positions, write indices, lengths and masks, give zeros, and pass on constants that come with a "
-                f"sequence: {named}export the model without it, or with a constant in its place"
+                f"{what} has no known role in decoding, so the runtime cannot fill it; it can fill tokens, "
+                "positions, write indices, lengths and masks, zeros, and constants given with a sequence: "
+                f"{named}export the model without it, or with a constant in its place"
             )
         if tensor.role is Role.TOKENS and not tensor.embedded and any(size != 1 for size in tensor.shape[2:]):
             raise UnsupportedModelError(
@@ -308,7 +308,7 @@ class StepInputs:
         if self._plan.prefill_in_one_step and isinstance(cache.update_length, int) and cache.update_length > 1:
             raise UnsupportedModelError(
                 f"the model's number of tokens per step is fixed at {cache.update_length}, and tokens of one step see "
-                "each other, so that those which only fill a step up would change the others: export the model with a "
+                "each other, so padding tokens would change the others: export the model with a "
                 "dynamic number of tokens, or with a causal mask"
             )
         if cache.write_indices is None:
@@ -327,7 +327,7 @@ class StepInputs:
             )
             raise UnsupportedModelError(
                 f"the model's number of tokens per step is fixed at {cache.update_length}, and cache '{cache.past}' "
-                f"stands beside or is {what}, which tokens that only fill a step up would change: export the model "
+                f"stands beside or is {what}, which padding tokens would change: export the model "
                 "with a dynamic number of tokens, or with 1"
             )
         if StepLogits(self._plan).last_only:

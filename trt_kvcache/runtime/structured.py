@@ -137,7 +137,7 @@ class Grammars:
         except OptionError:
             able = False
         if not able:
-            raise OptionError(f"the {what} allows no text that the tokens of the model can begin; give another")
+            raise OptionError(f"the {what} allows no text that the model's tokens can write; give another")
         return compiled
 
 

@@ -265,7 +265,7 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
     try:
         fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        raise ApiError(400, f"the body is no JSON that can be read: {error}", code="invalid_json") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(fields, dict):
         raise ApiError(400, "the body has to be a JSON object", code="invalid_json")
     return as_request(_cleaned(fields, _NESTED), kind)
@@ -563,7 +563,7 @@ def _add_grammar(
     if grammar is None:
         return
     if "grammar" in settings:
-        raise ApiError(400, f"{field}: the answer has to be something else already; leave one of the two out", field)
+        raise ApiError(400, f"{field}: another field already restricts the answer; leave one of the two out", field)
     settings["grammar"] = grammar
 
 

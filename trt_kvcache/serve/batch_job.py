@@ -186,7 +186,7 @@ def run_batch(
             nonlocal errors
             for row in read_rows(file, defaults):
                 if (answer := journal.find(row)) is None:
-                    raise OptionError(f"{file} has changed meanwhile; the same command computes the rows that are new")
+                    raise OptionError(f"{file} changed during the run; the same command computes the new rows")
                 errors += answer[0] != 200
                 yield answer[1]
 
@@ -198,7 +198,7 @@ def run_batch(
 
 def _check_new(output: Path) -> None:
     if output.exists():
-        raise OutputError(f"{output} exists, and a batch writes over nothing; move it away, or give another -o")
+        raise OutputError(f"{output} exists, and a batch never overwrites a file; move it, or give another -o")
 
 
 class Journal:
@@ -251,11 +251,14 @@ class Journal:
             yield
         except sqlite3.Error as error:
             if "locked" in str(error):
-                raise OutputError(f"{self.path}: another process writes it; let that end, or give another -o") from None
+                raise OutputError(
+                    f"{self.path}: another process is writing it; wait for its end, or give another -o"
+                ) from None
             if "not a database" in str(error):
                 raise OutputError(f"{self.path}: no journal of a batch; remove it") from None
             raise OutputError(
-                f"{self.path}: cannot be written: {error}; what is in it stays, and the same command goes on from there"
+                f"{self.path}: cannot be written: {error}; its content is kept, and the same command continues from "
+                f"there"
             ) from None
 
     def claim(self, model: str) -> None:
@@ -272,7 +275,7 @@ class Journal:
         if record != (model,):
             raise OutputError(
                 f"{self.path} holds answers of another model, capacity, type of caches, generation config or adapters; "
-                "give that one, or remove the file to begin again"
+                "give that one, or remove the file to start again"
             )
 
     def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:

@@ -171,7 +171,7 @@ class ServingCore:
         request = _Request(works, config)
         with self._changed:
             if self._closed:
-                raise EndingError("the server ends; ask again later")
+                raise EndingError("the server is shutting down; ask again later")
             busy = len(self._runs) + sum(len(other.works) for other in self._came)
             if busy + len(works) > self.rows + self.max_queue:
                 raise QueueFullError(

@@ -58,7 +58,7 @@ _ONLY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "include_stop_str_in_output": ((False,), "texts end before a stop; leave it out"),
     },
     "stop_conditions": {
-        "min_tokens": ((0,), "it would count anew on another worker; leave it out"),
+        "min_tokens": ((0,), "it would start counting again on another worker; leave it out"),
         "max_thinking_tokens": ((), "thinking is not counted; leave it out"),
     },
     "output_options": {
@@ -141,14 +141,14 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         if session.plan.prefill_in_one_step:
             raise OptionError(
                 "tokens of one step see each other in this model, and a sequence that moves to another worker is "
-                "written anew in one step; use 'trt-kvcache serve'"
+                "computed again in one step; use 'trt-kvcache serve'"
             )
         plain = GenerationConfig()
         for setting in _COUNTED:
             if getattr(session.config, setting) != getattr(plain, setting):
                 raise OptionError(
                     f"generation_config.json sets {setting}, which counts new tokens; a sequence that moves to another "
-                    "worker would count anew; remove it, or use 'trt-kvcache serve'"
+                    "worker would start counting again; remove it, or use 'trt-kvcache serve'"
                 )
         self._session, self._name, self._texts = session, name, str(texts)
         self._core = ServingCore(session, max_queue=max_queue, name=name)

@@ -70,7 +70,7 @@ def write_repository(
     for folder in adapters.values():
         open_lora(folder)
     if not model.is_dir():
-        raise InvalidModelError(f"{model}: no folder, and all of it is copied; give that of an engine or a model")
+        raise InvalidModelError(f"{model}: not a folder; give the folder of an engine or a model, which is copied")
     on_cpu = is_model(model)
     if on_cpu:
         find_model(model)

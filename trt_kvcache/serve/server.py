@@ -40,7 +40,7 @@ def read_keys(file: Path) -> list[str]:
     except OSError as error:
         raise OptionError(f"{file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise OptionError(f"{file} is no UTF-8 text; give a file with a key in each line") from None
+        raise OptionError(f"{file} is not UTF-8 text; give a file with a key in each line") from None
     if others:
         raise OptionError(f"{file} holds keys, and others may read it; run: chmod 600 {file}")
     keys = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#")]

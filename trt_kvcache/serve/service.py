@@ -144,7 +144,7 @@ class Service:
                 headers={"WWW-Authenticate": "Bearer"},
             )  # fmt: skip
         if scope["method"] == "POST" and self.draining:
-            return ApiError(503, "the server ends, and takes no new requests", code="ending", headers=LATER)
+            return ApiError(503, "the server is shutting down and takes no new requests", code="ending", headers=LATER)
         if scope["method"] == "POST" and self.active >= self._most:
             return too_many(f"{self.active} requests run or wait, and at most {self._most} may; ask again later")
         return None

@@ -66,7 +66,7 @@ def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs
         if asked.type == "json_schema" and asked.json_schema is None:
             raise OptionError("type is 'json_schema', and json_schema is missing; give {'schema': {...}} there")
         if asked.type != "json_schema" and asked.json_schema is not None:
-            raise OptionError(f"type is {asked.type!r}; json_schema goes with the type json_schema, and only there")
+            raise OptionError(f"type is {asked.type!r}; json_schema is for the type json_schema only")
         if asked.json_schema is not None:
             return grammars_of(session).json_schema(asked.json_schema.schema)
         return None if asked.type == "text" else grammars_of(session).json_object()

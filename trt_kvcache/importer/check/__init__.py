@@ -83,7 +83,7 @@ def check_rewrite(
         UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
     """
     if why := misfit(rewritten, plan):
-        raise UnsupportedModelError(f"the rewritten model is not as it was planned ({why}), and nothing is built of it")
+        raise UnsupportedModelError(f"the rewritten model does not follow its plan ({why}); nothing is built")
     options = plan.options
     try:
         verdicts = check_in_process(original, rewritten, plan, weights, folder, thorough=thorough)
@@ -113,8 +113,8 @@ def check_rewrite(
         )
     if first.answer == "alone":
         raise UnsupportedModelError(
-            "the model states an open batch and runs with one sequence, and not with several: export it with a batch "
-            "of 1, or without what fixes the batch, such as a Reshape to 1"
+            "the model declares an open batch, but runs with one sequence only: export it with a batch "
+            "of 1, or remove what fixes the batch, such as a Reshape to 1"
         )
     if first.answer == "dependent":
         raise UnsupportedModelError(
@@ -126,10 +126,10 @@ def check_rewrite(
     where = f"around '{first.name}'" + ("" if first.layer is None else f" of layer {first.layer}")
     if first.answer == "different":
         raise UnsupportedModelError(
-            f"{where} the model computes something else than what was recognized there: {first.why}; "
-            "it is refused, since an engine of it would give wrong numbers"
+            f"{where} the model does not compute what was recognized there: {first.why}; "
+            "it is refused because its engine would give wrong numbers"
         )
     raise UnsupportedModelError(
-        f"{where} the rewritten model could not be compared with the original ({first.why}), and nothing "
-        "is built that was not compared"
+        f"{where} the rewritten model could not be compared with the original ({first.why}); models that were not "
+        "compared are not built"
     )

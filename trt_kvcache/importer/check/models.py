@@ -98,18 +98,18 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
             raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
         if _depends_on_text(pair, name):
             raise UnsupportedModelError(
-                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
-                "that come out again may be gone"
+                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and copies "
+                "of inputs may be missing"
             )
     for name in rewritten.outputs:
         if name not in original.outputs:
-            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
+            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original lacks")
     span = pair.plan.logits_span
     if span is not None and span.output not in pair.last_positions:
         raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
     for name in sorted(presents):
         if any(name not in graph.makes for graph in pair.sides):
-            raise UnsupportedModelError(f"only one of both models makes the cache '{name}'")
+            raise UnsupportedModelError(f"only one of the two models returns the cache '{name}'")
     for tensor in (t for t in pair.plan.tensors if t.io == "output"):
         # Inference does not find how many logits a span leaves: then the original's shape counts.
         known = [k for kinds in reversed(pair.kinds) if (k := kinds.get(tensor.name))]

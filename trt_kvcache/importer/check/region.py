@@ -198,7 +198,7 @@ def _ends(
         kind, other = (kinds.get(name) for kinds in pair.kinds)
         if kind is None or kind.shape is None or kind != other:
             raise UnsupportedModelError(
-                f"the output '{name}' of the rewritten model is computed in another way than the original's, and no "
+                f"the output '{name}' of the rewritten model is computed differently from the original's, and no "
                 "part of the graph around it can be compared"
             )
     return differ

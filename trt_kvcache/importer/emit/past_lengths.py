@@ -121,8 +121,8 @@ def check_readers(graph: gs.Graph) -> None:
             if reader is not None:
                 early = " as it is before the new rows are written" if tensor is update.inputs[0] else ""
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is no attention "
-                    "that was recognized; supported are caches that only attention reads"
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is not a "
+                    "recognized attention; supported are caches that only attention reads"
                 )
 
 
@@ -335,7 +335,8 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     An offset to P stays: a table may have other rows before the row of the first position, as BART's has.
     """
     rows = node.outputs[0]
-    offsets = {_rows_taken(node, sample) for sample in samples.twins} if is_op(node, "Slice", "Gather") else {None}
+    taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
+    offsets = {_rows_taken(node, sample) for sample in samples.twins} if taken else {None}
     offset = offsets.pop()
     if offsets or offset is None or offset < 0:
         return False

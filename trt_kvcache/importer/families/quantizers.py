@@ -90,8 +90,8 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
     notes = list[str]()
     if steps := block_steps(model):
         notes.append(
-            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without that "
-            "rounding in both models: what it makes of the numbers only TensorRT shows"
+            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without this "
+            "rounding in both models: only TensorRT shows its effect"
         )
     floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if floats or any(is_block_operator(node) for node in model.graph.node):
@@ -224,8 +224,8 @@ def _check_scale(scope: Scope, node: NodeProto) -> None:
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
-            f"{node.op_type} '{node.name}' is not with one constant scale for the whole tensor; supported is that, as "
-            "ModelOpt writes it: quantize per tensor, or export with QuantizeLinear of ONNX"
+            f"{node.op_type} '{node.name}' has no single constant scale for the whole tensor, which is the "
+            "supported form: quantize per tensor, or export with QuantizeLinear of ONNX"
         )
 
 

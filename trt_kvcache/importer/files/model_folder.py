@@ -72,6 +72,7 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
         return
     better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
     raise UnsupportedModelError(
-        f"{path}: caches come out ('{presents[0]}' and {len(presents) - 1} more) and none go in: the first step alone; "
+        f"{path}: caches come out ('{presents[0]}' and {len(presents) - 1} more) and none go in: it is the first "
+        f"step only; "
         + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
     )

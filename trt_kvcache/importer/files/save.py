@@ -22,7 +22,7 @@ from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import OutputError
 from trt_kvcache.files import check_output, publish, sync, temporary_file
-from trt_kvcache.importer.files.signed_weights import Flipped
+from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 
 if TYPE_CHECKING:

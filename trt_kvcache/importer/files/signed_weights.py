@@ -6,14 +6,10 @@
 In two's complement that is one flipped bit per number. TensorRT for RTX 1.7.1 imports no uint4 weight at all, and no
 signed one with another zero point. ONNX Runtime runs both forms; it gets the first, whose data stay in the source's
 files.
-
-Weights in files whose bits have to be flipped on the way to TensorRT; see `signed`. Needs neither ONNX nor numpy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +18,7 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import families
+from trt_kvcache.importer.files.flipped import Flipped, flip
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
@@ -120,42 +117,3 @@ def _flipped(weight: onnx.TensorProto, mask: int) -> Flipped:
 
 
 _BLOCK = 1 << 25  # bytes read at a time
-
-
-@dataclass(frozen=True)
-class Flipped:
-    """External data of one weight, whose bits still have to be flipped.
-
-    Attributes:
-        name: of the initializer.
-        location: file, relative to the model's folder.
-        offset, length: in bytes.
-        mask: to xor every byte with.
-    """
-
-    name: str
-    location: str
-    offset: int
-    length: int
-    mask: int
-
-    def read(self, folder: Path) -> Iterator[bytes]:
-        """The flipped bytes, piece by piece.
-
-        Raises:
-            OSError: the file cannot be read, or is too short.
-        """
-        with (folder / self.location).open("rb") as file:
-            file.seek(self.offset)
-            left = self.length
-            while left:
-                data = file.read(min(left, _BLOCK))
-                if not data:
-                    raise OSError(f"{self.location} ends before the weight '{self.name}' does")
-                left -= len(data)
-                yield flip(data, self.mask)
-
-
-def flip(data: bytes, mask: int) -> bytes:
-    """Every byte of `data` xor `mask`."""
-    return data.translate(bytes(byte ^ mask for byte in range(256)))

@@ -177,7 +177,7 @@ def recorded_options(path: Path) -> PlanOptions:
         with zipfile.ZipFile(path) as archive:
             return msgspec.json.decode(_read(archive, _REPORT), type=_Recorded).options
     except (OSError, KeyError, ValueError, RecursionError, TrtKvCacheError, zipfile.BadZipFile) as error:
-        raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None
+        raise InvalidModelError(f"{path}: not a readable report: {error}; write it again") from None
 
 
 def _read(archive: zipfile.ZipFile, member: str) -> bytes:
@@ -205,7 +205,7 @@ def unpacked(path: Path) -> Iterator[Path]:
                     (folder / member).write_bytes(_read(archive, member))
             model = ModelProto.FromString((folder / _MODEL).read_bytes())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            raise InvalidModelError(f"{path}: no report that can be read: {error}; write it again") from None
+            raise InvalidModelError(f"{path}: not a readable report: {error}; write it again") from None
         write_stand_ins(model, folder, path)
         yield folder / _MODEL
 

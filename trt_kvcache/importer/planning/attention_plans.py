@@ -440,8 +440,8 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         )
     if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
         raise UnsupportedModelError(
-            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; supported are numbers of "
-            "which the latter divides the former: attend to all heads in one product, and not to parts of them"
+            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; the number of KV "
+            "heads must divide the number of query heads: attend to all heads in one product, and not to parts of them"
         )
     scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
     if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):

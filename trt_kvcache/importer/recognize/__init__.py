@@ -203,13 +203,13 @@ class _Recognizer:
             except UnknownError as error:
                 if error.args[0] == self._interface.tokens:
                     raise RecognizeError(
-                        f"token ids ('{error.args[0]}') decide in an attention or its mask, and not only through their "
-                        "embeddings"
+                        f"token ids ('{error.args[0]}') change an attention or its mask directly, not only through "
+                        "their embeddings"
                     ) from None
                 if positions or not self._may_count(error.args[0]):
                     raise
                 positions = error.args
-        raise RecognizeError("what steps do to caches could not be told")
+        raise RecognizeError("how steps change the caches could not be determined")
 
     def _may_count(self, name: str) -> bool:
         """True if an input may hold the positions of the new tokens."""
@@ -269,7 +269,7 @@ class _Recognizer:
                 passed.add(max(error.args, key=region.texts.index))
                 continue
             return next(c for c in found if c.past is cache.past)
-        raise RecognizeError(f"the new rows of '{cache.past.name}' are no single tensor")
+        raise RecognizeError(f"the new rows of '{cache.past.name}' are not one tensor")
 
     def _attentions(self) -> list[Attention]:
         """Every attention, in the order of the graph."""
@@ -286,13 +286,13 @@ class _Recognizer:
                 part = self._cutter.computed(region, names[seen.query])
                 inner, others = self._seen_in(part, known)
                 if not isinstance(inner, Attention):
-                    raise RecognizeError(f"keys and values of '{front}' are no single tensors")
+                    raise RecognizeError(f"keys and values of '{front}' are not one tensor each")
                 caches = tuple(self._cache(c, names) for c in seen.caches)
                 return replace(self._renamed(inner, others), computed_from=caches)
             if isinstance(seen, Attention):
                 return self._renamed(seen, names)
             passed.add(max((names[n] for n in seen.args), key=region.texts.index))
-        raise RecognizeError(f"queries and new rows of '{front}' are no single tensors")
+        raise RecognizeError(f"queries and new rows of '{front}' are not one tensor each")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
         """Read a region, or reuse the result of an equal region.

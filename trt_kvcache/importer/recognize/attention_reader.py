@@ -236,8 +236,8 @@ class Reader:
                     self._read_sinks(share[:, :, :, 0, 0])
                     return sizes, layout
         raise RecognizeError(
-            f"with one key, '{self._region.result}' is no row of '{value.past.name}', or its heads lie in no order "
-            "that is known"
+            f"with one key, '{self._region.result}' is not a row of '{value.past.name}', or its heads are in an "
+            "unknown order"
         )
 
     def _read_sinks(self, share: Array) -> None:
@@ -246,7 +246,8 @@ class Reader:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
                 raise RecognizeError(
-                    f"weights of '{self._region.result}' add up to less than 1, not alike in each sequence"
+                    f"weights of '{self._region.result}' add up to less than 1, by amounts that differ between "
+                    f"sequences"
                 )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
@@ -269,7 +270,7 @@ class Reader:
             whole = np.concatenate([self._runner.rows(key, sample, feeds[str(key.past.name)]), whole], key.axis)
         size, left = divmod(whole.size, sample.batch * self._sizes["n"] * self._keys(sample))
         if left or (whole.ndim == 4 and whole.shape[2 if key.axis == 1 else 1] != self._sizes["n"]):
-            raise RecognizeError(f"'{key.past.name}' has not as many heads as '{self._value.past.name}'")
+            raise RecognizeError(f"'{key.past.name}' has another number of heads than '{self._value.past.name}'")
         keys = _by_head(whole, key, self._sizes["n"])
         sizes = self._sizes | {"d": size}
         best = 0.0
@@ -288,8 +289,8 @@ class Reader:
         else:
             raise RecognizeError(
                 f"the weights of keys are no softmax of products of '{query}' and '{key.past.name}' (closest fit "
-                f"{best:.3f}) in a step of {sample.length} tokens; not supported either are heads of queries in "
-                "another order than those of keys, and queries that see one key alone"
+                f"{best:.3f}) in a step of {sample.length} tokens; also unsupported are query heads in another "
+                "order than key heads, and queries that see only one key"
             )
         few, layout, products = found
         scale = _scaled(products, few)

@@ -79,7 +79,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         raise OptionError(f"{model} takes nothing from an encoder; leave sources out, and give prompts")
     is_engine = file is not None and file.is_file() and file.suffix.lower() != ".onnx"
     if runner.home is None and is_engine:
-        raise OptionError(f"{file} is taken for an engine, and {model} runs on the CPU; give the encoder's .onnx file")
+        raise OptionError(f"{file} looks like an engine, and {model} runs on the CPU; give the encoder's .onnx file")
     missing = ""
     if runner.home is not None and (file is None or is_engine):
         from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder
@@ -96,7 +96,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
     if path is None:
         raise OptionError(
             f"there is no encoder {f'beside {model}' if file is None else f'at {file}'}, such as "
-            "encoder_model.onnx; name it with --encoder, or give what it makes as constants"
+            "encoder_model.onnx; name it with --encoder, or give its output as constants"
         )
     if missing:
         warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)

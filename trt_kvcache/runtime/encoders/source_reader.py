@@ -92,8 +92,8 @@ class SourceReader:
         if not fitting and not all(array.all() for array in masks):
             raise PromptError(
                 f"the encoder gives {length} positions, and its mask is {list(masks[0].shape)} and not all ones: "
-                "nothing says which of them the decoder is to see; leave out what is masked, or give what the decoder "
-                "takes as constants"
+                "nothing says which of them the decoder should see; leave the masked ones out, or give the "
+                "decoder's inputs as constants"
             )
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 

@@ -67,10 +67,10 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
     for name in settings:
         if name not in known:
             if said := _ELSEWHERE.get(name):
-                raise OptionError(f"'{name}' is no setting of a generation: {said}")
+                raise OptionError(f"'{name}' is not a generation setting: {said}")
             near = SYNONYMS.get(name) or next(iter(get_close_matches(name, known, 1)), "")
             raise OptionError(
-                f"'{name}' is no setting of a generation; {f'did you mean {near}?' if near else 'see GenerationConfig'}"
+                f"'{name}' is not a generation setting; {f'did you mean {near}?' if near else 'see GenerationConfig'}"
             )
     return replace(config, **with_sampling(settings))
 

@@ -235,7 +235,7 @@ class OnnxRuntimeRunner:
         try:
             return HostMemory(np.empty(size, np.uint8))
         except MemoryError:
-            raise SessionError(f"{size / 1e9:.3f} GB of memory cannot be had; remove sequences") from None
+            raise SessionError(f"{size / 1e9:.3f} GB of memory cannot be allocated; remove sequences") from None
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
         """See `Runner.pack_rows`."""

@@ -93,7 +93,7 @@ def render(
             one of them; or the messages are not JSON.
     """
     if taken := next((value for value in _RESERVED if value in chat.values), None):
-        raise OptionError(f"{taken} is no value that a chat template can be given; leave it out")
+        raise OptionError(f"{taken} cannot be given to a chat template; leave it out")
     compiled = _compile(template, name)
     try:
         messages = [_with_texts(message) for message in chat.messages]
@@ -248,8 +248,8 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
         except OptionError:
             continue
         raise OptionError(
-            f"the chat template of {name} does not write messages[{at}] ({messages[at].get('role')}{what}), so that "
-            "the model would not see it; leave it out, or say it in a message of the user"
+            f"the chat template of {name} does not write messages[{at}] ({messages[at].get('role')}{what}), so the "
+            "model would not see it; leave it out, or put its text into a user message"
         )
 
 
@@ -265,7 +265,7 @@ def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
     marked = deepcopy(messages)
     content = marked[-1].get("content")
     if not isinstance(content, str):
-        raise OptionError("only a message of text can be continued: its content is none")
+        raise OptionError("only a message with text can be continued, and this one has none")
     marked[-1]["content"] = content + _MARK
     text, mark, _ = write(marked).partition(_MARK)
     if not mark:
@@ -289,7 +289,7 @@ def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
     if spelled.sub(lambda match: known[int(match[1])], shown) != text:
         raise OptionError(
-            f"the messages spell a special token, and the chat template of {name} reads them in another way for it; "
+            f"the messages contain a special token, and the chat template of {name} then reads them differently; "
             f"leave {', '.join(dict.fromkeys(pattern.findall(text)))} out of the messages"
         )
     parts: list[Part] = []

@@ -42,8 +42,11 @@ class Tokenizer:
         for token, text in self.special_tokens.items():
             if not _is_unicode(text):
                 raise OptionError(
-                    f"{self.name}: its {token} {text!a} is no Unicode text; mend it in tokenizer_config.json"
+                    f"{self.name}: its {token} {text!a} is not Unicode text; correct it in tokenizer_config.json"
                 )
+
+    def __repr__(self) -> str:
+        return f"<Tokenizer: {self.name}, {self._tokenizer.get_vocab_size()} tokens>"
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -119,7 +122,7 @@ class Tokenizer:
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise PromptError(f"the text is no Unicode text: a lone surrogate at character {error.start}") from None
+            raise PromptError(f"the text is not Unicode text: a lone surrogate at character {error.start}") from None
         try:
             tokenizer = self._plain if plain else self._tokenizer
             ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids

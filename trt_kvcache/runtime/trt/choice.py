@@ -211,7 +211,7 @@ class DeviceChoice:
                 keys = row[tokens].astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
                 same = np.array_equal(np.sort(result[1 : 1 + count]), np.sort(keys))
             if not same:
-                raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds others to be the highest")
+                raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds other highest scores")
 
 
 def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:

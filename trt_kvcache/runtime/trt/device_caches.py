@@ -86,8 +86,8 @@ class DeviceCaches:
                 advice = "" if state else "build the engine with a capacity that makes it a multiple, or "
                 raise ManifestError(
                     f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, and "
-                    f"TensorRT binds memory at multiples of {ALIGNMENT} bytes only, so that rows cannot be addressed "
-                    f"one by one; {advice}open it with max_batch 1"
+                    f"TensorRT binds memory at multiples of {ALIGNMENT} bytes only, so rows cannot be addressed "
+                    f"separately; {advice}open it with max_batch 1"
                 )
         self._two_sided = not all(b.carried.in_place for b in self.buffers.values())
         self._sides = np.zeros(max_batch, np.int8)

@@ -105,7 +105,7 @@ class EngineFunction:
             block = DeviceBlock(self._cuda.allocate(size), self._gone)
         except BackendError as error:
             raise BackendError(
-                f"{error.message}, for what the encoder makes of one source; that of others stays on the GPU for as "
+                f"{error.message}, for the encoder's output of one source; that of others stays on the GPU for as "
                 "long as anything holds it: let it go, or keep numpy.asarray of it"
             ) from error
         outputs = {name: block.address + offset for name, (offset, _) in places.items()}

@@ -130,7 +130,7 @@ class StepGraphs:
         self.failure = str(error)
         self._cuda.sync()  # a part of a step may still use its context
         self.close()
-        warnings.warn(f"decoding goes on without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"decoding continues without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
 
     def _drop(self) -> None:
         _, step = self._recorded.popitem(last=False)

@@ -87,7 +87,7 @@ class TensorRTRunner:
         path = Path(engine)
         self.manifest = load_manifest(path)
         if self.manifest.is_encoder:
-            raise OptionError(f"{path} is the engine of an encoder; open that of its decoder, which finds it")
+            raise OptionError(f"{path} is the engine of an encoder; open the engine of its decoder")
         self.plan = self.manifest.plan
         self.inputs = StepInputs(self.plan)
         self._logits = StepLogits(self.plan)
