@@ -10,7 +10,7 @@ from trt_kvcache.plugins.register import Compile, Registration, register_plugins
 from trt_kvcache.plugins.spec import KernelConfig
 
 
-def register_for_this_gpu(trt: Any) -> Registration:
+def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
     """Register the plugin with kernels for the GPU that TensorRT builds for (CUDA's first visible device).
 
     Each kernel is compiled when TensorRT asks for it. A missing NVRTC, an architecture that NVRTC does not know and a
@@ -22,7 +22,7 @@ def register_for_this_gpu(trt: Any) -> Registration:
     """
     arch, driver = this_gpu()
     check_compiler(arch, ptx=True, driver=driver)
-    return register_plugins(trt, kernels_for(arch, driver))
+    return register_plugins(trt, kernels_for(arch, driver), declare_aliases=declare_aliases)
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:

@@ -39,12 +39,15 @@ class Registration:
     errors: list[TrtKvCacheError] = field(default_factory=list)
 
 
-def register_plugins(trt: Any, compile_kernel: Compile) -> Registration:
+def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool = False) -> Registration:
     """Register every operator in this process, before a network is parsed.
 
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
         compile_kernel: compiles PTX; called while an engine is built, once for each kernel that it needs.
+        declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
+            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it, the caller binds one address to
+            both, and the kernel recognizes that.
 
     Raises:
         OptionError: this TensorRT does not support such plugins, or they are registered already.
@@ -60,17 +63,13 @@ def register_plugins(trt: Any, compile_kernel: Compile) -> Registration:
     registration = Registration(tuple(OPERATORS))
     for operator in OPERATORS.values():
         name = f"{NAMESPACE}::{operator.name}"
-        trtp.register(name)(_description(trtp, operator, registration.errors))
+        trtp.register(name)(_description(trtp, operator, declare_aliases, registration.errors))
         trtp.aot_impl(name)(_implementation(trtp, operator, compile_kernel, registration.errors))
     return registration
 
 
-def _description(trtp: Any, operator: Operator, errors: list[TrtKvCacheError]) -> Any:
-    """Return the function that describes an operator's outputs: ``present_i`` is like ``cache_i``.
-
-    No alias is declared: TensorRT could then copy whole caches to keep its own promises. The caller binds one address
-    to both, and the kernel recognizes that.
-    """
+def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
+    """Return the function that describes an operator's outputs: ``present_i`` is like ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
         tensors = dict(zip(operator.inputs, inputs, strict=True))
@@ -78,7 +77,7 @@ def _description(trtp: Any, operator: Operator, errors: list[TrtKvCacheError]) -
         config = _config(operator, tensors)
         _check_bytes(operator, tensors, config.element_bits)
         caches = [tensors[f"cache_{i}"] for i in range(operator.caches)]
-        return tuple(cache.like() for cache in caches)
+        return tuple(cache.aliased() if declare_aliases else cache.like() for cache in caches)
 
     descs = (trtp.TensorDesc,) * len(operator.outputs)
     parameters = _tensors(trtp, operator)

@@ -12,6 +12,7 @@ import pytest
 from blake3 import blake3
 from runtime.interrupts import interrupted
 
+from trt_kvcache import files
 from trt_kvcache.errors import OutputError
 from trt_kvcache.files import atomic_file, check_output, identify, publish, temporary_file
 
@@ -118,6 +119,29 @@ def test_two_files_appear_together(tmp_path: Path) -> None:
         publish([(a, first), (b, second)])
     assert (first.read_bytes(), second.read_bytes()) == (b"A", b"B")
     assert names(tmp_path) == {"engine", "engine.json"}
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_if_the_second_file_fails_the_first_is_as_before(
+    tmp_path: Path, existing: bool, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+
+        def no_links(*_: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(files.os, "link", no_links)
+    first, second = tmp_path / "engine", tmp_path / "engine.json"
+    if existing:
+        first.write_bytes(b"old engine")
+        second.write_bytes(b"old manifest")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with temporary_file(first) as a:
+        a.write_bytes(b"new")
+        with pytest.raises(OutputError, match="engine.json: cannot be written"):
+            publish([(a, first), (tmp_path / "never written", second)])
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("old", [(), ("a",), ("a", "b")])

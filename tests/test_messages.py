@@ -25,7 +25,7 @@ COMMANDS = {"adapter", "chat", "locate", "source"}
         ("a smaller --capacity or --max-chunk", "a smaller capacity or max_chunk"),
         ("--fallback functional (plain) or --max-chunk 1", 'fallback="functional" (plain) or max_chunk=1'),
         ("for --compute-capabilities sm80,sm89;", 'for compute_capabilities=["sm80", "sm89"];'),
-        ("--no-check skips it", "check=False skips it"),
+        ("--no-memory-check skips it", "memory_check=False skips it"),
         ("as in --maxShapes image:1x3", "as in max_shapes image:1x3"),
         ("compare with 'verify MODEL --rewritten o.onnx'", "compare with 'verify MODEL --rewritten o.onnx'"),
         ("--encoder names an encoder", "encoder names an encoder"),
@@ -48,7 +48,7 @@ def test_flags_become_arguments(flags: str, arguments: str) -> None:
         ("leave do_sample=False out", "leave --greedy out"),
         ("seed of a seed=1", "seed of a --seed 1"),
         ("early=True has no effect", "--early True has no effect"),
-        ('backend="auto": it may', "--backend auto: it may"),
+        ('refit="any": it may', "--refit any: it may"),
         ("generation_config.json: temperature is 0", "generation_config.json: temperature is 0"),
         ("/tmp/max_batch/a.onnx: 'max_batch' is no input", "/tmp/max_batch/a.onnx: 'max_batch' is no input"),
     ],
@@ -56,7 +56,7 @@ def test_flags_become_arguments(flags: str, arguments: str) -> None:
 def test_arguments_become_flags(arguments: str, flags: str) -> None:
     known: dict[str, tuple[str, str | None]] = {
         "max_batch": ("--max-batch", None), "temperature": ("--temperature", None), "seed": ("--seed", None),
-        "do_sample": ("--sample", "--greedy"), "backend": ("--backend", None), "early": ("--early", None),
+        "do_sample": ("--sample", "--greedy"), "refit": ("--refit", None), "early": ("--early", None),
     }  # fmt: skip
     assert as_flags(arguments, known) == flags
 

@@ -215,14 +215,37 @@ def sync(file: BinaryIO) -> None:
 
 
 def publish(files: Sequence[tuple[Path, Path]]) -> None:
-    """Move finished temporary files to their final names, in order. Ctrl-C waits until all are moved.
+    """Move finished temporary files to their final names, in order; if one fails, restore the former files.
+
+    Ctrl-C waits until all are moved.
 
     Raises:
         OutputError: a file cannot be moved.
     """
+    moved: list[tuple[Path, Path | None]] = []
     with HeldSignals():
-        for temporary, final in files:
-            try:
+        try:
+            for temporary, final in files:
+                moved.append((final, _keep_aside(final)))
                 temporary.replace(final)
-            except OSError as error:
-                raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+        except OSError as error:
+            for path, former in reversed(moved):
+                path.unlink(missing_ok=True)  # first: a name that is moved onto another name of the same file stays
+                if former is not None:
+                    former.replace(path)
+            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+        for _, former in moved:
+            if former is not None:
+                former.unlink(missing_ok=True)
+
+
+def _keep_aside(path: Path) -> Path | None:
+    """Give a file another name, under which it can be restored; None: there is no file."""
+    if not path.exists():
+        return None
+    former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")
+    try:
+        os.link(path, former)
+    except OSError:  # a file system without hard links
+        path.replace(former)
+    return former

@@ -30,6 +30,15 @@ def free_memory(*, swap: bool = False) -> int:
     return min([free, *(max(limit - taken, 0) for limit, taken in _limits())])
 
 
+def shortage(need: int) -> str:
+    """Return what is free, as words for a refusal, if that is less than `need` bytes; else "".
+
+    A process that runs out of memory is ended by the system without a message.
+    """
+    free = free_memory(swap=True)
+    return "" if need <= free else f"{free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free"
+
+
 def peak_memory() -> int:
     """Return the largest memory of this process so far, in bytes."""
     if sys.platform == "win32":

@@ -15,10 +15,10 @@ CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-
 FLAGS = (
     "allow-origin", "backend", "bandwidth", "beyond-length", "cache-dtype", "cache-layout", "capacity", "check",
     "check-memory", "check-seconds", "checkpoint", "chunks", "compute-capabilities", "config", "constants",
-    "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "logits",
+    "declare-aliases", "draft", "dtype", "embeddings", "encoder", "exporter", "fallback", "inputs", "int4", "logits",
     "lora-rank", "lora-slots", "lora-targets", "max-batch", "max-chunk", "max-encoder", "max-logits", "maxShapes",
-    "opt-batch", "opt-level", "proof", "rewritten", "sliding",
-    "target", "timing-cache", "tokenizer", "window-chunk", "workers",
+    "memory-check", "minShapes", "opt-batch", "opt-level", "optShapes", "proof", "refit", "rewritten", "sliding",
+    "strip-plan", "target", "timing-cache", "tokenizer", "version-compatible", "window-chunk", "workers",
     "workspace",
 )  # fmt: skip
 """Flags in messages of the library, without their dashes. A test compares them with the messages."""

@@ -108,17 +108,18 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
     monkeypatch.setattr("trt_kvcache.build_engine", build_engine)
     CliRunner().invoke(
         app,
-        f"build {model} -o {tmp_path}/e --max-batch 8 --opt-batch 2 --max-chunk 32 "
-        "--maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
-        "--opt-level 4 --timing-cache times "
+        f"build {model} -o {tmp_path}/e --max-batch 8 --opt-batch 2 --max-chunk 32 --minShapes a:1x2,b:3 "
+        "--optShapes a:2x2 --maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
+        "--opt-level 4 --timing-cache times --version-compatible --declare-aliases --strip-plan --refit any "
         "--profiling-verbosity detailed --capacity 48 --cache-layout preserve --attention-span off --fallback contract "
         "--config mine.yaml --sliding circular --window-chunk 9",
     )
     options, build = given
     assert build == BuildOptions(
-        backend="tensorrt", max_batch=8, opt_batch=2, max_chunk=32, max_shapes={"a": (3, 2)},
-        compute_capabilities=("sm80", "sm89"), workspace=1 << 30,
-        opt_level=4, timing_cache="times", profiling_verbosity="detailed",
+        backend="tensorrt", max_batch=8, opt_batch=2, max_chunk=32, min_shapes={"a": (1, 2), "b": (3,)},
+        opt_shapes={"a": (2, 2)}, max_shapes={"a": (3, 2)}, compute_capabilities=("sm80", "sm89"), workspace=1 << 30,
+        opt_level=4, timing_cache="times", version_compatible=True, declare_aliases=True, strip_plan=True,
+        refit="any", profiling_verbosity="detailed",
     )  # fmt: skip
     assert isinstance(options, PlanOptions)
     assert (options.capacity, options.cache_layout, options.attention_span, options.fallback.value, options.config) == (

@@ -162,7 +162,7 @@ def test_bugs_keep_their_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["build", "m.onnx", "-o", "e", "--maxShapes", "x"], "name:1x2x3"),
+        (["build", "m.onnx", "-o", "e", "--minShapes", "x"], "name:1x2x3"),
         (["build", "m.onnx", "-o", "e", "--workspace", "much"], "'much'"),
         (
             ["build", "m.onnx", "-o", "e", "--workspace", "9999999999GiB"],

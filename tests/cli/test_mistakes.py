@@ -193,7 +193,7 @@ def test_a_mistake_is_answered_with_what_to_do(typed: str, folder: Path, monkeyp
         ("bench model.onnx --useCudaGraph", "CUDA graphs are on"),
         ("bench model.onnx --n-prompt 512", "--lengths N"),
         ("build model.onnx -o e --useDLACore 0", "on a GPU alone"),
-        ("build model.onnx -o e --stripWeights", "engines are built whole here"),
+        ("build model.onnx -o e --stripWeights", "--strip-plan"),
         ("build model.onnx -o e --tp_size 2", "for one GPU"),
         ("build model.onnx -o e --builderOptimizationLevel 3", "--opt-level N"),
         ("export checkpoint -o e --task text-generation", "run that exporter by hand"),

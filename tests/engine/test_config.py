@@ -38,8 +38,8 @@ warnings.simplefilter("error")
 target, cache = Target(sys.argv[1]), sys.argv[2]
 full = target is Target.TENSORRT
 build = BuildOptions(
-    workspace=1 << 20, profiling_verbosity="detailed",
-    opt_level=4 if full else None, timing_cache=cache if full else None,
+    workspace=1 << 20, strip_plan=True, refit="any" if full else "identical", profiling_verbosity="detailed",
+    opt_level=4 if full else None, timing_cache=cache if full else None, version_compatible=full,
     compute_capabilities=() if full else ("sm89", "sm120"),
 )
 profile = Profile("decode", {"x": ShapeRange((1, 2), (2, 2), (4, 2))})
@@ -53,6 +53,8 @@ if full:
     warnings.simplefilter("ignore")
     save_timing_cache(config, Path(cache))
 print(json.dumps({
+    "flags": [f.name for f in (trt.BuilderFlag.REFIT, trt.BuilderFlag.REFIT_IDENTICAL, trt.BuilderFlag.STRIP_PLAN,
+                               trt.BuilderFlag.VERSION_COMPATIBLE, trt.BuilderFlag.TF32) if config.get_flag(f)],
     "level": config.builder_optimization_level,
     "workspace": config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE),
     "verbosity": config.profiling_verbosity.name,
@@ -72,6 +74,12 @@ def test_every_option_arrives(tmp_path: Path, target: str) -> None:
     found = json.loads(done.stdout)
     full = target == "tensorrt"
     assert found == {
+        "flags": [
+            "REFIT" if full else "REFIT_IDENTICAL",
+            "STRIP_PLAN",
+            *(["VERSION_COMPATIBLE"] if full else []),
+            "TF32",
+        ],
         "level": 4 if full else 3,
         "workspace": 1 << 20,
         "verbosity": "DETAILED",

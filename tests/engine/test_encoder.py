@@ -407,6 +407,16 @@ def test_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
             assert (range_.min[axis], range_.opt[axis], range_.max[axis], range_.max[0]) == (1, 24, 24, 4)
 
 
+@pytest.mark.slow
+def test_shapes_given_by_name(tmp_path: Path) -> None:
+    model = write(tmp_path / "m.onnx", cross_model("hidden"))
+    shapes = {"min_shapes": {HIDDEN: (1, 24, 32)}, "opt_shapes": {HIDDEN: (4, 24, 32)}}
+    manifest = build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_batch=4, max_encoder=24, **shapes))
+    assert {p.shapes[HIDDEN].min for p in manifest.profiles} == {(1, 24, 32)}
+    with pytest.raises(OptionError, match=r"must be 24 \(from max_encoder\)"):
+        build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_encoder=24, max_shapes={HIDDEN: (1, 25, 32)}))
+
+
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_encoder is given, and no input of the model is as long"):
         build_engine(

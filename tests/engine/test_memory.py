@@ -1,15 +1,96 @@
-"""If memory runs out, the build process goes first, and the message says so."""
+"""A build that would not fit into memory is refused before it starts."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import onnx
 import psutil
 import pytest
 from decoders import DecoderConfig, write_decoder
+from typer.testing import CliRunner
 
+from trt_kvcache import machine
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine import engine_build
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.engine_build import build_engine
+from trt_kvcache.errors import BuildError, OptionError
+from trt_kvcache.importer.plan import Target
+
+GB = 1_000_000_000
+
+
+def little(monkeypatch: pytest.MonkeyPatch, free: int, swap: int = 0) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * free, available=free))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap))
+    monkeypatch.setattr(machine, "_lines", lambda path: [])
+
+
+def check(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
+    model = onnx.ModelProto()
+    model.graph.initializer.add(data_type=onnx.TensorProto.FLOAT, dims=[weights // 4])
+    part: Any = SimpleNamespace(model=[model], flipped=[SimpleNamespace(length=flipped)])
+    setup: Any = SimpleNamespace(build=BuildOptions(), backend=SimpleNamespace(target=Target.TENSORRT_RTX))
+    engine_build._check_memory(part, setup, twice=twice)
+
+
+def test_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    little(monkeypatch, 10 * GB)
+    check(5 * GB)
+    with pytest.raises(
+        OptionError, match=r"about 27\.0 GB of memory \(16\.1 GB of weights.* and 10\.0 of this machine's 20\.0 GB are"
+    ):
+        check(int(16.06 * GB))
+    for more in ({"twice": True}, {"flipped": 2 * GB}):
+        with pytest.raises(OptionError, match="copies of most of them"):
+            check(5 * GB, **more)
+    little(monkeypatch, 10 * GB, swap=20 * GB)
+    check(int(16.06 * GB))
+
+
+@pytest.mark.parametrize("external", [None, 1024])
+def test_nothing_is_started(external: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1), external_threshold=external)
+    monkeypatch.setattr(engine_build, "run_worker", None)
+    little(monkeypatch, GB // 2)
+    before = set(tmp_path.iterdir())
+    with pytest.raises(OptionError, match=r"memory_check=False skips this check"):
+        build_engine(model, tmp_path / "model.engine")
+    done = CliRunner().invoke(app, ["build", str(model), "-o", str(tmp_path / "model.engine")])
+    assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert done.stderr.startswith("error: this build takes about 0.5 GB of memory (0.0 GB of weights")
+    assert set(tmp_path.iterdir()) == before
+
+
+@pytest.mark.slow
+def test_who_knows_better_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    little(monkeypatch, GB // 2)
+    assert build_engine(model, tmp_path / "a.engine", build=BuildOptions(memory_check=False)).engine.size
+    done = CliRunner().invoke(app, ["build", str(model), "-o", str(tmp_path / "b.engine"), "--no-memory-check"])
+    assert done.exit_code == 0, done.stderr
+
+
+def test_the_model_is_dropped_before_tensorrt_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights of a model without external data are in it."""
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    sent: list[onnx.ModelProto] = []
+    monkeypatch.setattr("trt_kvcache.importer.serialize.serialize_model", sent.append)
+
+    def run_worker(job: object, content: Callable[[], bytes], progress: object) -> None:
+        content()
+        references = sys.getrefcount(sent[0])
+        assert references == 2  # of the list, and the argument
+        raise BuildError("enough")
+
+    monkeypatch.setattr(engine_build, "run_worker", run_worker)
+    with pytest.raises(BuildError, match="enough"):
+        build_engine(model, tmp_path / "model.engine")
 
 
 @pytest.mark.slow

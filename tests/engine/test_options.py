@@ -85,6 +85,7 @@ def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pyte
         ({"workspace": 4}, r"workspace is 4 bytes, too little for any kernel; give a unit"),
         ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
         ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
+        ({"refit": True}, "refit is True; it must be one of none, any, identical"),
         ({"compute_capabilities": ("ampere",)}, "'ampere' is not of the form sm80, 80 or 8.0, nor current"),
         (
             {"compute_capabilities": ("sm80", "current")},
@@ -107,6 +108,13 @@ def test_illegal_values_are_refused(arguments: dict[str, object], message: str) 
             "opt_level has no effect here: TensorRT for RTX 1.7.1.116 gives the same engine",
         ),
         (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
+        (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
+        (
+            RTX,
+            BuildOptions(refit="any", strip_plan=True),
+            "refit and strip_plan: .* needs an NVIDIA GPU and driver",
+        ),
+        (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
         (
             FULL,
             BuildOptions(compute_capabilities=("sm80",)),
@@ -120,6 +128,19 @@ def test_options_that_a_backend_would_ignore_are_refused(
     monkeypatch.setattr("trt_kvcache.engine.backend.driver_present", lambda: False)
     with pytest.raises(OptionError, match=message):
         check_build_options(backend, build)
+
+
+@pytest.mark.parametrize("version", ["10.16.1", "11.0.0", "11.2.1", "11.3.1.5", "11.4.0.106", "12.0"])
+def test_versions_that_drop_a_bias_refit_identical_weights_only(version: str) -> None:
+    backend = Backend(Target.TENSORRT, version)
+    for build in (BuildOptions(), BuildOptions(strip_plan=True), BuildOptions(refit="identical", strip_plan=True)):
+        check_build_options(backend, build)
+    if version in ("11.0.0", "11.2.1", "11.3.1.5"):
+        words = rf'refit="any": TensorRT {version} may give wrong numbers.*11\.0 to 11\.3.*use refit="identical"'
+        with pytest.raises(OptionError, match=words):
+            check_build_options(backend, BuildOptions(refit="any"))
+    else:
+        check_build_options(backend, BuildOptions(refit="any"))
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *, driver: bool, **versions: str) -> None:

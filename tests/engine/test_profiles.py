@@ -104,6 +104,11 @@ def test_logits_that_cannot_be_asked_for() -> None:
         resolve_limits(PLAN, BuildOptions(max_logits=3))
     with pytest.raises(OptionError, match="max_logits is 9, and a step has at most 8 positions"):
         resolve_limits(with_logits(PLAN), BuildOptions(max_chunk=8, max_logits=9))
+    with pytest.raises(OptionError, match=r"'logits_span' 4 in dimension 0 \(kept\); it must be 16 \(from max_logits"):
+        profiles(with_logits(PLAN), BuildOptions(max_batch=4, max_shapes={"logits_span": (4,)}))
+    own = profiles(with_logits(PLAN), BuildOptions(max_batch=4, opt_shapes={"logits_span": (4,)}))
+    assert own["prefill"].shapes["logits_span"] == ShapeRange((1,), (4,), (16,))
+    assert own["decode"].shapes["logits_span"] == ShapeRange((1,), (1,), (1,))
 
 
 @given(
@@ -234,19 +239,62 @@ def test_an_unknown_axis_needs_shapes() -> None:
         profiles(plan, BuildOptions(max_batch=2))
     message = str(caught.value)
     assert "input 'image' [batch, 3, patches, width]: the largest patches, width is unknown" in message
+    assert "min_shapes, opt_shapes and max_shapes" in message
     assert "max_shapes image:1x3x1x1" in message
-    for profile in profiles(plan, BuildOptions(max_batch=2, max_shapes={"image": (2, 3, 64, 8)})).values():
-        assert profile.shapes["image"] == ShapeRange((1, 3, 1, 1), (2, 3, 64, 8), (2, 3, 64, 8))
+
+    build = BuildOptions(max_batch=2, min_shapes={"image": (1, 3, 0, 8)}, max_shapes={"image": (2, 3, 64, 8)})
+    for profile in profiles(plan, build).values():
+        assert profile.shapes["image"] == ShapeRange((1, 3, 0, 8), (2, 3, 64, 8), (2, 3, 64, 8))
+    assert profiles(plan, BuildOptions(opt_shapes={"image": (1, 3, 5, 8)}))["decode"].shapes["image"] == ShapeRange(
+        (1, 3, 5, 8), (1, 3, 5, 8), (1, 3, 5, 8)
+    )
+
+
+def test_shapes_narrow_known_axes() -> None:
+    build = BuildOptions(
+        max_batch=4,
+        max_chunk=64,
+        min_shapes={"attention_span": (64,), "input_ids": (2, 4)},
+        opt_shapes={"input_ids": (3, 32)},
+    )
+    made = profiles(PLAN, build)
+    assert made["prefill"].shapes["attention_span"] == ShapeRange((64,), (128,), (256,))
+    assert made["prefill"].shapes["input_ids"] == ShapeRange((2, 4), (3, 32), (4, 64))
+    assert made["decode"].shapes["input_ids"] == ShapeRange((2, 1), (3, 1), (4, 1))
 
 
 @pytest.mark.parametrize(
-    ("shapes", "message"),
+    ("build", "message"),
     [
-        ({"ids": (1,)}, "max_shapes names 'ids', which is no input of the model; inputs: input_i"),
-        ({"input_ids": (1, 2, 3)}, r"max_shapes gives 'input_ids' the shape \[1, 2, 3\]; .*: give"),
-        ({"key_cache.0": (1, 4, 512, 64)}, "dimension 2 is fixed at 256"),
+        (
+            BuildOptions(min_shapes={"ids": (1,)}),
+            "min_shapes names 'ids', which is no input of the model; inputs: input_i",
+        ),
+        (
+            BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
+            r"max_shapes gives 'input_ids' the shape \[1, 2, 3\]; .*: give",
+        ),
+        (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
+        (
+            BuildOptions(max_shapes={"input_ids": (8, 64)}),
+            r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from max_batch",
+        ),
+        (
+            BuildOptions(max_shapes={"input_ids": (2, 64)}),
+            r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from max_batch",
+        ),
+        (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from max_chunk"),
+        (
+            BuildOptions(max_shapes={"attention_span": (257,)}),
+            r"257 in dimension 0 \(span\); .* at most 256 \(the capac",
+        ),
+        (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"min_shapes gives 'input_ids' 0 in dimension 0"),
+        (
+            BuildOptions(min_shapes={"attention_span": (99,)}, opt_shapes={"attention_span": (98,)}),
+            "must grow from min_shapes over opt_shapes to max_shapes; dimension 0 is 99, 98, 256",
+        ),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(shapes: dict[str, tuple[int, ...]], message: str) -> None:
+def test_shapes_that_do_not_fit_are_refused(build: BuildOptions, message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        profiles(PLAN, BuildOptions(max_batch=4, max_chunk=64, max_shapes=shapes))
+        profiles(PLAN, replace(build, max_batch=4, max_chunk=64))

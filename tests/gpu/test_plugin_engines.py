@@ -35,18 +35,20 @@ def full(workshop: Any) -> Any:
     return workshop
 
 
-def build(workshop: Any, folder: Path) -> Path:
+def build(workshop: Any, folder: Path, *, declare_aliases: bool) -> Path:
     output = folder / "plugin.engine"
-    options = BuildOptions(backend="tensorrt", max_batch=3, max_chunk=16)
+    options = BuildOptions(backend="tensorrt", max_batch=3, max_chunk=16, declare_aliases=declare_aliases)
     manifest = build_engine(workshop.model(CIRCULAR), output, build=options)
     assert {cache.route for cache in manifest.plan.caches} == {Route.PLUGIN}
     assert set(manifest.aliases) == {cache.present for cache in manifest.plan.caches}
+    assert load_manifest(output).options["declare_aliases"] is declare_aliases
     return output
 
 
-def test_circular_decode_past_three_wraps(full: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("declare_aliases", [False, True])
+def test_circular_decode_past_three_wraps(full: Any, declare_aliases: bool, tmp_path: Path) -> None:
     """Steps of several tokens that straddle the end of the buffer, and of one; every row and every logit."""
-    engine = full.open(build(full, tmp_path))
+    engine = full.open(build(full, tmp_path, declare_aliases=declare_aliases))
     reference = full.reference(CIRCULAR, REFERENCE)
     rng = np.random.default_rng(0)
     lengths = np.zeros(2, np.int64)
@@ -70,7 +72,7 @@ def test_trtexec_needs_no_python(full: Any, tmp_path: Path) -> None:
     trtexec = shutil.which("trtexec")
     if trtexec is None:
         pytest.skip("trtexec is not on the PATH")
-    engine = build(full, tmp_path)
+    engine = build(full, tmp_path, declare_aliases=False)
     manifest = load_manifest(engine)
     shapes = {name: range_.opt for name, range_ in manifest.profiles[0].shapes.items()}
     numbers = [t.name for t in manifest.plan.tensors if t.name in shapes and t.dtype == "int64"]

@@ -132,7 +132,7 @@ def main() -> None:
         compiled.append(config.name)
         return b"// " + config.name.encode() if real is None else real(config)
 
-    registration = register_plugins(trt, compile_kernel)
+    registration = register_plugins(trt, compile_kernel, declare_aliases=question["declare_aliases"])
     answer = {
         "version": trt.__version__,
         "registered": [

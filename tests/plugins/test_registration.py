@@ -6,6 +6,7 @@ TensorRT's own.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -60,17 +61,18 @@ def value(expression: str | int) -> int:
 class Answers:
     """One process's answers, each asked once."""
 
-    def __init__(self, folder: Path, version: str) -> None:
+    def __init__(self, folder: Path, version: str, aliases: bool) -> None:
         self.cases = [case(o) for o in OPERATORS.values()]
-        question = {"cases": self.cases}
+        question = {"declare_aliases": aliases, "cases": self.cases}
         self.all = ask(version, SCRIPT, question, folder)
         self.by_name = {c["name"]: a for c, a in zip(self.cases, self.all["cases"], strict=True)}
 
 
-@pytest.fixture(scope="module", params=(OLDEST, NEWEST), ids=str)
+@pytest.fixture(scope="module", params=itertools.product((OLDEST, NEWEST), (False, True)), ids=str)
 def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Answers:
-    made = Answers(tmp_path_factory.mktemp("stubs"), request.param)
-    assert made.all["version"] == request.param
+    version, aliases = request.param
+    made = Answers(tmp_path_factory.mktemp("stubs"), version, aliases)
+    assert made.all["version"] == version
     return made
 
 
@@ -95,6 +97,13 @@ def test_operators_are_described(answers: Answers) -> None:
         assert answer["io_types"] == [dtype for dtype, _ in inputs_of(operator)] + answer["types"]
         assert answer["tactics"] == []
         assert answer["serialized"] == 0
+
+
+def test_aliases_are_declared_as_asked(answers: Answers, request: pytest.FixtureRequest) -> None:
+    _, declared = request.node.callspec.params["answers"]
+    for name, operator in OPERATORS.items():
+        expected = {str(i): i if declared and i < operator.caches else -1 for i in range(len(operator.outputs))}
+        assert answers.by_name[name]["aliases"] == expected
 
 
 def test_launches(answers: Answers) -> None:
@@ -194,7 +203,7 @@ REFUSED = {
 
 
 def test_what_no_kernel_takes_is_refused_by_name(tmp_path: Path) -> None:
-    answer = ask(NEWEST, SCRIPT, {"cases": list(REFUSED.values())}, tmp_path)
+    answer = ask(NEWEST, SCRIPT, {"declare_aliases": False, "cases": list(REFUSED.values())}, tmp_path)
     for words, given, found in zip(REFUSED, REFUSED.values(), answer["cases"], strict=True):
         assert found.get("error", "").startswith((f"{given['name']}: ", "quantization ")), (words, found)
         assert words in found["error"]
@@ -210,7 +219,7 @@ DTYPES = {
 
 def test_every_type_is_moved_as_bytes(tmp_path: Path) -> None:
     cases = [case(PLAIN, dtype=dtype, index="int32") for dtype in DTYPES]
-    answer = ask(NEWEST, SCRIPT, {"cases": cases}, tmp_path)
+    answer = ask(NEWEST, SCRIPT, {"declare_aliases": False, "cases": cases}, tmp_path)
     kernels = set()
     for dtype, found in zip(DTYPES, answer["cases"], strict=True):
         assert "error" not in found, found
@@ -224,7 +233,7 @@ def test_every_type_is_moved_as_bytes(tmp_path: Path) -> None:
 
 def test_scales_per_tensor(tmp_path: Path) -> None:
     cases = [case(QUANTIZED, scales=1), case(QUANTIZED, scales=4), case(QUANTIZED, scales=1, heads=1)]
-    answer = ask(NEWEST, SCRIPT, {"cases": cases}, tmp_path)
+    answer = ask(NEWEST, SCRIPT, {"declare_aliases": False, "cases": cases}, tmp_path)
     steps = [found["scalars"][-1][0] for found in answer["cases"]]
     assert steps == [0, 1, 0]
 
@@ -233,7 +242,7 @@ def test_scales_per_tensor(tmp_path: Path) -> None:
 def test_arguments_arrive_in_the_order_of_the_compiled_kernel(tmp_path: Path) -> None:
     """TensorRT passes input pointers, int32 arguments, output pointers: the parameters of the PTX's entry are those."""
     cases = [case(o) for o in OPERATORS.values() if o.mode is UpdateMode.CIRCULAR]
-    question = {"cases": cases, "arch": "sm_90"}
+    question = {"declare_aliases": False, "cases": cases, "arch": "sm_90"}
     answer = ask(NEWEST, SCRIPT, question, tmp_path)
     for given, found in zip(cases, answer["cases"], strict=True):
         assert "error" not in found, found

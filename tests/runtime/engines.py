@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,18 +39,19 @@ def write_engine(
     backend: str = "tensorrt-rtx",
     version: str | None = None,
     encoder: str = "none",
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    shapes: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
 ) -> Path:
     """Write ``<model>.engine`` and its manifest; with ``encoder="auto"``, the encoder beside the model, too.
 
-    `shapes` has the largest ones of inputs that nothing else decides.
+    `shapes` has the least, usual and largest ones of inputs that nothing else decides.
     """
     version = version or VERSIONS[backend]
     options = replace(options or PlanOptions(), target=Target(backend))
     imported = import_model(model, options)
+    kinds = [{name: given[i] for name, given in (shapes or {}).items()} for i in range(3)]
     build = BuildOptions(
         max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder, max_logits=max_logits, encoder=encoder,
-        max_shapes=shapes or {},
+        min_shapes=kinds[0], opt_shapes=kinds[1], max_shapes=kinds[2],
     )  # fmt: skip
     job = find_job(model, imported.plan, build)
     own = build if job is None else without_shapes(build, imported.plan, job.plan)
@@ -62,7 +63,7 @@ def write_engine(
     beside = None
     if job is not None:
         beside = encoder_path(engine)
-        _write(beside, job.model, (job.profile,), {})
+        _write(beside, job.model[0], (job.profile,), {})
         manifest = Manifest(
             created_by="tests", backend=backend, backend_version=version, compute_capabilities=(),
             plan=job.plan, aliases={}, double_buffered={}, profiles=(job.profile,), max_batch=1, max_chunk=1,

@@ -65,7 +65,7 @@ def _build(
     made = write_engine(
         Path(model), options=options, backend=name, version=VERSIONS[name], max_batch=build.max_batch or 1,
         max_chunk=build.max_chunk or 16, max_encoder=build.max_encoder, encoder=build.encoder,
-        shapes=build.max_shapes,
+        shapes={n: (build.min_shapes[n], build.opt_shapes[n], most) for n, most in build.max_shapes.items()},
     )  # fmt: skip
     manifest = load_manifest(made)
     pairs = [(made, output)]

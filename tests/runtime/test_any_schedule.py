@@ -341,7 +341,7 @@ class Play:
         self.restore(number)
         slot, used = self.which(number), {self.cache.slot(slot).row for slot in self.cache.slots}
         if slot is not None and slot not in self.cache.offloaded and len(used - {-1}) < self.cache.rows:
-            self.session._rows.move(slot, max(set(range(self.cache.rows)) - used))
+            self.cache.move(slot, max(set(range(self.cache.rows)) - used))
 
     def compact(self) -> None:
         self.cache.compact()

@@ -73,15 +73,17 @@ def test_refusals(session: DecodeSession) -> None:
     cache = session.cache
     for call in (
         lambda: cache.tokens(5), lambda: cache.reset(5), lambda: cache.crop(5, 0), lambda: cache.fork(5),
-        lambda: cache.release(5), lambda: cache.save("x", [5]),
+        lambda: cache.release(5), lambda: cache.move(5, 0), lambda: cache.save("x", [5]),
     ):  # fmt: skip
         with pytest.raises(SlotError, match=r"slot 5 is not in use \(in use: none\)"):
             call()
-    start(session, [1])
-    two = start(session, [2])
+    one, two = start(session, [1]), start(session, [2])
     for error, words, call in (
         (OptionError, "one index for each of 2 different slots, not 1", lambda: cache.reorder([0])),
         (OptionError, r"indices 0 to 1, not \[0, 2\]", lambda: cache.reorder([0, 2])),
+        (SlotError, "row 1 is in use, or not one of the 4 rows", lambda: cache.move(one, 1)),
+        (SlotError, "row 4 is in use, or not one of the 4 rows", lambda: cache.move(one, 4)),
+        (SlotError, "row is 'a'; it must be a whole number", lambda: cache.move(one, "a")),
         (SlotError, "slot 9 is not in use", lambda: cache.reorder([0], [9])),
         (OptionError, r"no cache 'nope'; caches are cache\.0", lambda: cache.view("nope")),
     ):

@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 from graphs import Graph
 from onnx import TensorProto, helper
 
+from trt_kvcache import machine
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer import pipeline
 from trt_kvcache.importer.check import Checked
@@ -191,3 +193,24 @@ def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
     expected = np.zeros((4, 16))
     expected[1, :2], expected[2, 5:7] = [8, 16], [24, 32]
     np.testing.assert_array_equal(runner.view("key_cache")[:, 0, :, 0], expected)
+
+
+# Models whose weights do not fit into memory are refused before ONNX Runtime is started, which would be killed.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "factor", "why"),
+    [("float32", 0.8, "packs them for products"), ("float16", 2.5, "computes 16-bit floats in float32")],
+)
+def test_weights_that_do_not_fit_are_refused(
+    dtype: str, factor: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(dtype=dtype, hidden=256), 1024)
+    need = int(factor * (tmp_path / "m.onnx.data").stat().st_size)
+    monkeypatch.setattr(machine, "free_memory", lambda *, swap: int(1.1 * need))
+    assert OnnxRuntimeRunner(path).name.startswith("ONNX Runtime")
+    monkeypatch.setattr(machine, "free_memory", lambda *, swap: int(0.9 * need))
+    monkeypatch.delattr(ort, "InferenceSession")
+    with pytest.raises(SessionError, match=f"take at least 0.0 GB of memory .*{why}.* are free; free memory"):
+        OnnxRuntimeRunner(path)

@@ -316,7 +316,7 @@ def test_after_close() -> None:
         lambda: session.remove(0), lambda: session.update({0: [1]}), lambda: session.running, lambda: next(stream),
         lambda: cache.lengths, lambda: cache.view("cache.0"), lambda: cache.load("x"), cache.acquire,
         lambda: cache.tokens(5), lambda: cache.reset(5), lambda: cache.crop(5, 0), lambda: cache.fork(5),
-        lambda: cache.release(5), lambda: cache.save("x", [5]),
+        lambda: cache.release(5), lambda: cache.move(5, 0), lambda: cache.save("x", [5]),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(SessionError, match="the session is closed; open the model again"):
@@ -462,6 +462,7 @@ CHANGES: dict[str, Callable[[DecodeSession, list[int], Path], object]] = {
     "remove itself": lambda s, slots, _: s.remove(slots[0]),
     "remove another": lambda s, slots, _: s.remove(slots[1]),
     "close": lambda s, slots, _: s.close(),
+    "move": lambda s, slots, _: s.cache.move(slots[1], 3),
     "compact": lambda s, slots, _: s.cache.compact(),
     "fork": lambda s, slots, _: s.cache.fork(slots[0]),
     "acquire": lambda s, slots, _: s.cache.acquire(),
@@ -572,7 +573,7 @@ ACTS: dict[str, Callable[[DecodeSession, int, int, Path], object]] = {
     "offload": lambda s, a, b, path: (s.cache.offload(a), s.cache.offload(b, path), s.cache.restore(a)),
     "crop": lambda s, a, b, _: s.cache.crop(a, 2),
     "reorder": lambda s, a, b, _: s.cache.reorder([1, 1]),
-    "compact": lambda s, a, b, _: (s._rows.move(a, 3), s.cache.compact()),
+    "compact": lambda s, a, b, _: (s.cache.move(a, 3), s.cache.compact()),
     "reset": lambda s, a, b, _: s.cache.reset(a),
     "fork": lambda s, a, b, _: s.cache.fork(a),
     "acquire": lambda s, a, b, _: s.cache.acquire([7]),

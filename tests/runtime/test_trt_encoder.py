@@ -370,7 +370,8 @@ def test_what_is_heard_becomes_shorter(machine: Machine, tmp_path: Path) -> None
     g.output("last_hidden_state", TensorProto.FLOAT, ["batch", "half", WIDTH])
     onnx.save(g.model(), tmp_path / "encoder_model.onnx")
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden"))
-    engine = write_engine(model, max_encoder=6, encoder="auto", shapes={"input_features": (1, 12, WIDTH)})
+    heard_shapes = [(1, length, WIDTH) for length in (1, 11, 12)]
+    engine = write_engine(model, max_encoder=6, encoder="auto", shapes={"input_features": heard_shapes})
     with DecodeSession.open(engine) as session, DecodeSession.open(model) as host:
         for length in (1, 2, 11, 12):
             source = {"input_features": heard(length, length)}

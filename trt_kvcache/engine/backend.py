@@ -48,6 +48,11 @@ PACKAGES = {
 PACKED_NATIVE_SINCE = (11, 0)
 """The first TensorRT whose KV-cache layer takes packed updates. Every supported TensorRT for RTX takes them."""
 
+WRONG_REFIT = (11, 0), (11, 3)
+"""The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if none are;
+``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
+https://docs.nvidia.com/deeplearning/tensorrt/11.3.0/inference-library/refitting-engines.html; not run here."""
+
 RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 """The members of ``tensorrt_rtx.ComputeCapability`` in 1.7."""
 
@@ -144,7 +149,9 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     """Refuse options that the builder does not have, or would ignore.
 
     Measured on TensorRT for RTX 1.7.1: the timing cache is documented as doing nothing; engines of every optimization
-    level equal the default's byte for byte (except for the noise between two equal builds).
+    level equal the default's byte for byte (except for the noise between two equal builds); version-compatible builds
+    fail because the package lacks libnvinfer_lean; refittable and stripped builds compile on the GPU and fail without a
+    driver.
 
     Raises:
         OptionError: such an option is set.
@@ -154,6 +161,13 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
             raise OptionError(
                 f"--compute-capabilities {','.join(build.compute_capabilities)} is for TensorRT for RTX; "
                 f"{backend.title} builds for the GPU that it runs on: leave it out, or use --backend tensorrt-rtx"
+            )
+        first, last = WRONG_REFIT
+        if build.refit == "any" and first <= _release(backend.version) <= last:
+            raise OptionError(
+                f"--refit any: {backend.title} may give wrong numbers, because it can drop the bias of a product "
+                "(TensorRT 11.0 to 11.3, a known issue of NVIDIA's); use --refit identical if the weights stay those "
+                "of the build, or TensorRT 11.4 or later, or leave it out"
             )
         return
     here = build.compute_capabilities == (CURRENT,)
@@ -171,12 +185,21 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     useless = {
         "--opt-level": (build.opt_level is not None, "gives the same engine at every optimization level"),
         "--timing-cache": (build.timing_cache is not None, "measures no kernels while building"),
+        "--declare-aliases": (build.declare_aliases, "has no plugins"),
+        "--version-compatible": (build.version_compatible, "comes without the lean runtime that such engines contain"),
     }
     for flag, (is_set, why) in useless.items():
         if is_set:
             raise OptionError(
                 f"{flag} has no effect here: {backend.title} {why}; leave it out, or use --backend tensorrt"
             )
+    asked = {"--refit": build.refit != "none", "--strip-plan": build.strip_plan}
+    gpu_only = [flag for flag, is_set in asked.items() if is_set]
+    if gpu_only and not driver_present():
+        raise OptionError(
+            f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, and "
+            "none is here; leave it out, or build on a machine with a GPU"
+        )
 
 
 def _release(version: str) -> tuple[int, int]:

@@ -18,6 +18,7 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
 PROOFS = ("auto", "off")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
+REFITS = ("none", "any", "identical")
 DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
 """Enough to verify drafts of 15 tokens in one step."""
@@ -93,6 +94,8 @@ class BuildValues(TypedDict, total=False):
     opt_batch: int | None
     max_encoder: int | None
     encoder: str | os.PathLike[str]
+    min_shapes: Mapping[str, Shape] | str
+    opt_shapes: Mapping[str, Shape] | str
     max_shapes: Mapping[str, Shape] | str
     decode_weights: Literal["auto", "shared", "own"]
     backend: Literal["auto", "tensorrt", "tensorrt-rtx"]
@@ -100,9 +103,14 @@ class BuildValues(TypedDict, total=False):
     workspace: int | str | None
     opt_level: int | None
     timing_cache: str | os.PathLike[str] | None
+    version_compatible: bool
+    declare_aliases: bool
+    strip_plan: bool
+    refit: Literal["none", "any", "identical"]
     profiling_verbosity: Literal["none", "layer-names-only", "detailed"]
     proof: str | int
     log: str | os.PathLike[str] | None
+    memory_check: bool
 
 
 @described
@@ -161,11 +169,21 @@ class BuildOptions:
             is_path=True,
         ),
     ] = "auto"
-    max_shapes: Annotated[
+    min_shapes: Annotated[
         Mapping[str, Shape],
         _size(
-            "Largest shapes, for inputs of unknown role.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes
+            "Smallest shapes, for inputs of unknown role.",
+            "They may also narrow the shapes of other inputs. Shapes by name, or their text, see `parse_shapes`.",
+            flag="minShapes",
+            metavar="NAME:1x2,...",
+            read=_read_shapes,
         ),
+    ] = field(default_factory=dict)
+    opt_shapes: Annotated[
+        Mapping[str, Shape], _size("Typical shapes.", flag="optShapes", metavar="NAME:1x2,...", read=_read_shapes)
+    ] = field(default_factory=dict)
+    max_shapes: Annotated[
+        Mapping[str, Shape], _size("Largest shapes.", flag="maxShapes", metavar="NAME:1x2,...", read=_read_shapes)
     ] = field(default_factory=dict)
     decode_weights: Annotated[
         str,
@@ -208,6 +226,25 @@ class BuildOptions:
         str | None,
         _how("File of measured kernel times, read and written.", "TensorRT only.", metavar="FILE", is_path=True),
     ] = None
+    version_compatible: Annotated[
+        bool, _how("The engine runs on later TensorRT versions too.", "Those of the same major version; TensorRT only.")
+    ] = False
+    declare_aliases: Annotated[
+        bool,
+        _how(
+            "Tell TensorRT which outputs of the plugin share a buffer with an input.",
+            "TensorRT may then copy whole caches. Without it, the session binds one address to both. TensorRT only.",
+        ),
+    ] = False
+    strip_plan: Annotated[bool, _how("Leave the weights out of the engine.", "Those that can be refitted.")] = False
+    refit: Annotated[
+        str,
+        _how(
+            "Allow setting weights after the build: any, or only identical ones, such as those that --strip-plan "
+            "left out.",
+            choices=REFITS,
+        ),
+    ] = "none"
     profiling_verbosity: Annotated[
         str, _how("Detail in which the engine describes its layers.", choices=VERBOSITIES)
     ] = "layer-names-only"
@@ -229,11 +266,16 @@ class BuildOptions:
             is_path=True,
         ),
     ] = None
+    memory_check: Annotated[
+        bool,
+        _how("Refuse a build that would not fit into this machine's memory.", "By an estimate; TensorRT for RTX only."),
+    ] = True
 
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "proof", _proof(self.proof))
-        object.__setattr__(self, "max_shapes", _shapes(self.max_shapes, "max_shapes"))
+        for name in ("min_shapes", "opt_shapes", "max_shapes"):
+            object.__setattr__(self, name, _shapes(getattr(self, name), name))
         if self.workspace is not None and self.workspace < _LEAST_WORKSPACE:
             raise OptionError(
                 f"--workspace is {self.workspace} bytes, too little for any kernel; give a unit, as in 4GiB"

@@ -157,7 +157,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
     from trt_kvcache.plugins.embed import register_for_this_gpu
 
     try:
-        return register_for_this_gpu(trt).errors
+        return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
     except TrtKvCacheError as refusal:
         raise type(refusal)(f"{refusal.message}; {without_plugin(job.plan.caches)}") from refusal
 
@@ -203,6 +203,9 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         "profiles": profiles,
         "profiling_verbosity": getattr(trt.ProfilingVerbosity, build.profiling_verbosity.upper().replace("-", "_")),
         "memory_pool_limits": None if build.workspace is None else {trt.MemoryPoolType.WORKSPACE: build.workspace},
+        "refittable": build.refit == "any",
+        "strip_plan": build.strip_plan,
+        "version_compatible": build.version_compatible,
         "builder_optimization_level": build.opt_level,
         "load_timing_cache": build.timing_cache,
         "progress_monitor": monitor,
@@ -222,12 +225,19 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
             config = loader(builder, network)
     except PolygraphyException as error:
         raise BuildError(f"{job.title} cannot be configured: {' '.join(str(error).split())}") from error
+    if build.refit == "identical":
+        config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     if job.target is Target.TENSORRT_RTX:
         import tensorrt_rtx
 
         # Otherwise engines with large tensors may allocate memory while they run, and cannot become CUDA graphs (its
         # header).
         config.set_flag(tensorrt_rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    elif build.declare_aliases:
+        # A preview feature since 10.3; without it TensorRT refuses plugins that declare an alias.
+        import tensorrt
+
+        config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     return config
 
 

@@ -25,7 +25,8 @@ from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, enco
 from trt_kvcache.engine.profiles import Limits, make_encoder_profile, make_profiles, resolve_limits, without_shapes
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, TensorRole, UpdateContract
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, TensorRole, UpdateContract
+from trt_kvcache.machine import shortage
 from trt_kvcache.progress import ProgressEvent, listener
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
+_FACTOR = 1.65  # times the bytes of all weights: memory of a build with TensorRT for RTX, see docs/verify-and-build.md
+_FIXED = 500_000_000  # bytes
 _ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes them
 
 
@@ -52,8 +55,8 @@ def build_engine(
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
     The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If an encoder lies
-    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. Each file appears complete,
-    and a manifest after its engine; after an error, existing files are unchanged. TensorRT runs in a child process,
+    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear together
+    and complete; after an error, existing files are unchanged. TensorRT runs in a child process,
     which ends with the caller; Ctrl-C leaves no files.
 
     Args:
@@ -159,14 +162,16 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
         which_encoder(part.path, plan, setup.build)  # a named encoder has to exist
     encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, setup.build))
     own = setup.build if encoder is None else _of_decoder(setup.build, plan, encoder)
-    quantized = any(is_op(node, "DequantizeLinear") for node in part.model.graph.node)
+    quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     try:
         limits = resolve_limits(plan, own)
         profiles = make_profiles(plan, own, limits, quantized=quantized)
     except OptionError as error:
         raise OptionError("; ".join([error.message, *said])) from None
-    scans = tuple(node.name for node in part.model.graph.node if is_op(node, "Scan"))
-    tables, plan = index_limits(part.model, plan), _bound_contracts(plan, limits.max_chunk)
+    twice = own.decode_weights == "own" and limits.max_batch == 1 and not quantized
+    _check_memory(part, setup, twice=twice)
+    scans = tuple(node.name for node in imported.model.graph.node if is_op(node, "Scan"))
+    tables, plan = index_limits(imported.model, plan), _bound_contracts(plan, limits.max_chunk)
     return _Prepared(part, plan, limits, profiles, settings_beside(Path(model)), tables, scans, encoder, said)
 
 
@@ -176,7 +181,7 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
     if (job := prepared.encoder) is not None:
         entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
         engines, said = [entry] if entry is not None else [], (*said, *more)
-    bounds = None if setup.build.proof == "off" else prepared.bounds
+    bounds = None if setup.build.proof == "off" or setup.build.strip_plan else prepared.bounds
     try:
         built = _built(prepared.model, prepared.plan, prepared.profiles, setup, setup.engine, files, bounds)
     except BuildError as error:
@@ -249,15 +254,15 @@ class _Part:
     Attributes:
         path: path of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
-        sources: the models as read.
-        model: the rewritten model.
+        sources: the files as read, without their graphs.
+        model: the rewritten model; taken out when it is sent, because it may hold all weights, too.
         flipped: external data whose bytes change for TensorRT.
     """
 
     path: Path
     files: dict[Path, str]
     sources: tuple[SourceModel, ...]
-    model: onnx.ModelProto
+    model: list[onnx.ModelProto]
     flipped: tuple[Flipped, ...]
 
 
@@ -288,7 +293,12 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
     files = {path: os.path.relpath(path, folder) for path in paths}
     flipped = for_tensorrt(model, folder)
-    return _Part(sources[0].path, files, tuple(sources), model, flipped)
+    return _Part(sources[0].path, files, _without_graphs(sources), [model], flipped)
+
+
+def _without_graphs(sources: Sequence[SourceModel]) -> tuple[SourceModel, ...]:
+    """Return the sources without their graphs: these may hold all weights, and TensorRT needs the memory."""
+    return tuple(replace(source, proto=type(source.proto)()) for source in sources)
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
@@ -306,7 +316,8 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
             f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
         )
     own = without_shapes(build, plan, encoder.plan)
-    is_set = allowed is not None or any(t.name in own.max_shapes and "encoder" in t.axes for t in plan.tensors)
+    shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
+    is_set = allowed is not None or any(t.name in shaped and "encoder" in t.axes for t in plan.tensors)
     return own if positions is None or is_set else replace(own, max_encoder=positions)
 
 
@@ -339,8 +350,9 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
 def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
     path = check_output(encoder_path(setup.engine))
     check_output(manifest_path(path))
-    part = _part(job.sources, job.model)
+    part = _part(job.sources, job.model.pop())
     _check_not_model(path, part.files)
+    _check_memory(part, setup, twice=False)
     built = _built(part, job.plan, (job.profile,), setup, path, files)
     return _Engine(replace(_manifest(setup, job.plan, (job.profile,), built, path), vocab=job.vocab), built.file, path)
 
@@ -358,12 +370,28 @@ def _built(
         target, title = setup.backend.target, setup.backend.title
         job = Job(target, title, *paths, plan, profiles, setup.build, part.flipped, bounds)
         try:
-            done, warnings = run_worker(job, lambda: serialize_model(part.model), setup.progress)
+            done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
             model = identities.result()
         finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
             for source in part.sources:
                 source.check_unchanged()
     return _Built(file, done, warnings, model)
+
+
+def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
+    """Refuse a build that would not fit into memory; `twice` if the engine holds most weights twice."""
+    from trt_kvcache.importer.protos import byte_size, iter_tensors
+
+    if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
+        return
+    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(*part.model))
+    need = int(_FACTOR * weights) * (2 if twice else 1) + _FIXED + sum(weight.length for weight in part.flipped)
+    if free := shortage(need):
+        raise OptionError(
+            f"this build takes about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB of weights, and TensorRT's "
+            f"copies of most of them), and {free}; close other programs, add swap space, or build on a larger machine "
+            "(TensorRT for RTX needs no GPU to build); --no-memory-check skips this check"
+        )
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
@@ -453,10 +481,9 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
     """Return the options as plain values, in the form of the command line."""
-    flat = dict(vars(build))
+    flat: dict[str, Any] = dict(vars(build))
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
-    flat["max_shapes"] = format_shapes(build.max_shapes)
-    return flat
+    return flat | {name: format_shapes(shapes) for name, shapes in flat.items() if name.endswith("_shapes")}
 
 
 def _publish(engines: Sequence[_Engine]) -> None:
@@ -494,7 +521,7 @@ class EncoderJob:
     Attributes:
         sources: files of the encoder; external data lie in the folder of the first.
         plan: the plan of the encoder.
-        model: the model for TensorRT.
+        model: the model for TensorRT; taken out when it is sent, as that of the decoder.
         profile: the lengths of sources.
         vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
         positions: length of the output for the longest source; None: unknown.
@@ -502,7 +529,7 @@ class EncoderJob:
 
     sources: tuple[SourceModel, ...]
     plan: CachePlan
-    model: onnx.ModelProto
+    model: list[onnx.ModelProto]
     profile: Profile
     vocab: int | None
     positions: int | None
@@ -563,7 +590,9 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = count_positions(encoder.model, shapes, axes)
-    return EncoderJob(encoder.sources, encoder.plan, encoder.model, profile, most_ids(encoder.model), positions)
+    return EncoderJob(
+        _without_graphs(encoder.sources), encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions
+    )
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:

@@ -112,8 +112,8 @@ class Manifest:
         if self.proof is not None or self.is_encoder:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
-        why = said[0] if said else "it was built with --proof off"
-        return f"{why}; 'build --proof STEPS' records one of so many steps, whatever they take"
+        off = "it was built with --strip-plan" if self.options.get("strip_plan") else "it was built with --proof off"
+        return f"{said[0] if said else off}; 'build --proof STEPS' records one of so many steps, whatever they take"
 
     @property
     def is_encoder(self) -> bool:

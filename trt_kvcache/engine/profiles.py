@@ -13,13 +13,20 @@ last layers would have one row: 323 MB instead of 245 MB for 232 MB. Quantized w
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from trt_kvcache.engine.build_options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.engine.manifest import ENCODER, Profile, ShapeRange
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
+
+_SHAPES = {"--minShapes": "min_shapes", "--optShapes": "opt_shapes", "--maxShapes": "max_shapes"}
+_FROM = {
+    "batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk",
+    "encoder": "--max-encoder", "kept": "--max-logits",
+}  # fmt: skip
+"""The option that gives the largest size of an axis."""
 
 
 @dataclass(frozen=True)
@@ -117,16 +124,16 @@ def make_profiles(
 
     Raises:
         OptionError: the caller gives no size of an axis that nothing else determines; or a shape from the caller does
-            not fit the model.
+            not fit the model or the limits.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
-    _check_names(inputs, build.max_shapes)
+    _check_names(inputs, build)
     shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
     several = shared and limits.max_batch == 1  # rows that may never be used
     if several and limits.max_logits == 1:
         limits = replace(limits, max_logits=2)
-    prefill = Profile("prefill", dict(_ranges(plan, inputs, build.max_shapes, limits, limits.max_chunk)))
-    decode = Profile("decode", dict(_ranges(plan, inputs, build.max_shapes, limits, 1)))
+    prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
+    decode = Profile("decode", dict(_ranges(plan, inputs, build, limits, 1)))
     if prefill.shapes == decode.shapes:
         return (decode if limits.max_chunk == 1 else prefill,)
     return prefill, _wider(plan, decode) if several else decode
@@ -143,15 +150,23 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
         OptionError: the longest source is unknown, or a shape from the caller does not fit the model.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
-    shapes = {t.name: build.max_shapes[t.name] for t in inputs if t.name in build.max_shapes}
-    _check_names(inputs, shapes)
-    return Profile(ENCODER, dict(_ranges(plan, inputs, shapes, Limits(1, 1, 1, 1, encoder=_encoder(build)), 1)))
+    own = _with_shapes(build, lambda name: any(t.name == name for t in inputs))
+    _check_names(inputs, own)
+    return Profile(ENCODER, dict(_ranges(plan, inputs, own, Limits(1, 1, 1, 1, encoder=_encoder(build)), 1)))
 
 
 def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) -> BuildOptions:
     """Return the options without the shapes of inputs that only the encoder has."""
     own, others = ({t.name for t in plan.tensors if t.io == "input"} for plan in (decoder, encoder))
-    return replace(build, max_shapes={n: shape for n, shape in build.max_shapes.items() if n not in others - own})
+    return _with_shapes(build, lambda name: name not in others - own)
+
+
+def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOptions:
+    def of(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        return {name: shape for name, shape in shapes.items() if wanted(name)}
+
+    own = of(build.min_shapes), of(build.opt_shapes), of(build.max_shapes)
+    return replace(build, min_shapes=own[0], opt_shapes=own[1], max_shapes=own[2])
 
 
 def _encoder(build: BuildOptions) -> Range | None:
@@ -185,19 +200,53 @@ def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> in
 
 
 def _ranges(
-    plan: CachePlan, inputs: list[TensorRole], shapes: Mapping[str, Shape], limits: Limits, chunk: int
+    plan: CachePlan, inputs: list[TensorRole], build: BuildOptions, limits: Limits, chunk: int
 ) -> Iterator[tuple[str, ShapeRange]]:
     """Yield name and range of every input with a dynamic dimension, for updates of up to `chunk` tokens."""
     for tensor in inputs:
         if all(isinstance(d, int) for d in tensor.shape):
             continue
-        axes = [_axis(plan, tensor, i, limits, chunk) for i in range(len(tensor.shape))]
-        asked = shapes.get(tensor.name)
-        if asked is None and None in axes:
-            raise _unknown(tensor)
-        known = [axis or (1, asked[i], asked[i]) for i, axis in enumerate(axes)] if asked else axes
-        low, typical, high = (tuple(column) for column in zip(*filter(None, known), strict=True))
+        shapes = [getattr(build, kind).get(tensor.name) for kind in _SHAPES.values()]
+        axes = []
+        for i, axis in enumerate(tensor.axes):
+            known = _axis(plan, tensor, i, limits, chunk)
+            # Decode takes one token per sequence; the caller's shapes are for prefill.
+            of_prefill = axis in ("sequence", "tokens", "kept") and chunk == 1 != limits.max_chunk
+            if known is None or not (of_prefill or isinstance(tensor.shape[i], int)):
+                known = _asked(tensor, i, [shape and shape[i] for shape in shapes], known)
+            axes.append(known)
+        low, typical, high = (tuple(column) for column in zip(*axes, strict=True))
         yield tensor.name, ShapeRange(low, typical, high)
+
+
+def _asked(tensor: TensorRole, index: int, asked: list[int | None], known: Range | None) -> Range:
+    """Return the range of an axis that the caller asks for, within the known one.
+
+    Without a known one, each of the three sizes that is not given takes the value of one that is.
+    """
+    given = [size for size in (asked[1], asked[2], asked[0]) if size is not None]
+    if known is None and not given:
+        raise _unknown(tensor)
+    default = known or (min(given), given[0], max(given))
+    low, typical, high = (d if a is None else a for a, d in zip(asked, default, strict=True))
+    if asked[1] is None:  # the default yields to the caller's bounds
+        typical = min(max(typical, low), high)
+    axis = tensor.axes[index]
+    if known and (high > known[2] or (axis in _FROM and high < known[2])):
+        allowed = f"{known[2]} (from {_FROM[axis]})" if axis in _FROM else f"at most {known[2]} (the capacity)"
+        raise OptionError(
+            f"--maxShapes gives {tensor.name!r} {high} in dimension {index} ({axis}); it must be {allowed}"
+        )
+    if known and low < known[0]:
+        raise OptionError(
+            f"--minShapes gives {tensor.name!r} {low} in dimension {index} ({axis}); it must be at least {known[0]}"
+        )
+    if not low <= typical <= high:
+        raise OptionError(
+            f"the shapes of {tensor.name!r} must grow from --minShapes over --optShapes to --maxShapes; "
+            f"dimension {index} is {low}, {typical}, {high}"
+        )
+    return low, typical, high
 
 
 def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk: int) -> Range | None:
@@ -238,14 +287,14 @@ def _rows(capacity: int, chunk: int) -> Range:
     return 1, max(capacity // 2, chunk, 1), capacity
 
 
-def _check_names(inputs: list[TensorRole], shapes: Mapping[str, Shape]) -> None:
+def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
     """Refuse shapes for inputs that do not exist, of another rank, or against a fixed dimension."""
     known = {t.name: t.shape for t in inputs}
-    for name, shape in shapes.items():
+    for flag, name, shape in ((f, n, s) for f, kind in _SHAPES.items() for n, s in getattr(build, kind).items()):
         if name not in known:
-            raise OptionError(f"--maxShapes names {name!r}, which is no input of the model; inputs: {', '.join(known)}")
+            raise OptionError(f"{flag} names {name!r}, which is no input of the model; inputs: {', '.join(known)}")
         model = known[name]
-        mismatch = f"--maxShapes gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
+        mismatch = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
         if len(shape) != len(model):
             raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
         for i, (asked, size) in enumerate(zip(shape, model, strict=True)):
@@ -264,8 +313,8 @@ def _unknown(tensor: TensorRole) -> OptionError:
         )
     example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
     return OptionError(
-        f"input {tensor.name!r} {_text(tensor.shape)}: the largest {names} is unknown; give its largest shape, as in "
-        f"--maxShapes {tensor.name}:{example}"
+        f"input {tensor.name!r} {_text(tensor.shape)}: the largest {names} is unknown; give its shapes with "
+        f"--minShapes, --optShapes and --maxShapes, as in --maxShapes {tensor.name}:{example}"
     )
 
 

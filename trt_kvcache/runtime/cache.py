@@ -245,6 +245,19 @@ class KVCache:
                 raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
             self._rows.reorder(indices, names)
 
+    def move(self, slot: int, row: int) -> None:
+        """Move a slot to a row that no slot uses.
+
+        Raises:
+            SlotError: the slot is not in use; or the row is in use or does not exist.
+        """
+        with self._guard.lock, self._guard.idle:
+            row = as_whole(row, "row", error=SlotError)
+            if self._rows.with_row(slot).row != row:
+                if not 0 <= row < self.rows or any(s.row == row for s in self._rows.slots.values()):
+                    raise SlotError(f"row {row} is in use, or not one of the {self.rows} rows; move to a free one")
+                self._rows.move(slot, row)
+
     def compact(self) -> None:
         """Move n slots to rows 0 to n - 1, so that a step over all of them is one row range."""
         with self._guard.lock, self._guard.idle:
