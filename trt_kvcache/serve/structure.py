@@ -31,7 +31,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The `structured_outputs` of vLLM's API, with one of these fields. `grammar` is written in Lark."""
+    """The `structured_outputs` of vLLM's API, with one of these fields. `grammar` is Lark or GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
