@@ -1,6 +1,6 @@
-"""From an ONNX decoder to a TensorRT engine that updates its KV caches in place.
+"""Turns an ONNX decoder into a TensorRT engine that updates its KV caches in place, and runs both.
 
-    export_checkpoint ONNX of a checkpoint or a GGUF file
+    export_checkpoint exports a checkpoint or a GGUF file as ONNX
     plan_model        the dry run: what will be done to every cache and every attention
     rewrite_model     the rewritten model alone, still standard ONNX
     build_engine      the engine and its manifest
@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-# onnxruntime reads this variable when it is imported. Without it, 1.32.0 on Linux makes a name for the machine and a
-# database under ~/.cache/Microsoft, a file .ses in TMPDIR, and within half a minute looks up
+# onnxruntime reads this variable when it is imported. Without it, 1.32.0 on Linux creates an id of the machine and a
+# database under ~/.cache/Microsoft, a file .ses in TMPDIR, and within half a minute contacts
 # mobile.events.data.microsoft.com.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 

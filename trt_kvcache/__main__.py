@@ -42,7 +42,7 @@ def main() -> None:
     except OSError as error:
         from trt_kvcache.child import is_broken
 
-        # Errors of files that commands write are caught there, with names; what remains is stdout.
+        # Commands catch errors of the files that they write; this one can only be an error of stdout.
         unread = is_broken(error)
         if error.filename is not None or not (unread or error.errno in _FULL):
             raise
@@ -54,10 +54,10 @@ def main() -> None:
 
 
 def _encode(stream: TextIO) -> None:
-    """Let a stream take every character: no character may end a run, or be lost in a file."""
+    """Make a stream accept every character, so that none ends a run with an error or is lost in a file."""
     if isinstance(stream, io.TextIOWrapper):
         if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
-            stream.reconfigure(encoding="utf-8")  # as JSON requires; files on Windows have 256 characters by default
+            stream.reconfigure(encoding="utf-8")  # as JSON requires; files on Windows allow 256 characters by default
         stream.reconfigure(errors="backslashreplace")
 
 

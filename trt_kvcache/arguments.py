@@ -1,4 +1,4 @@
-"""Values from callers of public functions: their form in messages, and checks that several functions share."""
+"""Checks values from callers of public functions, and shows them in messages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def as_options(value: object, kind: type[_Options], what: str) -> _Options:
     """Return a caller's options.
 
     Raises:
-        OptionError: they have another type.
+        OptionError: the options have another type.
     """
     if not isinstance(value, kind):
         raise OptionError(f"{what} is {shown(value)}; give {kind.__name__}(...)")

@@ -1,4 +1,4 @@
-"""Child processes for work on untrusted files, which may need any time and any memory, or crash.
+"""Runs work on untrusted files in child processes, because it may need unlimited time and memory, or crash.
 
 One protocol for all: requests and answers are data classes, each followed by bytes. If the child raises an error of
 this package, the caller raises it, too. Nothing from a child is unpickled. The frames::
@@ -55,11 +55,11 @@ _Answer = TypeVar("_Answer")
 
 
 class ChildError(Exception):
-    """The child gave no answer; the text gives the user the reason."""
+    """Raised if the child gave no answer; the text gives the user the reason."""
 
 
 class ChildLateError(ChildError):
-    """The child took longer than allowed."""
+    """Raised if the child took longer than allowed."""
 
 
 class Begun(NamedTuple):
@@ -172,7 +172,7 @@ class Child:
             raise
 
     def keep(self) -> None:
-        """Tell the child to leave its files."""
+        """Tell the child not to remove its files when the caller ends."""
         self._write(_KEEP, b"null")
 
     def answer(
@@ -192,8 +192,8 @@ class Child:
             asked: answers questions.
 
         Raises:
-            ChildError: it takes longer, needs more memory, or died.
-            TrtKvCacheError: the child raised it.
+            ChildError: the child takes longer, needs more memory, or died.
+            TrtKvCacheError: the child raised this error.
             RuntimeError: a bug in the child; the message is a trace.
         """
         begun = self.begin()

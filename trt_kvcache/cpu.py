@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU: how importer, verify and runtime open models, and which errors it raises."""
+"""Opens and runs models in ONNX Runtime on the CPU, for importer, verify and runtime; and names its errors."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ ORT_ERRORS = (
 
 
 SECONDS = 1800.0
-"""The longest time to open a model or run a step: anything longer may never end."""
+"""Most seconds to open a model or run a step: a call that takes longer may never end."""
 
 
 class RunError(Exception):
-    """A model or a step cannot run; the text is that of ONNX Runtime or of ONNX's evaluator, on one line."""
+    """Raised if a model or a step cannot run; the text is that of ONNX Runtime or of ONNX's evaluator, on one line."""
 
 
 def one_line(error: Exception) -> str:
@@ -58,7 +58,7 @@ def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.Infere
 
     Raises:
         RunError: ONNX Runtime refuses the model.
-        UnsupportedModelError: it takes more than `SECONDS`.
+        UnsupportedModelError: the call takes more than `SECONDS`.
     """
     return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
 
@@ -68,7 +68,7 @@ def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapp
 
     Raises:
         RunError: the step cannot run.
-        UnsupportedModelError: it takes more than `SECONDS`.
+        UnsupportedModelError: the call takes more than `SECONDS`.
         MemoryError: too little memory is free.
     """
     options = quiet_run()

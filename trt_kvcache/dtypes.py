@@ -1,4 +1,4 @@
-"""ONNX dtypes as NumPy dtypes."""
+"""Converts names of ONNX dtypes to NumPy dtypes."""
 
 from __future__ import annotations
 

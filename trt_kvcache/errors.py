@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose.
+"""All errors that this package raises on purpose.
 
     TrtKvCacheError
     ├── ModelError                 the model, as a file or as a graph

@@ -1,4 +1,4 @@
-"""Files: reading small ones within limits, writing outputs completely or not at all, identities, names of exports."""
+"""Reads small files within limits, writes outputs completely or not at all, and computes identities of files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = 16 << 20
 """Most bytes of files with settings or templates."""
 
 _BLOCK = 1 << 20
-_OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
+_OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # paths of files that are open already
 _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
 
 
@@ -116,7 +116,7 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 def stamp(file: Path | int) -> tuple[int, ...]:
     """Return values that change with a file: device, inode, size, and the times of content and inode in ns.
 
-    The last one changes if a file is moved away and back.
+    The time of the inode also changes if a file is moved away and back.
 
     Args:
         file: path of the file, or the descriptor of the open file.
@@ -151,7 +151,7 @@ def check_output(path: str | os.PathLike[str]) -> Path:
         OutputError: a file cannot be written there, as far as this is known before writing.
     """
     path = as_path(path, "output", OutputError)
-    if path.absolute().as_posix().startswith(_OPEN):  # it may be a file, which would be replaced
+    if path.absolute().as_posix().startswith(_OPEN):  # stdout may be a regular file, which would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
     try:
         real = path.expanduser().resolve()
@@ -176,11 +176,11 @@ def temporary_file(final: Path) -> Iterator[Path]:
     It is in the same folder, because a file can be moved in one step only within a file system.
 
     Raises:
-        OutputError: it cannot be created.
+        OutputError: the file cannot be created.
     """
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # Not mkstemp, whose files are private to the user for good.
+        # Not mkstemp: only the user could ever read its files.
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     except OSError as error:
         raise OutputError(f"{final}: cannot be written: {error.strerror}") from error

@@ -1,6 +1,6 @@
-"""Values of a step's inputs that follow from its lengths: positions, write indices, valid lengths, masks.
+"""Computes inputs of a step that follow from its lengths: positions, write indices, valid lengths, masks.
 
-For sessions, and for the comparisons of models. Values have named axes; `place` brings them into a tensor's shape.
+Sessions and comparisons of models use it. Values have named axes; `place` brings them into a tensor's shape.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
     """Return the values of an input that follow from the lengths of the rows; None for other roles.
 
     Args:
-        role: of the input.
+        role: role of the input.
         starts: int64 ``[R]``: tokens of each row before the step, not wrapped for circular caches.
         length: new tokens of each row.
-        most: bound of valid lengths: the capacity.
+        most: largest valid length: the capacity.
     """
     match role:
         case Role.POSITIONS:
@@ -67,7 +67,7 @@ def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = No
     Args:
         starts: see `from_lengths`.
         length: see `from_lengths`.
-        keys: cache rows.
+        keys: number of cache rows.
         ring: capacity of a circular cache; None for linear ones.
     """
     new = starts[:, np.newaxis, np.newaxis] + np.arange(length)[:, np.newaxis]
@@ -86,7 +86,7 @@ def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
 
 
 def by_token(values: Array, tensor: TensorRole) -> Named:
-    """Return values ``[R, S, ...]`` with the axes of a tensor that has one for the tokens of all rows, or two."""
+    """Return values ``[R, S, ...]`` for a tensor with the axes batch and sequence, or one axis for all tokens."""
     if "tokens" in tensor.axes:
         return values.reshape(-1, *values.shape[2:]), ("tokens",)
     return values, ("batch", "sequence")
@@ -116,7 +116,7 @@ def fixed_rows(plan: CachePlan) -> int | None:
     """Return the batch size that the model's caches, states and constants are fixed at, or None.
 
     Raises:
-        UnsupportedModelError: they are fixed at different sizes.
+        UnsupportedModelError: the model fixes them at different sizes.
     """
     carried = [*(c.physical_shape for c in plan.caches if c.carried), *(s.shape for s in plan.states)]
     shapes = [*carried, *(t.shape for t in plan.tensors if t.role is Role.CONSTANT and t.io == "input")]
@@ -139,7 +139,7 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
     """Return the tensor with names for axes that are fixed at the plan's batch or update length, if it is not 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
-    indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is their width
+    indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width
     if tensor.role is Role.MASK:  # [B, 1, S, L], [B, S, L] or [B, L]
         places = {"batch": 0} | ({"sequence": rank - 2} if rank > 2 else {})
     else:
@@ -159,5 +159,5 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
 def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
     """Return the axes of positions ``[planes, B, S]`` or ``[B, planes, S]``, with the planes' axis named."""
     fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
-    planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the batch may be fixed at 1
+    planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the smaller fixed axis is a batch of 1
     return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

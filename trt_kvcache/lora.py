@@ -1,4 +1,4 @@
-"""Adapters (LoRA) as peft writes them: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Reads adapters (LoRA) that peft wrote: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 A module ``y = x W`` of the checkpoint becomes ``y = x W + scale * (x A) B``. The scale is ``lora_alpha / r``, or
 ``lora_alpha / sqrt(r)`` with ``use_rslora``; `rank_pattern` and `alpha_pattern` name modules with other values. The
@@ -33,7 +33,7 @@ _MEANINGLESS = {  # without meaning in inference, or given by the tensors
     "qalora_group_size", "revision", "runtime_config", "target_modules", "task_type",
 }  # fmt: skip
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Initializations of a training that do not change the weights of the model."""
+"""Initializations for training that leave the weights of the model unchanged."""
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
 """Modules that consist of several, side by side: exporters fuse the parts, or split the whole."""
@@ -46,7 +46,7 @@ _ENDS = 4  # most names in a message
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The change of one module.
+    """The adapter's part for one module.
 
     Attributes:
         name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
@@ -120,7 +120,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
 
 
 def module_key(name: str) -> tuple[str, ...] | None:
-    """Return a key of a module's place in a decoder, equal for all spellings; None if it is no module of a decoder.
+    """Return a key of a module's place in a decoder, equal for all spellings; None if it is not in a decoder layer.
 
     ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
     """
@@ -188,7 +188,7 @@ def _module(
 
 
 def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any], path: Path) -> float:
-    """Return a module's number: from the first pattern that fits its name, as in peft; otherwise from `default`."""
+    """Return a number for a module: from the first pattern that fits its name, as in peft; otherwise from `default`."""
     import re2
 
     quiet = re2.Options()

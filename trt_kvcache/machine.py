@@ -1,4 +1,4 @@
-"""The memory of this machine, or of the part that the process may use: in a container, a batch job, a systemd unit."""
+"""Measures and limits memory: of this machine, or of the part that a container or a systemd unit may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options in messages: arguments in Python, flags on the command line. Also sizes as text, and control characters.
+"""Writes options in messages as arguments of Python or as flags; also sizes as text, and visible control characters.
 
 Messages are written with flags, such as ``--capacity 256``, because no other text looks like a flag. `as_arguments`
 turns this into ``capacity=256``. `as_flags` does the reverse, for messages that name arguments.

@@ -1,7 +1,7 @@
-"""Names that people type instead of a model's path: names on a model hub, weights, files of other tools.
+"""Finds the file that a MODEL, ENGINE or CHECKPOINT argument means.
 
-Each is answered with what it is, and with the command that fits. The name of a model on the hub becomes its folder in
-the local cache of huggingface_hub, if it is there.
+The name of a model on the hub becomes its folder in the local cache of huggingface_hub, if it is there. For weights or
+files of other tools, the error says what the file is, and which command fits.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def model_named(path: Path) -> Path:
     """Return the path that a MODEL argument means.
 
     Raises:
-        InvalidModelError: it is not a model; the message says what it is, and what to do.
+        InvalidModelError: the path is not a model; the message says what it is, and what to do.
     """
     path = _checked(path, to_run=True)
     engine = engine_in(path)
@@ -98,7 +98,7 @@ def engine_named(path: Path) -> Path:
 def _checked(typed: Path, *, to_run: bool) -> Path:
     path = _of_hub(typed)
     if not path.exists():
-        return path  # each command reports a missing file itself
+        return path  # commands report a missing file
     for kind in (_pointer, _weights, _adapter, _foreign, _below):
         if said := kind(path):
             raise InvalidModelError(f"{typed}: {said}")

@@ -1,7 +1,7 @@
-"""Signals: calls into native code that a model may make endless are interrupted; changes of state are not.
+"""Makes signals interrupt calls into native code, which a model may make endless, but not changes of state.
 
-Python handles a signal between two of its own steps: not while the main thread is in such a call. A daemon thread that
-is in such a call when the interpreter ends makes C++ abort the process.
+Python handles a signal between two of its own steps, so not while the main thread is in native code. If a daemon thread
+is in native code when the interpreter ends, C++ aborts the process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trt_kvcache.errors import SessionError
 _PATIENCE = 10.0  # seconds; a call ends at the next node of its graph
 _PAUSE = 0.01
 
-# No lock, which Ctrl-C could leave taken: each use is one step of Python.
+# Without a lock, which Ctrl-C could leave locked: each use is one step of Python.
 _calls: dict[Endable, int] = {}
 _numbers = itertools.count()
 _ending: list[bool] = []
@@ -54,7 +54,7 @@ def calls_under_way() -> dict[Endable, int]:
 
 
 def end_calls(calls: dict[Endable, int]) -> None:
-    """Make those of the calls return soon that are still running."""
+    """Make these calls return soon, if they are still running."""
     for call, number in calls.items():
         if _calls.get(call) == number:
             call.stop()
@@ -75,9 +75,9 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "S
 
 
 class HeldSignals:
-    """Lets signals wait within a ``with`` block of the main thread, the only one in which Python handles them.
+    """Delays signals within a ``with`` block of the main thread, the only thread in which Python handles them.
 
-    Blocks nest. A change that an exception between two lines would leave half done goes into such a block.
+    Use it for changes that an exception between two lines would leave half done. Blocks nest.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class HeldSignals:
         self.release()
 
     def hold(self) -> None:
-        """Let signals wait from now on."""
+        """Delay signals from now on."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._depth == 0:
@@ -104,13 +104,13 @@ class HeldSignals:
                     if callable(usual) and usual != self._note:
                         self._usual[number] = usual
                         signal.signal(number, self._note)
-            except BaseException:  # of a handler that still counts
+            except BaseException:  # raised by a handler that was still in place
                 self._restore()
                 raise
         self._depth += 1
 
     def release(self) -> None:
-        """Handle the signals that wait, at the end of the outermost block."""
+        """Handle the delayed signals, at the end of the outermost block."""
         if threading.current_thread() is threading.main_thread():
             self._depth -= 1
             if self._depth == 0:
@@ -122,7 +122,7 @@ class HeldSignals:
             signal.signal(*self._usual.popitem())
 
     def deliver(self) -> None:
-        """Handle the signals that wait."""
+        """Handle the delayed signals now."""
         if self._waiting and threading.current_thread() is threading.main_thread():
             number, self._waiting = self._waiting[0], []
             handler: Any = self._usual.get(number) or signal.getsignal(number)

@@ -1,4 +1,4 @@
-"""HTML: elements, tables, charts and whole pages, without templates and without external content.
+"""Writes HTML: elements, tables, charts and whole pages, without templates and without external content.
 
 Names in a page may come from untrusted files. Only `tag` writes texts, and it escapes all of them. Jinja2 would save no
 lines: it could replace `tag`, `table` and `page`, but not the geometry of charts.

@@ -1,4 +1,4 @@
-"""Progress of long work. It is reported to the function given to `listening`; without one, to nobody.
+"""Reports the progress of long work to the function given to `listening`, if there is one.
 
     with phase("decoding with the original", len(steps)) as done:
         for step in steps:
@@ -23,7 +23,7 @@ class ProgressEvent:
     Attributes:
         phase: name of the phase. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
         parent: the phase that contains it, or None.
-        step, steps: `step` of `steps` are done.
+        step, steps: `step` of `steps` steps are done.
         finished: the phase is over, even if some steps were not needed.
     """
 
@@ -55,7 +55,7 @@ def listening(heard: Listener) -> Iterator[None]:
 
 
 def tell(event: ProgressEvent) -> None:
-    """Pass on an event from elsewhere; a phase without a parent becomes part of the running phase."""
+    """Report an event of another process or library; a phase without a parent becomes part of the running phase."""
     _send(event if event.parent else replace(event, parent=_parent.get()))
 
 

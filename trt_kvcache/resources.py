@@ -1,4 +1,4 @@
-"""Paths of files that ship beside the code: ``configs`` and ``plugins``."""
+"""Finds the folders that ship beside the code: ``configs`` and ``plugins``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings: text, limits and flag of an option's field, defined once for checks, flags and the reference."""
+"""Defines the text, limits and flag of an option's field once, for checks, flags and the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trt_kvcache.messages import as_arguments
 
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000
-"""Larger limits are those of number types; messages leave them out."""
+"""Messages leave out upper limits from here on: they follow only from the type of the number."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Setting:
         is_path: the text is the path of a file or folder.
         read: converts the text of the flag to a value; callers in Python may give that text, too.
         flag_type: type of the flag, if it differs from the field's, such as ``list[int]`` for a repeatable flag.
-        has_flag: commands have a flag of that name and meaning.
+        has_flag: commands have a flag for this setting.
     """
 
     help: str = ""

@@ -1,4 +1,4 @@
-"""Tensors of safetensors files in NumPy, including bfloat16: mapped from the file, or read as a whole.
+"""Reads safetensors files in NumPy, including bfloat16: tensors are mapped from the file, or read as a whole.
 
 A file consists of 8 bytes with the length of a JSON header, the header, and the data. Format:
 https://huggingface.co/docs/safetensors
@@ -31,8 +31,8 @@ class StoredTensors:
 
     Args:
         path: path of the file.
-        mapped: map the tensors from the file, which must not change meanwhile: if it is cut, the process crashes.
-            Otherwise the whole file is read.
+        mapped: map the tensors from the file instead of reading all of it. The file must not change meanwhile: if it
+            becomes shorter, the process crashes.
 
     Attributes:
         shapes: shapes of all tensors, by name.
@@ -79,7 +79,7 @@ class StoredTensors:
         """Return a view of a tensor in the file.
 
         Raises:
-            OptionError: its type is not a supported float type, or its size does not fit its shape.
+            OptionError: the tensor's type is not a supported float type, or its size does not fit its shape.
         """
         kind, shape, start, stop = self._entries[name]
         dtype = FLOATS.get(kind)

@@ -56,16 +56,16 @@ Array = npt.NDArray[Any]
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()
 _CAPACITY = 96  # tokens of caches that grow: a decode reaches their end
-_WIDE = 2.0**-20  # rounding that is measured for computations in float32: sixteen times their own
+_WIDE = 2.0**-20  # rounding that is measured for float32: sixteen times that of the type itself
 _FLOOR = 5e-5  # least allowed difference between two computations in float32 (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
 """Least allowed differences by type of the model: a rewrite rounds a constant, such as a scale, to that type."""
 _TIMES = 5.0  # factor between the effect of rounding and the allowed difference of a station
 _UNITS = 16.0  # least allowed difference, in units of rounding
 _SHOWS = 0.3  # share of the logits; a larger allowed difference could not show a fault
-# share of positions that may differ in a model that chooses experts: rounding decides between nearly equal ones
+# share of positions that may differ if the model chooses experts: rounding decides between nearly equal experts
 _CHOSEN = 0.25
-_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage to try, the largest first: the model as exported must hide it
+_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage to try, largest first, until the model as exported hides it
 # pieces that TensorRT's network runs: NumPy takes seconds for one piece of a large model
 _NETWORK, _LARGE_NETWORK = 6, 4
 _LARGE = 100 << 20  # bytes of weights that make a model large: each run reads all of them
@@ -265,7 +265,7 @@ class _Verification:
         return draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed) | values
 
     def _hidden(self, reference: Exported) -> float:
-        """Return the largest garbage, in caches of a fixed length, that does not change the model as exported."""
+        """Return the largest garbage in unused rows of fixed-length caches that the model as exported hides."""
         original = self.imported.plan.original
         if original and not any(t.role is OriginalRole.FIXED_CACHE for t in original):
             return GARBAGE  # caches that grow have no rows without a token
@@ -362,7 +362,7 @@ class _Verification:
 
     @cached_property
     def rounded(self) -> Decode:
-        """The same texts, decoded by the rewritten model with rows rounded as in quantized caches."""
+        """The same texts, decoded by the rewritten model; its cache rows are rounded as in quantized caches."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
@@ -371,7 +371,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """How far rows rounded in this way move logits."""
+        """How far the rounding of `rounded` moves the logits of the rewritten model."""
         return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:
@@ -386,7 +386,7 @@ class _Verification:
         station = self._compared("quantized", runner, decode, _FLOOR, _WIDE, _ROUNDED_ROWS)
         if station.passed or station.difference is None:
             return station
-        # A number in the middle between two codes may become either one: few positions change, and little.
+        # A number halfway between two codes may become either one: few positions change, and only a little.
         found = compare(decode, decode.steps(runner), _FLOOR, stop=False)
         if found.typical <= 10 * _FLOOR and found.largest <= moved.largest:
             return replace(station, passed=True, failure="", allowed=moved.largest,
@@ -407,7 +407,7 @@ class _Verification:
             floor, unit = (_UNITS * UNITS["float16"], 2 * UNITS["float16"]) if half else (_FLOORS[self.dtype], _WIDE)
             session, decode = SessionSteps(runner, self.given, self.table), self.decode
             against = "the model as exported"
-            if self.quantized is not None:  # a number between two codes may become either one
+            if self.quantized is not None:  # a number halfway between two codes may become either one
                 floor, decode, against = max(floor, self.moved.largest), self.rounded, _ROUNDED_ROWS
             return self._compared("session", session, decode, floor, unit, against)
         finally:
@@ -475,9 +475,9 @@ def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -
     """Return the parts of two tensors that belong to one text; None if they cannot be compared.
 
     Args:
-        values: of the model as exported, which holds `batch` times the text.
+        values: a tensor of the model as exported, whose batch holds the text `batch` times.
         batch: see `values`.
-        others: of the rewritten model.
+        others: the same tensor of the rewritten model.
         place: index of the text in the rewritten model's step, and the number of texts there.
     """
     at, rows = place

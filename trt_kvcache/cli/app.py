@@ -1,4 +1,4 @@
-"""The root command: puts the commands together, and turns our own errors into one line."""
+"""The root command: collects the commands, and prints this package's errors on one line."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ from trt_kvcache.files import read_file
 
 
 class _Commands(TyperGroup):
-    """Turns the errors we raise on purpose into one line and an exit code; bugs keep their trace."""
+    """Turns errors of this package into one line and an exit code; bugs keep their trace."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         if args[:1] in (["version"], ["-V"]):
             args = ["--version"]
         elif args[:1] == ["help"]:
             args = [*args[1:2], "--help"]
-        with _in_one_line():  # typer would end without a word, with 130 whatever the signal
+        with _in_one_line():  # typer would end silently, with code 130 for every signal
             return super().make_context(info_name, args, *more, **extra)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -63,7 +63,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """The commands with their first sentences, which click would cut."""
+        """Write the commands with their whole first sentences, which click would cut."""
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, first_sentence(command.help or "")) for name, command in named if command])
@@ -77,7 +77,7 @@ def _in_one_line() -> Iterator[None]:
         print_error(error.message)
         raise typer.Exit(1) from None
     except OSError as error:
-        # Paths that cannot even be looked up: too long, or in a folder without permission.
+        # Paths that cannot be looked up: too long, or in a folder without permission.
         if error.filename is None and error.errno == errno.ENOENT and not _has_folder():
             print_error("the current folder does not exist any more; change to one that does, or give absolute paths")
             raise typer.Exit(1) from None
@@ -93,7 +93,7 @@ def _in_one_line() -> Iterator[None]:
 
 def _has_folder() -> bool:
     try:
-        os.getcwd()  # noqa: PTH109 - the same, and says what it does
+        os.getcwd()  # noqa: PTH109 - shorter than Path.cwd
     except FileNotFoundError:
         return False
     return True
@@ -104,7 +104,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["--help", "-h"], "auto_envvar_prefix": "TRT_KVCACHE"},
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # whose tables cut names at 80 columns
+    rich_markup_mode=None,  # its tables would cut names at 80 columns
 )
 
 
@@ -137,10 +137,10 @@ def _root(
 
 
 def _options_of(file: Path) -> dict[str, dict[str, Any]]:
-    """The options of each command in a file.
+    """Return the options of each command in a file.
 
     Raises:
-        OptionError: it cannot be read, or has something else than options by command.
+        OptionError: the file cannot be read, or does not consist of options by command.
     """
     names = [command.__name__ for command in _COMMANDS]
     try:

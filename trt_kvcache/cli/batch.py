@@ -1,4 +1,4 @@
-"""``trt-kvcache batch``: a file of requests into a file of answers."""
+"""``trt-kvcache batch``: answers a file of requests with a file of answers."""
 
 from __future__ import annotations
 

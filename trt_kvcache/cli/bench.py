@@ -1,4 +1,4 @@
-"""``trt-kvcache bench``: how fast an engine or a model decodes."""
+"""``trt-kvcache bench``: measures how fast an engine or a model decodes."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def _print_row(t: Timing) -> None:
 
 
 def _print(results: Results) -> None:
-    """Print results that are complete."""
+    """Print complete results, as tables and notes."""
     from trt_kvcache.cli.output import console, table
 
     if len(results) == 1:
@@ -192,7 +192,7 @@ def _print(results: Results) -> None:
 
 
 def _beside(median: float | None, first: float | None) -> str:
-    """A time, and how many times the first one it is."""
+    """Return a time as text, with its ratio to the first time."""
     if median is None:
         return "-"
     return f"{median:.2f}" if first in (None, median) else f"{median:.2f} ({median / first:.2f}x)"

@@ -1,4 +1,4 @@
-"""``trt-kvcache build``: the engine and its manifest."""
+"""``trt-kvcache build``: builds the engine and its manifest."""
 
 from __future__ import annotations
 

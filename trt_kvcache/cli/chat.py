@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.generation.generation_config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
 
-_LONG = 1024  # most tokens of an answer, where nothing else is said
+_LONG = 1024  # most tokens of an answer by default
 _HELP = """\
 /reset          start a new conversation
 /system TEXT    start one with this system message; without TEXT: with none
@@ -63,7 +63,7 @@ def chat(
         model, tokenizer=tokenizer, **running.options(), **adapters.options(), **options
     ) as session:
         how: dict[str, Any] = {"values": values} if values else {}
-        session.render_chat([{"role": "user", "content": ""}], **how)  # without a template no message is worth typing
+        session.render_chat([{"role": "user", "content": ""}], **how)  # an error if there is no template
         config = adapters.config(generation.config(model, session.tokenizer, session.sampling))
         if generation.max_new_tokens is None and generation.generation_config is None:
             config = replace(config, max_new_tokens=_LONG)
@@ -80,7 +80,7 @@ def chat(
                     chat.command(line)
                 elif line:
                     chat.answer(line)
-            except TrtKvCacheError as error:  # of this message; the conversation goes on
+            except TrtKvCacheError as error:  # the message fails; the conversation continues
                 print_error(error.message)
     from trt_kvcache.cli.summary import tell_next
 
@@ -88,7 +88,7 @@ def chat(
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the messages that are typed or piped in, one after the other.
+    """Yield the messages that are typed or come from a pipe, one after the other.
 
     Raises:
         OptionError: stdin is a terminal, and prompt_toolkit is not installed.
@@ -106,7 +106,7 @@ def _read_messages() -> Iterator[str]:
 
 
 def _line_editor() -> Callable[[str], str | None]:
-    """Return what reads a message from the terminal: with history, and pasted lines as one message."""
+    """Return a function that reads a message from the terminal, with history; pasted lines are one message."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
@@ -119,7 +119,7 @@ def _line_editor() -> Callable[[str], str | None]:
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
-    # stdout is for answers. It may be a file while a person types.
+    # stdout is for answers, and may be a file: show what is typed on stderr if that is a terminal.
     shown = create_output(sys.stderr if sys.stderr.isatty() else sys.stdout)
     session: PromptSession[str] = PromptSession(output=shown, key_bindings=keys)
 
@@ -141,7 +141,7 @@ def _piped_line(_prompt: str) -> str | None:
 
 
 def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
-    """Return how tokens are chosen, in words."""
+    """Return how tokens are chosen, as text."""
     if not config.do_sample:
         return "greedy decoding"
     own = {name: getattr(config, name) for name in session.sampling} == session.sampling
@@ -149,15 +149,15 @@ def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
 
 
 class _Chat:
-    """A conversation, and what has become of it so far."""
+    """A conversation in the terminal, with counts and times so far."""
 
     def __init__(self, session: DecodeSession, talk: Conversation, config: GenerationConfig) -> None:
         self._session, self._talk, self._config = session, talk, config
         self._answers = self._tokens = 0
-        self._seconds = 0.0  # after the first token of each answer
+        self._seconds = 0.0  # seconds after the first token, over all answers
 
     def command(self, line: str) -> None:
-        """Do what a line with a slash says."""
+        """Run a command line that begins with a slash."""
         word, _, rest = line.partition(" ")
         rest, talk = rest.strip(), self._talk
         if word == "/help":
@@ -179,7 +179,7 @@ class _Chat:
             _tell(f"{word} is no command; /help lists them")
 
     def answer(self, line: str | None) -> None:
-        """Print an answer as it comes, and a line about it on stderr; None: to the last message once more."""
+        """Print the answer to a line as it comes, and its counts on stderr; None: answer the last message again."""
         from trt_kvcache.runtime.events import FinishReason
 
         talk, config = self._talk, self._config

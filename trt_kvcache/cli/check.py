@@ -1,4 +1,4 @@
-"""``trt-kvcache check``: an engine against the proof that was built with it, on this machine's GPU."""
+"""``trt-kvcache check``: compares an engine with its proof on this machine's GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A command's page of help, readable at 80 columns, and what to type in the place of flags that other tools have."""
+"""Formats the help of commands for 80 columns, and answers flags of other tools with what to type instead."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from trt_kvcache.errors import OptionError
 
 _HELP_ALL = "--help-all"
 PLANNED = "How the model is planned"
-"""The group of flags that most commands have."""
+"""Title of the group of planning flags, which most commands have."""
 
 
 class Command(TyperCommand):
-    """A command whose help has one section for each panel of flags, with whole names.
+    """A command whose help has one section for each group of flags, and never cuts names.
 
-    On a terminal it shows what takes long, unless it prints JSON.
+    On a terminal it shows the progress of long work, unless it prints JSON.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -32,11 +32,11 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the flags; those that plan a model, which most commands have, come last."""
+        """Write the flags; planning flags, which most commands have, come last."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if parameter.param_type_name == "option":
-                vars(parameter)["show_envvar"] = False  # the root command's help says how all are named
+                vars(parameter)["show_envvar"] = False  # the root command's help explains these names once
             record = parameter.get_help_record(ctx)
             if record is not None:
                 panel = getattr(parameter, "rich_help_panel", None)
@@ -56,7 +56,7 @@ class Command(TyperCommand):
         """Read the arguments.
 
         Raises:
-            OptionError: one is a flag of another tool, or a number as ``4k``; the message says what to type.
+            OptionError: an argument is a flag of another tool, or a number like ``4k``; the message says what to type.
         """
         if _HELP_ALL in args:
             ctx.meta[_HELP_ALL] = True
@@ -78,7 +78,7 @@ class Command(TyperCommand):
             raise
 
     def _check_options(self, given: dict[str, Any] | None) -> None:
-        """Refuse names in a file of options that the command does not have."""
+        """Refuse options from a file that the command does not have."""
         names = {str(parameter.name) for parameter in self.params if parameter.param_type_name == "option"}
         if unknown := sorted({*(given or {})} - names):
             raise OptionError(

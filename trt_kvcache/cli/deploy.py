@@ -1,4 +1,4 @@
-"""``trt-kvcache deploy``: what another server needs to run an engine or a model."""
+"""``trt-kvcache deploy``: writes the files that another server needs to run an engine or a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trt-kvcache doctor``: the capabilities of this machine."""
+"""``trt-kvcache doctor``: shows the capabilities of this machine."""
 
 from __future__ import annotations
 

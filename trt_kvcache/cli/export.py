@@ -1,4 +1,4 @@
-"""``trt-kvcache export``: from a checkpoint to an ONNX decoder."""
+"""``trt-kvcache export``: exports a checkpoint as an ONNX decoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flags of commands: fields of dataclasses, of which those of a station's options follow from its settings."""
+"""Makes the flags of commands from fields of dataclasses; options such as `PlanOptions` define flags and help once."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trt_kvcache.messages import as_flags
 from trt_kvcache.setting import Setting, settings_of
 
 _Flags = TypeVar("_Flags", bound="type[Flags]")
-_MANY = 1_000  # limits from here on are not shown
+_MANY = 1_000  # the help does not show limits from here on
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of some flags of a command, each a field."""
+    """Values of some flags of a command; each flag is a field."""
 
     switches: ClassVar[tuple[str, ...]] = ()
-    """Those whose value is ``on`` or ``off``."""
+    """Names of flags whose value is ``on`` or ``off``."""
 
     if TYPE_CHECKING:  # fields that a decorator adds
 
@@ -48,14 +48,14 @@ class Flags:
 def flags_of(
     options: type, *names: str, leave: Sequence[str] = (), unset: Sequence[str] | None = (), group: str | None = None
 ) -> Callable[[_Flags], _Flags]:
-    """Return a decorator for a class of flags: it adds one for each setting of a dataclass of options.
+    """Return a decorator for a class of flags: it adds a flag for each setting of a dataclass of options.
 
     Args:
-        options: the dataclass, see `Setting`.
-        names: of the settings; none: all that have a flag.
-        leave: settings to leave out.
-        unset: flags whose default is None, so that a command sees whether they are there; None: all.
-        group: title of these flags in the help of a command. None: as the settings say.
+        options: the dataclass of options, see `Setting`.
+        names: names of the settings; empty: all settings that have a flag.
+        leave: names of settings to leave out.
+        unset: flags whose default is None, so that a command can tell whether they are given; None: all.
+        group: title of these flags in the help of a command. None: the group of each setting.
     """
 
     def decorate(kind: _Flags) -> _Flags:
@@ -79,7 +79,7 @@ def flags_of(
 
 
 def _as_text(default: Any, setting: Setting) -> Any:
-    """A default as the flag has it: several as one text, and the words of a switch."""
+    """Return a default in the form of the flag: a tuple as one text, a switch as ``on`` or ``off``."""
     if isinstance(default, bool) and setting.choices:
         return "on" if default else "off"
     if isinstance(default, tuple):
@@ -117,7 +117,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command that takes every field of its dataclasses as a flag.
 
     Args:
-        command: a function whose parameters are annotated for typer, or with a dataclass whose fields are.
+        command: a function whose parameters have typer's annotations, or are dataclasses whose fields have them.
     """
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
@@ -150,7 +150,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
-    """The long flags of a command, by argument: each with the one that says no, or None where it takes a value."""
+    """Return the long flags of a command by argument, each with its negative flag, or None if it takes a value."""
     flags: dict[str, tuple[str, str | None]] = {}
     for option in context.command.params:
         if option.param_type_name == "option":

@@ -1,4 +1,4 @@
-"""``trt-kvcache generate``: continue prompts with an engine or a model."""
+"""``trt-kvcache generate``: continues prompts with an engine or a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _FOR_BATCHES = ("num_beams", "length_penalty", "early_stopping", "output_logprob
 
 @flags_of(GenerationConfig, leave=_FOR_BATCHES, unset=None)
 class GenerationFlags(Flags):
-    """Flags of a generation; those without a value leave a setting to the model's files."""
+    """Flags of a generation. If a flag is not given, the model's files decide."""
 
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel="When a sequence ends")] = False
     generation_config: Annotated[
@@ -58,12 +58,12 @@ class GenerationFlags(Flags):
     def config(
         self, model: Path, tokenizer: Tokenizer | None, sampling: Mapping[str, Any] | None = None
     ) -> GenerationConfig:
-        """Return the settings: flags, then the file's, or the model's own tokens, then what follows from them.
+        """Return the settings of a generation: flags override the named config file, or else the model's end tokens.
 
         Args:
-            model: as typed.
-            tokenizer: it names a token that ends texts.
-            sampling: how tokens are drawn, where neither a flag nor a file says it; None: greedily.
+            model: path of the model or engine, as typed.
+            tokenizer: gives the end token if no file names one; or None.
+            sampling: sampling settings if neither a flag nor a file has any; None: greedy decoding.
 
         Raises:
             OptionError: a value is illegal, or has no effect.
@@ -106,13 +106,13 @@ class GenerationFlags(Flags):
                 "it out"
             )
         if config.do_sample and config.seed is None:
-            # Told with the result, so that the run can be repeated.
+            # The result shows the seed, so that the run can be repeated.
             config = replace(config, seed=secrets.randbelow(2**32))
         return config
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return the default sampling of a session, and the file that it comes from."""
+    """Return the default sampling of a session and its source, as text."""
     from trt_kvcache.runtime.sidecar import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
@@ -122,12 +122,12 @@ def sampling_text(session: DecodeSession) -> str:
 
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
-    """Flags of a generation, with those that a conversation does not have."""
+    """Flags of a generation, including flags that `chat` does not have."""
 
 
 @dataclass(frozen=True)
 class GrammarFlags:
-    """Flags that say what a text has to be."""
+    """Flags that restrict the form of the text: JSON, a regular expression, a grammar."""
 
     json_schema: Annotated[str | None, _form_flag(metavar="FILE|JSON", help="JSON as this schema describes it.")] = None
     regex: Annotated[str | None, _form_flag(metavar="PATTERN", help="Text that matches this pattern as a whole.")] = (
@@ -139,16 +139,16 @@ class GrammarFlags:
     ] = None
 
     def check(self) -> None:
-        """Raise `OptionError` where several are set."""
+        """Raise `OptionError` if several of these flags are given."""
         if len(names := [name for name, value in vars(self).items() if value is not None]) > 1:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(f"{flags} restrict the same text; use one of them")
 
     def compiled(self, session: DecodeSession) -> Grammar | None:
-        """Return the grammar that is asked for, or None.
+        """Return the grammar that the flags ask for, or None.
 
         Raises:
-            OptionError: it does not compile, a file cannot be read, or the session has no grammars.
+            OptionError: the grammar does not compile, a file cannot be read, or the session cannot use grammars.
         """
         if self == GrammarFlags():
             return None
@@ -217,7 +217,7 @@ class RunFlags(Flags):
 
 @dataclass(frozen=True)
 class AdapterFlags:
-    """The adapter of a text."""
+    """Flags for the one adapter (LoRA) that computes a text."""
 
     adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 
@@ -226,13 +226,13 @@ class AdapterFlags:
         return {"adapters": named_folders([self.adapter], "--adapter")} if self.adapter else {}
 
     def config(self, config: GenerationConfig) -> GenerationConfig:
-        """Return settings that choose the adapter."""
+        """Return the settings with the adapter, if there is one."""
         return replace(config, adapter=next(iter(self.options()["adapters"]))) if self.adapter else config
 
 
 @dataclass(frozen=True)
 class LoraFlags:
-    """The adapters of a server."""
+    """Flags for the adapters (LoRA) of a server."""
 
     lora: Annotated[
         list[str] | None,
@@ -243,7 +243,7 @@ class LoraFlags:
         """Return the arguments of `DecodeSession.open`.
 
         Args:
-            model: name of the model, which no adapter may have.
+            model: name of the model; no adapter may have the same name.
         """
         folders = named_folders(self.lora or [], "--lora")
         if model in folders:
@@ -284,7 +284,7 @@ def generate(
     prompts = encoded.for_each(prompts, len(sources), constants=bool(text.constants))
     options = planning.session_options(model)
     config = adapters.config(generation.config(model, tokenizer))
-    from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # slow: after the checks of flags
+    from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # a slow import, so after the checks of flags
     from trt_kvcache.importer.capacity import usual_capacity
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.runtime.session_options import CpuOptions

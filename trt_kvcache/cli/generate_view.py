@@ -32,10 +32,10 @@ class Run:
         config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
         opening: seconds until the session was open.
-        first: seconds from the open session to the first token: the prompts that run at once, and one step.
-        total: seconds to the end.
+        first: seconds from then to the first token.
+        total: seconds from then to the last token.
         speculation: counts of drafts, over all sequences; None without a draft.
-        prefixes: counts of the prefix cache; None without one.
+        prefixes: counts of the prefix cache; None without a prefix cache.
     """
 
     runs_on: str
@@ -66,11 +66,11 @@ class View(Protocol):
     """The user's view of a run."""
 
     def show(self, event: TokenEvent, run: Run) -> None:
-        """Show one event, which `run` has taken."""
+        """Show one event, which `run` already contains."""
         ...
 
     def end(self, run: Run) -> None:
-        """Show the end."""
+        """Show the end of the run."""
         ...
 
 
@@ -90,7 +90,7 @@ def run(
         config: settings of the generation.
         view: the user's view.
         beside: makes the other arguments of `DecodeSession.stream`.
-        grammar: says what the texts have to be.
+        grammar: makes the grammar of the texts from the session; None: no grammar.
 
     Returns:
         True if Ctrl-C ended the run early. The tokens until then have been shown.
@@ -125,7 +125,7 @@ def run(
                     view.show(event, result)
                     if interrupted.is_set():
                         break
-            except SessionError:  # a step that would not end was ended
+            except SessionError:  # a step that hung was ended
                 if not interrupted.is_set():
                     raise
         for sequence in result.sequences:
@@ -143,7 +143,7 @@ class JsonView:
     """A view that prints one JSON object at the end.
 
     Args:
-        text: there is a tokenizer.
+        text: True if there is a tokenizer.
     """
 
     def __init__(self, *, text: bool) -> None:
@@ -174,10 +174,10 @@ class JsonView:
 
 
 class LiveView:
-    """A view that prints text, or token ids, as they come; of several prompts, each one when it has ended.
+    """A view that prints text, or token ids, as they come; with several prompts, it prints each one at its end.
 
     Args:
-        text: there is a tokenizer.
+        text: True if there is a tokenizer.
     """
 
     def __init__(self, *, text: bool) -> None:
@@ -223,7 +223,7 @@ class LiveView:
         self._write(f"--- {index} ({reason})\n{body}\n")
 
     def _write(self, text: str) -> None:
-        # A file or a pipe gets the model's text as it is.
+        # A file or a pipe gets the model's text unchanged.
         sys.stdout.write(visible(text, "\n\t") if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
@@ -249,5 +249,5 @@ def _speculation(run: Run) -> dict[str, Any] | None:
 def _events(
     session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, beside: Mapping[str, Any]
 ) -> Generator[TokenEvent]:
-    """Yield from `DecodeSession.stream`: a generator can be closed."""
+    """Yield from `DecodeSession.stream`, as a generator, which can be closed."""
     yield from session.stream(prompts, config, **beside)

@@ -1,4 +1,4 @@
-"""Rows that differ only in a layer's number, shown as one: ``key.0`` and ``key.1`` become ``key.0..1``."""
+"""Merges rows of a table that differ only in a layer's number: ``key.0`` and ``key.1`` become ``key.0..1``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Merge rows that differ in one number of their names only.
+    """Merge rows that differ only in one number of their names.
 
     Args:
         rows: cells, all rows of one length.
@@ -34,7 +34,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Return the one row for these members, or None if their first running number is not unique."""
+    """Return one row for all members, or None if the first number in which they differ is not unique."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first
@@ -42,7 +42,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
     layers = [numbers[running[0]] for _, numbers in members] if running else []
     if len(set(layers)) < len(members):
         return None
-    # Numbers equal to the layer's are written like it; others (an exporter's count of nodes) become a star.
+    # Numbers that equal the layer's number become a range, too; others (an exporter's count of nodes) become a star.
     texts = {at: ranges(layers) if all(m[at] == m[running[0]] for _, m in members) else "*" for at in running}
     position = iter(range(len(first_numbers)))
     cells = [_NUMBER.sub(lambda m: texts.get(next(position), m[0]), cell) for cell in first[:names]]

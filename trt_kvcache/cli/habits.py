@@ -1,4 +1,4 @@
-"""Tables of commands and flags of other tools, each with what does the same here."""
+"""Tables of commands and flags of other tools, with their replacements here."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     "gpu-memory-utilization": "memory follows from --max-batch and --capacity; leave it out",
     "verbose": "leave it out; errors say what to do, and build has its own",
 }  # fmt: skip
-"""Flags of trtexec, vLLM, TensorRT-LLM, llama.cpp and transformers, with dashes, and what does the same here."""
+"""Flags of trtexec, vLLM, TensorRT-LLM, llama.cpp and transformers, with dashes, and their replacements here."""
 
 
 _SHORT = ("m", "md", "np", "ngl", "fa", "sys", "hf", "cnv", "no-cnv", "tp", "e", "f", "i", "p", "t", "q", "v", "vv")
-"""Names of these with one dash there."""
+"""Names of such flags that other tools write with a single dash."""
 
 
 _COMMANDS = {
@@ -153,7 +153,7 @@ _COMMANDS = {
     **dict.fromkeys(("server", "api", "launch"), "give trt-kvcache serve MODEL"),
     **dict.fromkeys(("rm", "delete", "cp", "mv"), "models and engines are files; the shell copies and deletes them"),
 }
-"""Commands of ollama, llama.cpp, vLLM, TensorRT-LLM and optimum-cli, and what does the same here."""
+"""Commands of ollama, llama.cpp, vLLM, TensorRT-LLM and optimum-cli, and their replacements here."""
 
 _MORE = {
     "verify": "it compares MODEL with its own rewrite; give --rewritten FILE for one that you wrote",
@@ -162,17 +162,17 @@ _MORE = {
     "rewrite": "it takes one model; give -o FILE for the output",
     "inspect": "it takes an engine alone; trt-kvcache plan shows a model",
 }
-"""By command: what to type in the place of a second argument."""
+"""For each command: advice if the user gives one argument too many."""
 
 _SPELLED = {
     "--device": {"gpu": "cuda"},
     "--dtype": {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"},
 }
-"""Values under another name."""
+"""Values of flags in the spelling of other tools, with the spelling here."""
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return the arguments with values of other tools under their names here."""
+    """Return the arguments, with values of other tools in the spelling of this one."""
     changed = list(args)
     for at, arg in enumerate(changed):
         flag, equals, value = arg.partition("=")
@@ -185,11 +185,11 @@ def translated(args: Sequence[str]) -> list[str]:
 
 
 def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
-    """Return what to type in the place of a command that is not there; else nothing.
+    """Return what to type instead of an unknown command; "" without advice.
 
     Args:
-        args: after the program's name.
-        own: the commands and flags that are there.
+        args: arguments after the program's name.
+        own: names of existing commands and flags.
     """
     word = args[0] if args else ""
     if word in _COMMANDS:
@@ -201,12 +201,12 @@ def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
 
 
 def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
-    """Return what to type where an argument is too many, or no number; else nothing.
+    """Return what to type if there is an argument too many, or if a value is illegal; "" without advice.
 
     Args:
-        command: its name.
-        args: after it.
-        said: what the parser says.
+        command: name of the command.
+        args: arguments after the command.
+        said: the parser's error message.
     """
     if "unexpected extra argument" in said:
         return f"there is an argument too many: {_MORE.get(command, 'it takes one model or engine; quote paths')}"
@@ -220,18 +220,18 @@ def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
 
 
 def advice_on_address(args: Sequence[str]) -> str:
-    """Return what to type where the first argument is an address of the web; else nothing."""
+    """Return what to type if the first argument is a web address; "" otherwise."""
     match = re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|https?://", args[0]) if args else None
     name = "NAME" if match is None else match[1] or "NAME"
     return (match and f"{args[0]} is an address: give hf download {name}, and then the name or the folder") or ""
 
 
 def advice_on_flags(args: Sequence[str], own: Collection[str]) -> str:
-    """Return what to type where an argument shows what was meant; else nothing.
+    """Return what to type instead of a flag of another tool; "" without advice.
 
     Args:
-        args: after the command.
-        own: its flags.
+        args: arguments after the command.
+        own: flags of the command.
     """
     for arg, following in zip(args, [*args[1:], ""], strict=False):
         flag, equals, value = arg.partition("=")

@@ -1,4 +1,4 @@
-"""``trt-kvcache inspect``: a built engine against its manifest."""
+"""``trt-kvcache inspect``: compares a built engine with its manifest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A `Manifest` as text and tables."""
+"""Shows a `Manifest` as text and tables."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def manifest_lines(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _few(tokens: object) -> str:
-    """A token id, or the first of several."""
+    """Return a token id, or the first of several, as text."""
     if not isinstance(tokens, list) or len(tokens) <= _FEW:
         return str(tokens)
     return f"{str(tokens[:_FEW])[:-1]}, ...] ({len(tokens)})"
 
 
 def profile_parts(manifest: Manifest) -> Iterator[Part]:
-    """One table of all profiles: the shapes of each input that has a dynamic dimension."""
+    """Yield one table of all profiles: the shapes of each input that has a dynamic dimension."""
     profiles_of: dict[tuple[str, ...], list[str]] = {}
     for profile in manifest.profiles:
         for name, shapes in profile.shapes.items():

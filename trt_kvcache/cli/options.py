@@ -1,4 +1,4 @@
-"""Flags that several commands share: each is declared once, in a dataclass that makes the options of a station."""
+"""Flags that several commands share: each is declared once, in a dataclass that returns the options for the API."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """While a model, and no engine, runs in this process: no more memory than is free now."""
+    """Return a context that limits memory to what is free now, for a model that runs on the CPU; not for an engine."""
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
@@ -127,7 +127,7 @@ class SessionPlanFlags(Flags):
         return PlanOptions(**self.values("calibrate", "adapter"))
 
     def options_for(self, model: Path) -> PlanOptions:
-        """Return the `PlanOptions` for a model. A missing file is an error here, before the slow imports.
+        """Return the `PlanOptions` for a model. A missing file is reported here, before slow imports.
 
         Raises:
             OptionError: a flag has no effect without another.
@@ -178,7 +178,7 @@ class SessionPlanFlags(Flags):
 
 @flags_of(PlanOptions, *_FOR_BUILDS, group=PLANNED)
 class BuildPlanFlags(SessionPlanFlags):
-    """Flags that plan a model for a build, which follows the builder in everything else."""
+    """Flags that plan a model for a build; all other options of the plan follow from the builder."""
 
     adapter: Annotated[
         list[str] | None,
@@ -188,7 +188,7 @@ class BuildPlanFlags(SessionPlanFlags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """See `SessionPlanFlags.options`; adapters that are given say what the model has to take."""
+        """See `SessionPlanFlags.options`; given adapters determine rank and modules that the model takes."""
         options = super().options()
         if not self.adapter:
             return options
@@ -199,12 +199,12 @@ class BuildPlanFlags(SessionPlanFlags):
 
 @flags_of(PlanOptions, "packed_native", group=PLANNED)
 class TensorRTPlanFlags(BuildPlanFlags):
-    """Flags that plan a model for TensorRT, which need not be installed."""
+    """Flags that plan a model for TensorRT; it need not be installed."""
 
 
 @flags_of(PlanOptions, "target", group=PLANNED)
 class PlanFlags(TensorRTPlanFlags):
-    """Flags that plan a model for a builder, which need not be installed."""
+    """Flags that plan a model for a chosen builder; it need not be installed."""
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:

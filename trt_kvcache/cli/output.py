@@ -1,7 +1,7 @@
 """The output of commands: results on stdout; progress, warnings and errors on stderr.
 
-Names and texts in it come from files from anywhere. Everything printed here goes through `visible`, so that none of
-them can move the cursor, hide a line or make one up.
+Names and texts in the output may come from untrusted files. Everything printed here goes through `visible`, so that no
+text can move the cursor, or hide or fake a line.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPED_WIDTH = 1000
-"""Columns of output that is no terminal: wide enough that no name is folded."""
+"""Columns of output to a file or pipe: wide enough that no name is folded."""
 
 
 uncovered: list[Callable[[], AbstractContextManager[None]]] = [nullcontext]
-"""The last one removes bars from the terminal, which would share their line with a text."""
+"""The last function removes progress bars from the terminal while text is printed: they would share a line with it."""
 
 
 def console(stream: IO[str] | None = None) -> Console:

@@ -1,4 +1,4 @@
-"""Pages for a browser: what `plan`, `verify`, `bench` and `inspect` say, with pictures."""
+"""Makes HTML pages with the results of `plan`, `verify`, `bench` and `inspect`, with pictures."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80
 
 
 def save_page(path: Path, page: Html) -> None:
-    """Write a page, all or nothing.
+    """Write a page to a file, completely or not at all.
 
     Raises:
         OutputError: the file cannot be written.
@@ -44,10 +44,10 @@ def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str
     """Return the page of a plan.
 
     Args:
-        model: its name.
-        plan: of it.
-        batch: sequences of the memory estimate.
-        command: the one that comes next.
+        model: name of the model.
+        plan: plan of the model.
+        batch: number of sequences in the memory estimate.
+        command: the command that comes next.
         chosen: see `chosen_capacity`.
     """
     lines = [*plan_lines(plan, batch, chosen=chosen), ("next", command)]
@@ -59,7 +59,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
     """Return the page of an engine.
 
     Args:
-        report: of its inspection.
+        report: report of the engine's inspection.
         lines: labels and texts of the engine and its plan.
     """
     manifest, name = report.manifest, Path(report.engine).name
@@ -134,7 +134,7 @@ def _plan(plan: CachePlan) -> Iterable[Html]:
 
 
 def shown(part: Part) -> Iterable[Html]:
-    """The part of an answer, as of `print_parts`."""
+    """Return a part of an answer as HTML; see `print_parts`."""
     if part.rows:
         yield tag("h2", part.title)
         yield table(part.columns, part.rows)
@@ -142,7 +142,7 @@ def shown(part: Part) -> Iterable[Html]:
 
 
 def _memory(plan: CachePlan) -> Iterable[Html]:
-    """Bytes by batch size for several capacities, and by capacity for several batch sizes."""
+    """Yield charts of bytes: by batch size for several capacities, and by capacity for several batch sizes."""
     linear = [cache.capacity for cache in plan.caches if cache.mode is UpdateMode.LINEAR]
     most = max(linear, default=0)
     capacities = sorted({most * 2**n // 4 for n in range(5)} - {0}) if most else [0]
@@ -167,7 +167,7 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """The plan with another capacity, in the place of the largest that it has."""
+    """Return the plan with `capacity` for the linear caches whose capacity is `most`."""
 
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis
@@ -180,7 +180,7 @@ def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
 
 
 def _around(plan: CachePlan) -> Iterable[Html]:
-    """Draw boxes before and after for each group of caches that differ in their layer only."""
+    """Draw boxes (before and after) for each group of caches that differ only in their layer."""
     before = {tensor.name: tensor for tensor in plan.original}
     masks = {mask.name: mask_text(mask) for mask in plan.masks}
     readers: dict[str, list[AttentionPlan]] = {}
@@ -195,7 +195,7 @@ def _around(plan: CachePlan) -> Iterable[Html]:
         )
         rows.append((cache.past, cache.present, cache.write_indices or "", *key))
         whole[len(rows) - 1] = cache
-    # Groups of one form, keys and values, are one drawing.
+    # Groups of the same form, such as keys and values, share a drawing.
     alike: dict[tuple[str, ...], list[tuple[tuple[str, ...], CacheUpdate]]] = {}
     for row, members in group_rows(rows, 2):
         alike.setdefault(row[2:], []).append((row, whole[members[0]]))
@@ -324,11 +324,11 @@ PANELS = (
     ("decode, ms per step", "tokens in the cache", _decode),
     ("decode, tokens/s", "sequences per step", _batches),
 )
-"""For each measurement: title, axis, and what is drawn."""
+"""For each chart: title, label of the x axis, and the function that gives its lines."""
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """The difference as a share of what is allowed."""
+    """Draw the difference as a share of the allowed difference."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

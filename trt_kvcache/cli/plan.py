@@ -1,4 +1,4 @@
-"""``trt-kvcache plan``: the dry run of a build."""
+"""``trt-kvcache plan``: shows what a build would do."""
 
 from __future__ import annotations
 
@@ -64,6 +64,6 @@ def plan(
             title = f"{name}: {result.in_place_text} (opset {result.opset}, target {result.options.target.value})"
             lines = plan_lines(result, batch, chosen=chosen, bandwidth=bandwidth)
             print_lines(out, title, [*lines, ("sessions", f"none: {no_session}")] if no_session else lines)
-        if not reported:  # there is nothing to build of a report
+        if not reported:  # a report has no model to build
             print_next(out, command)
     print_warnings(result.warnings)

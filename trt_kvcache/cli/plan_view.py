@@ -1,4 +1,4 @@
-"""The facts of a plan, said once: parts with a title, a table and notes, which `print_parts` and pages show."""
+"""Describes a plan as parts with a title, a table and notes; `print_parts` and HTML pages show them."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth:
 
 
 def plan_parts(plan: CachePlan) -> Iterator[Part]:
-    """The parts of a plan that has them."""
+    """Yield the parts of a plan that are not empty."""
     changes = [{"old": c.old or "-", "new": c.new or "-", "why": c.why, "io": c.io} for c in plan.changes]
     columns = {"": "{io}", "as exported": "{old}", "here": "{new}", "why": "{why}"}
     yield from _part("What changes for the caller", columns, changes, ("old", "new", "why"))
@@ -114,12 +114,12 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
 
 
 def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
-    """The bytes of a decode step, where they were counted.
+    """Yield a table with the bytes of a decode step, if they were counted.
 
     Args:
         plan: the plan.
-        batch: sequences of the step.
-        bandwidth: of a GPU's memory, in GB/s, for the limit that it sets; None: without.
+        batch: number of sequences in the step.
+        bandwidth: bandwidth of a GPU's memory in GB/s: adds the limit that it sets. None: no limit.
     """
     costs = [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
     if not costs:
@@ -138,14 +138,14 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
 
 
 def limit_text(bandwidth: float) -> str:
-    """Say what a limit in tokens per second is."""
+    """Return a note that explains the limit in tokens per second."""
     return (
         f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's L2"
     )
 
 
 def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
-    """The bytes of a decode step with full caches, in a line; empty where they were not counted."""
+    """Return a line with the bytes of a decode step with full caches; empty if they were not counted."""
     cost = step_cost(plan, usual_tokens(plan)[-1], batch)
     if cost is None:
         return ""
@@ -162,15 +162,15 @@ def _part(
     kind: str = "",
     more: Sequence[str] = (),
 ) -> Iterator[Part]:
-    """Return a table: one row for each group of facts that differ in a layer's number only. Without facts it is empty.
+    """Yield a table with one row for each group of items that differ only in a layer's number; nothing without items.
 
     Args:
-        title: of the table.
-        columns: by title: the cell, with the names of facts in braces, and ``{many}`` for the number of layers.
-        facts: of one item each.
-        names: of facts, those in which the number of a layer may stand.
-        kind: the beginning of the notes, which say ``why``; empty: no notes.
-        more: notes.
+        title: title of the table.
+        columns: by title, the template of the cells: names of facts in braces, ``{many}`` for the number of layers.
+        facts: the facts of each item.
+        names: names of the facts that may contain the number of a layer.
+        kind: first words of the notes that give the fact ``why``; empty: no such notes.
+        more: further notes.
     """
     if not facts:
         return
@@ -235,7 +235,7 @@ def shared_caches(plan: CachePlan) -> str | None:
 
 
 def cache_facts(cache: CacheUpdate) -> dict[str, str]:
-    """Return what is said of a cache."""
+    """Return the facts of a cache for tables."""
     longest = cache.contract.max_update_length if cache.contract else None
     bound = f", at most {longest} tokens per update" if longest else ""
     return {
@@ -253,7 +253,7 @@ def cache_facts(cache: CacheUpdate) -> dict[str, str]:
 
 
 def attention_facts(node: AttentionPlan) -> dict[str, str]:
-    """Return what is said of an attention."""
+    """Return the facts of an attention for tables."""
     same = node.head_size == node.value_head_size
     return {
         "node": node.node,

@@ -1,4 +1,4 @@
-"""``trt-kvcache plugins``: the kernels that one model needs beside TensorRT's own, compiled ahead."""
+"""``trt-kvcache plugins``: lists and compiles the kernels that a model needs beside TensorRT's own."""
 
 from __future__ import annotations
 

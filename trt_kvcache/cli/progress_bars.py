@@ -1,4 +1,4 @@
-"""Bars on stderr while a command works for long; the terminal is left as it was."""
+"""Shows progress bars on stderr during long work, and removes them at the end."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trt_kvcache.cli.output import console, uncovered, visible
 from trt_kvcache.progress import ProgressEvent, listening
 
 _USUAL = {"building the engine": ", usually a minute"}
-"""What a wait takes where TensorRT's own bar stands still for most of it."""
+"""The usual duration of phases in which TensorRT's own bar stands still most of the time."""
 
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show the phases of the block that run, if stderr is a terminal that can redraw a line."""
+    """Show the running phases of the block, if stderr is a terminal that can redraw lines."""
     out = console(sys.stderr)
     if not out.is_interactive:
         yield
@@ -38,7 +38,7 @@ class ProgressBars:
     """One bar per running phase, indented under its parent phase; none is drawn between phases.
 
     Attributes:
-        progress: what is drawn; None: nothing runs.
+        progress: the drawn bars; None while no phase runs.
     """
 
     def __init__(self, out: Console) -> None:
@@ -86,7 +86,7 @@ class ProgressBars:
 
     def _start(self) -> Progress:
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[done]}"))
-        # What goes to stdout stays there; a line on stderr appears above the bars.
+        # Do not redirect stdout; lines on stderr appear above the bars.
         self.progress = Progress(
             *columns, TimeElapsedColumn(), console=self._out, transient=True, redirect_stdout=False
         )

@@ -1,4 +1,4 @@
-"""The prompts of ``trt-kvcache generate``, and the sources that an encoder reads for them."""
+"""Reads the prompts of ``trt-kvcache generate``, and sources for the encoder of an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EmbeddedPrompt:
     """A prompt as embeddings.
 
     Attributes:
-        ids: token ids, with placeholders for those of images.
+        ids: token ids, with placeholders at the places of images.
         embeds: ``[S, H]``.
         positions: ``[S]`` or ``[planes, S]``, or None.
     """
@@ -51,7 +51,7 @@ class EmbeddedPrompt:
 
 @dataclass(frozen=True)
 class PromptFlags:
-    """Flags that give prompts, and inputs of the model beside them."""
+    """Flags that give prompts, and other inputs of the model."""
 
     prompt: Annotated[
         list[str] | None,
@@ -94,7 +94,7 @@ class PromptFlags:
     ] = None
 
     def check(self) -> None:
-        """Raise `OptionError` where a flag needs another one."""
+        """Raise `OptionError` if a flag needs another flag."""
         if self.chat and not (self.prompt or self.prompt_file):
             raise OptionError("--chat needs messages as text; give --prompt or --prompt-file, or leave it out")
         if self.system is not None and not self.chat:
@@ -103,7 +103,7 @@ class PromptFlags:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def or_stdin(self) -> PromptFlags:
-        """Return the flags, with what is piped in as the prompt where they give none."""
+        """Return the flags; if they give no prompt, text from a pipe on stdin is the prompt."""
         if self.prompt or self.prompt_file or self.tokens or self.inputs_embeds or sys.stdin.isatty():
             return self
         piped = sys.stdin.read().removesuffix("\n")
@@ -150,7 +150,7 @@ class PromptFlags:
             raise OptionError("--chat needs messages as text, and --tokens gives ids; use one of them")
         prompts = []
         for text in texts:
-            assert tokenizer is not None  # there is text
+            assert tokenizer is not None  # `find_tokenizer` refuses text without one
             if self.chat:
                 messages = [{"role": "system", "content": self.system}] if self.system is not None else []
                 messages.append({"role": "user", "content": text})
@@ -163,7 +163,7 @@ class PromptFlags:
         """Return the constants of each prompt: from files, or made by the encoder.
 
         Raises:
-            OptionError: a file cannot be read, or the number of files fits no number of prompts.
+            OptionError: a file cannot be read; or there are several files, but not one for each prompt.
         """
         files = self.constants or []
         if files and len(files) not in (1, prompts):
@@ -214,7 +214,7 @@ class SourceFlags:
         return [*(self.source or []), *ids, *arrays]
 
     def start(self, model: Path) -> list[int]:
-        """Return the prompt with which every text of the decoder starts: one token.
+        """Return the prompt of one token with which every text of the decoder starts.
 
         Raises:
             OptionError: no config names the token.
@@ -230,10 +230,10 @@ class SourceFlags:
         )
 
     def for_each(self, prompts: list[list[int]], sources: int, *, constants: bool) -> list[list[int]]:
-        """Return one prompt for each source: a single prompt goes with all of them.
+        """Return one prompt for each source; a single prompt is used for all sources.
 
         Raises:
-            OptionError: the numbers do not fit, constants are given as well, or the encoder has nothing to read.
+            OptionError: the numbers differ, constants are given as well, or there is no source.
         """
         if not sources:
             if self.encoder is not None:
@@ -249,7 +249,7 @@ class SourceFlags:
 
 
 def template_values(text: str | None) -> dict[str, Any]:
-    """Return the names that ``--chat-template-kwargs`` gives to a chat template.
+    """Return the variables that ``--chat-template-kwargs`` gives to a chat template.
 
     Raises:
         OptionError: the text is no JSON object.
@@ -289,7 +289,7 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
     """Read the arrays of a prompt. The ids may have a batch axis of 1, as in models.
 
     Raises:
-        OptionError: the file cannot be read, lacks an array or has others, or its ids are no integers ``[S]``.
+        OptionError: the file cannot be read, lacks an array, has unknown arrays, or its ids are not integers ``[S]``.
     """
     arrays = read_arrays(file)
     missing = [name for name in _NEEDED if name not in arrays]
@@ -308,7 +308,7 @@ def read_arrays(file: Path) -> dict[str, Array]:
     """Read an ``.npz`` file: arrays by name.
 
     Raises:
-        OptionError: it cannot be read.
+        OptionError: the file cannot be read.
     """
     from trt_kvcache.compare.text_inputs import load_inputs
 
@@ -331,7 +331,7 @@ def read_text(file: Path, option: str = "--prompt-file") -> str:
     """Return the text in a file, or on stdin for ``-``.
 
     Raises:
-        OptionError: it cannot be read.
+        OptionError: the text cannot be read.
     """
     if str(file) == "-" and sys.stdin is None:
         raise OptionError(f"{option} - reads stdin, which is closed")
@@ -346,10 +346,10 @@ def read_text(file: Path, option: str = "--prompt-file") -> str:
 def read_prompts(file: Path, option: str) -> list[Prompt]:
     """Return the prompts in a file, one in each line that is not empty: a text, or JSON in a ``.jsonl`` file.
 
-    JSON is a text, a list of token ids, or an object with one of them as its ``prompt``.
+    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is a text or a list.
 
     Raises:
-        OptionError: the file cannot be read, has no prompt, or a line is no such JSON.
+        OptionError: the file cannot be read, has no prompt, or a line is malformed.
     """
     lines = [(at, line) for at, line in enumerate(read_text(file, option).split("\n"), start=1) if line.strip()]
     if not lines:

@@ -1,4 +1,4 @@
-"""``trt-kvcache report``: what a maintainer needs to see a refusal again, without weights and private names."""
+"""``trt-kvcache report``: writes what a maintainer needs to reproduce a refusal, without weights and private names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def report(
 
 
 def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
-    """Return what becomes of a model: its plan, the refusal, or where a bug shows."""
+    """Plan a model; return the plan, the refusal, or the trace of a bug."""
     from trt_kvcache import plan_model
     from trt_kvcache.cli.plan_view import plan_data
     from trt_kvcache.errors import TrtKvCacheError
@@ -82,7 +82,7 @@ def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
         plan = plan_model(path, options)
     except TrtKvCacheError as error:
         return {"kind": type(error).__name__, "message": _without_path(error.message, path)}
-    except Exception as error:  # noqa: BLE001 - a bug is what a report is for
+    except Exception as error:  # noqa: BLE001 - reports are also for bugs
         frames = [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in traceback.extract_tb(
             error.__traceback__)]  # fmt: skip
         message = _without_path(" ".join(str(error).split()), path)
@@ -91,7 +91,7 @@ def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
 
 
 def _outcome_of(model: ModelProto, folder: Path, options: PlanOptions) -> dict[str, Any]:
-    """Plan the stripped model, as the reader of the report will; return its outcome."""
+    """Plan the stripped model, as the maintainer will, and return its outcome."""
     import tempfile
 
     from trt_kvcache.importer.files.stripped import pack, unpacked
@@ -108,7 +108,7 @@ def _without_path(message: str, path: Path) -> str:
 
 
 def _alike(result: dict[str, Any]) -> Any:
-    """Return the part of an outcome that two reports must share: no names, no numbers that follow from weights."""
+    """Return the part of an outcome that model and stripped model must share: no names, no numbers from weights."""
     if result["kind"] == "plan":
         plan = result["plan"]
         caches = [(c["past"], c["route"], c["physical_shape"]) for c in plan["caches"]]
@@ -117,5 +117,5 @@ def _alike(result: dict[str, Any]) -> Any:
 
 
 def _anonymous(message: str, names: dict[str, str], model: Path) -> str:
-    """A message whose quoted names are those of the stripped graph."""
+    """Return a message with the names of the stripped graph instead of the model's."""
     return _QUOTED.sub(lambda quoted: f"'{names.get(quoted[1], '...')}'", _without_path(message, model))

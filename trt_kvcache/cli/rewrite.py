@@ -1,4 +1,4 @@
-"""``trt-kvcache rewrite``: the rewritten model alone."""
+"""``trt-kvcache rewrite``: writes the rewritten model, without building an engine."""
 
 from __future__ import annotations
 

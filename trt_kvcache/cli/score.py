@@ -1,4 +1,4 @@
-"""``trt-kvcache score``: the perplexity of a text."""
+"""``trt-kvcache score``: computes the perplexity of a text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``trt-kvcache serve``: OpenAI's API on an engine or a model."""
+"""``trt-kvcache serve``: serves OpenAI's API with an engine or a model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trt_kvcache.cli.output import print_warnings, visible
 from trt_kvcache.errors import OptionError
 
 _LINES = 1000
-"""Lines of the log that may wait to be written."""
+"""Most lines of the log that wait to be written."""
 
 
 def serve(
@@ -103,9 +103,9 @@ def _start_log() -> Callable[[str], None]:
     lines: queue.Queue[str] = queue.Queue(_LINES)
 
     def write() -> None:
-        with suppress(OSError):  # it was closed
+        with suppress(OSError):  # stderr was closed
             while True:
-                os.write(2, lines.get().encode(errors="backslashreplace"))  # no lock, which the end would wait for
+                os.write(2, lines.get().encode(errors="backslashreplace"))  # takes no lock, which would delay the end
 
     def log(line: str) -> None:
         with suppress(queue.Full):

@@ -1,4 +1,4 @@
-"""Signals that end a command as Ctrl-C does: by an exception, so that its files are removed."""
+"""Makes signals end a command like Ctrl-C: by an exception, so that temporary files are removed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") 
 """Windows has no SIGHUP; Linux has no SIGBREAK, which Ctrl-Break sends."""
 
 _LATER = 0.02  # seconds
-_PATIENCE = 2.0  # seconds, for a call into native code to return by itself
+_PATIENCE = 2.0  # seconds in which a call into native code may return by itself
 _later: set[int] = set()  # signals that a timer sends again
 
 
 class Ended(KeyboardInterrupt):
-    """A signal other than Ctrl-C's ended the command.
+    """Raised when a signal other than Ctrl-C's ends the command.
 
     Args:
-        number: of the signal.
+        number: number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -45,14 +45,14 @@ def end_by_unwinding() -> None:
             signal.signal(number, _end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
-    ours, theirs = socket.socketpair()  # Windows takes nothing else
+    ours, theirs = socket.socketpair()  # Windows accepts only sockets
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
     threading.Thread(target=_watch, args=(ours,), name="signals", daemon=True).start()
 
 
 def _watch(arrived: socket.socket) -> None:
-    """After each signal, end the calls into native code in which the main thread would never come to handle it."""
+    """After each signal, end calls into native code that go on: only after them can the main thread handle it."""
     while arrived.recv(64):
         calls = calls_under_way()
         time.sleep(_PATIENCE)
@@ -68,7 +68,7 @@ def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Let Ctrl-C set the event, so that a step is completed; a second Ctrl-C interrupts at once, as usual."""
+    """Make Ctrl-C set the yielded event, so that a step is completed; a second Ctrl-C interrupts at once, as usual."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -97,7 +97,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     if _is_loading(frame):
         _send_later(number)
         return
-    for other in _NUMBERS:  # a second one must not end the cleanup
+    for other in _NUMBERS:  # a second signal must not end the cleanup
         signal.signal(other, signal.SIG_IGN)
     raise Ended(number)
 
@@ -116,7 +116,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again, once for all that come until then: a second one would disturb the cleanup of the first."""
+    """Send a signal again later; further signals until then count as the same, so that none disturbs the cleanup."""
     if number in _later:
         return
     _later.add(number)
@@ -130,4 +130,4 @@ def _send(number: int) -> None:
     if sys.platform == "win32":
         signal.raise_signal(number)  # os.kill would end the process at once
     else:
-        os.kill(os.getpid(), number)  # wakes a main thread that waits for something
+        os.kill(os.getpid(), number)  # wakes the main thread if it waits

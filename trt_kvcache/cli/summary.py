@@ -1,4 +1,4 @@
-"""Answers of at most 20 lines: labelled lines that fit into 80 columns, and the one next command."""
+"""Prints short answers: at most 20 labelled lines of 80 columns, and the next command."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _LABEL = 11
 
 
 def print_lines(out: Console, title: str, lines: Lines) -> None:
-    """Print a title, and lines with their labels: with the next command, at most 20 lines at 80 columns.
+    """Print a title and labelled lines; with the next command, at most 20 lines of 80 columns.
 
-    Texts are cut to the lines that are left; of those labelled ``note``, some may be left out.
+    If there is too little room, texts are cut, and some lines labelled ``note`` are left out.
 
     Args:
         out: the console.
@@ -71,7 +71,7 @@ def _shorten(lines: list[str], most: int) -> list[str]:
 
 
 def print_next(out: Console, command: str) -> None:
-    """Print the command that comes next, if there is one: in one line, which can be copied."""
+    """Print the command that comes next, if there is one, on one line that can be copied."""
     if command:
         out.print(f"{'next':{_LABEL}}{command}", soft_wrap=True)
 
@@ -80,7 +80,7 @@ def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
     """Return the command that generates text; with token ids if no tokenizer lies beside the model.
 
     Args:
-        path: model or engine.
+        path: path of the model or engine.
         flags: see `command_line`.
         leave: see `command_line`.
     """
@@ -90,14 +90,14 @@ def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
 
 
 def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
-    """Print the command that comes next to stderr, where that is a terminal.
+    """Print the command that comes next to stderr, if stderr is a terminal.
 
-    A model is built first, if it can be, and if there is no engine under the name that this command proposes.
+    For a model, this is the build, if this machine can build and there is no engine yet under the proposed name.
 
     Args:
-        path: of the model or engine.
-        command: of an engine.
-        flags: that planned a model.
+        path: path of the model or engine.
+        command: the command to propose for an engine.
+        flags: flags that planned the model.
     """
     if sys.stderr.isatty():
         planned = command_line(command, path, flags=flags)
@@ -111,13 +111,13 @@ def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
 
 
 def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
-    """Return a command as a shell takes it, with the flags that differ from their defaults.
+    """Return a command quoted for a shell, with the flags that differ from their defaults.
 
     Args:
         command: such as ``"build"``.
-        arguments: words after it.
+        arguments: words after the command.
         flags: a dataclass of flags that the user gave.
-        leave: fields that the command does not have.
+        leave: fields of `flags` that the command does not have.
     """
     words = ["trt-kvcache", command, *map(str, arguments)]
     for field in fields(flags) if flags is not None else ():
@@ -132,14 +132,14 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
 def next_line(
     model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False, or_else: str | None = None
 ) -> str:
-    """Return the command that follows a plan: the build, or on a machine that cannot build another one.
+    """Return the command that follows a plan: the build, or another command if this machine cannot build.
 
     Args:
-        model: its path, as the user wrote it.
-        flags: of the plan.
-        max_batch: of the memory estimate.
+        model: path of the model, as the user wrote it.
+        flags: flags of the plan.
+        max_batch: batch size of the memory estimate.
         tensorrt: the plan is for TensorRT, not for TensorRT for RTX.
-        or_else: the other one; None: the model is run on the CPU.
+        or_else: the other command; None: generate on the CPU.
     """
     if not can_build(Target.TENSORRT if tensorrt else None):
         known = {field.name for field in fields(SessionPlanFlags)}
@@ -152,7 +152,7 @@ def next_line(
 
 
 def _engine_name(model: Path) -> str:
-    """The folder for an engine that `next_line` proposes."""
+    """Return the folder that `next_line` proposes for an engine."""
     whole = model.absolute()
     return f"{whole.stem if model.suffix == '.onnx' else whole.name}-engine"
 
@@ -160,14 +160,14 @@ def _engine_name(model: Path) -> str:
 def plan_lines(
     plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "", bandwidth: float | None = None
 ) -> Lines:
-    """Return what a plan does: caches, attention, what a step reads, changes for the caller, memory, advice.
+    """Return lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
 
     Args:
         plan: the plan.
-        batch: sequences of the memory estimate.
-        built: there is an engine of it, and no advice on the export is of use.
+        batch: number of sequences in the memory estimate.
+        built: the engine exists: leave out advice on the export, and add `cost_line`.
         chosen: see `chosen_capacity`.
-        bandwidth: see `cost_line`, which stands here for an engine, and where this is given.
+        bandwidth: see `cost_line`; if it is given, the line is added.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:
@@ -195,17 +195,17 @@ def plan_lines(
 
 
 def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
-    """Return the capacity that is the default, in words; nothing where flags or the model itself say it.
+    """Return the default capacity as text; empty if a flag gives the capacity or the model fixes it.
 
     Args:
-        capacity: of the plan's options.
-        flags: that it was planned with.
+        capacity: capacity in the plan's options.
+        flags: flags that the model was planned with.
     """
     return "" if capacity is None or flags.capacity is not None else f"{capacity} tokens (default; --capacity)"
 
 
 def advice(plan: CachePlan) -> list[str]:
-    """Return what would make the engine smaller or faster, and is up to the user."""
+    """Return what the user can do to make the engine smaller or faster."""
     said = []
     if plan.options.cache_dtype is None and any(cache.dtype == "float" for cache in plan.caches):
         said.append("export in float16 or bfloat16: float32 caches take twice the memory")

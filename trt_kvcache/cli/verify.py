@@ -1,4 +1,4 @@
-"""``trt-kvcache verify``: one decode, compared at every station."""
+"""``trt-kvcache verify``: compares one decode at every station."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def verify(
 
 
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
-    """Return in words what TensorRT's own parser makes of a model as exported.
+    """Return, as text, how the network that TensorRT's own parser makes of a model as exported differs from the model.
 
     Raises:
-        BackendError: its package is not installed.
+        BackendError: TensorRT's package is not installed.
     """
     from trt_kvcache.engine.parsing import parse_as_exported
     from trt_kvcache.errors import BuildError
@@ -117,7 +117,7 @@ def _print(out: Console, model: str, report: VerifyReport) -> None:
 
 
 def station_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Return name, what ran, reference, steps, difference, tolerance and verdict of each station."""
+    """Return a row for each station: name, runtime, reference, steps, difference, tolerance and verdict."""
     rows: list[tuple[str, ...]] = []
     for s in report.stations:
         if not s.compared:

@@ -1,4 +1,4 @@
-"""``trt-kvcache worker``: one of several processes that a distributed server sends requests to."""
+"""``trt-kvcache worker``: runs one of the processes to which a distributed server sends requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trt_kvcache.errors import OptionError
 
 
 class WorkerEngine(str, Enum):
-    """The server that the worker belongs to."""
+    """The distributed server that the worker belongs to."""
 
     DYNAMO = "dynamo"
 

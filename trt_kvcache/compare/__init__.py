@@ -1,4 +1,4 @@
 """Compares one decode at every station, from the checkpoint to TensorRT's network.
 
-A runner decodes, and does not know other runners. A comparison uses results of runners, and does not know runners.
+A runner decodes at one station, and does not know other runners. A comparison sees only the results of runners.
 """

@@ -1,4 +1,4 @@
-"""Logits of a checkpoint by transformers, in float32 on the CPU.
+"""Computes the logits of a checkpoint with transformers, in float32 on the CPU.
 
     python checkpoint.py CHECKPOINT DECODE.json LOGITS.npz
 

@@ -76,7 +76,7 @@ def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
         readers = [node.keys for node in plan.attention if cache.past in node.caches] or ["span"]
         rows += sum(row * _rows(cache, tokens, keys, spans=bool(plan.spans)) for keys in readers)
         written += row
-        if not cache.in_place:  # the update is a copy
+        if not cache.in_place:  # a step writes the whole cache anew
             rows, written = rows + row * cache.capacity, written + row * (cache.capacity - 1)
     caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in plan.caches if c.carried)
     states = plan.cache_bytes(batch) - caches  # two buffers: one is read, the other written
@@ -90,7 +90,7 @@ def _rows(cache: CacheUpdate, tokens: int, keys: str, *, spans: bool) -> int:
 
 
 def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
-    """Return lengths of a text for which a step is shown: a short one, and the capacity."""
+    """Return the text lengths for which costs are shown: a short one, and the capacity."""
     longest = max((cache.capacity for cache in plan.caches), default=1)
     return (_FEW, longest) if longest > _FEW else (longest,)
 

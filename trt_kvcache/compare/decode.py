@@ -1,4 +1,4 @@
-"""A decode in pieces, and the comparison of a runner's results with a reference's. It knows no particular runner."""
+"""Decodes texts in pieces with any runner, and compares its results with those of a reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_
 Array = npt.NDArray[Any]
 
 _DISTANCE = 3  # difference in tokens between rows of a batch
-_REACH = 600  # most tokens of a text for the sake of a later place
+_REACH = 600  # most tokens of a text that are decoded to reach a place
 _CHUNKS = 48  # most steps on the way to a place
 _AFTER = 5  # tokens of the first step after skipped ones
 _SINGLES = 3  # single tokens around each place
@@ -38,9 +38,9 @@ class Piece:
         length: new tokens of each text.
         rows: indices of the texts: the first ones of the batch, each with its own number of tokens before.
         span: one of `trt_kvcache.importer.steps.drawn_inputs.SPAN_KINDS`, if the step chooses the rows that are read.
-        kept: number of last positions whose logits are computed, if the step chooses it; None: all.
+        kept: number of last positions whose logits are computed, for models that take this number; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
-        skip: tokens of each text that are skipped before this step: their cache rows are copies of earlier rows.
+        skip: number of tokens of each text to skip before this step: their cache rows become copies of earlier rows.
         drawn: before the step, caches hold random numbers for all earlier tokens; `skip` may be negative.
     """
 
@@ -139,9 +139,9 @@ class Difference:
         largest: largest difference of a logit; see `trt_kvcache.compare.differences.share_of_logits`.
         allowed: the largest difference that rounding explains.
         pieces: number of compared pieces.
-        typical: median length of the difference over positions.
+        typical: median over positions of the length of the difference; see `share_of_logits`.
         agreement: share of positions with the same best token.
-        beyond: share of positions that differ by more than is allowed.
+        beyond: share of positions that differ by more than `allowed`.
         piece, row, position: place of the largest difference.
     """
 
@@ -168,7 +168,7 @@ def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: b
         decode: a decode that the reference has run.
         results: logits of each piece.
         allowed: see `Difference`.
-        stop: stop at the first piece that differs by more.
+        stop: stop at the first piece that differs by more than `allowed`.
     """
     largest, place, pieces = -1.0, (0, 0, 0), 0
     shares, same, beyond = list[float](), list[bool](), list[bool]()

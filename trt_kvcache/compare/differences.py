@@ -1,4 +1,4 @@
-"""How far two results are apart, and the first layer at which they differ."""
+"""Measures how far two results are apart, and finds the first layer at which they differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GARBAGE = 1e4
 
 @dataclass(frozen=True)
 class Share:
-    """A difference between two outputs in one row of a step: see `share_of_logits`."""
+    """A difference between two outputs in one row of a step, as the two shares of `share_of_logits`."""
 
     largest: float
     typical: float
@@ -87,7 +87,7 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
         return math.inf
     if expected.dtype.kind in "iub" and expected.dtype.itemsize > 1:
         return 0.0 if np.array_equal(expected, actual) else math.inf
-    differs = expected != actual  # few rows of caches differ: equal numbers are not looked at again
+    differs = expected != actual  # few rows of caches differ: equal numbers need no further work
     one, other = expected[differs].astype(np.float64), actual[differs].astype(np.float64)
     known = np.isfinite(one)
     if not np.array_equal(known, np.isfinite(other)) or not np.array_equal(one[~known], other[~known], equal_nan=True):
@@ -112,7 +112,7 @@ class Layer(Protocol):
 
     @property
     def op_type(self) -> str:
-        """Its operator, or its type in TensorRT."""
+        """Operator of the node, or TensorRT's type of the layer."""
 
     @property
     def input(self) -> Sequence[str]:
@@ -120,7 +120,7 @@ class Layer(Protocol):
 
     @property
     def output(self) -> Sequence[str]:
-        """Names of the tensors that it gives."""
+        """Names of the tensors that it returns."""
 
 
 def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
@@ -149,7 +149,7 @@ def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: C
 
 
 def with_inner_outputs(model: ModelProto, names: Collection[str]) -> ModelProto:
-    """Return a copy of a model that also returns those of its inner tensors that are in `names`."""
+    """Return a copy of a model that has further outputs: its inner tensors that are in `names`."""
     copy, outputs = copied(model), {o.name for o in model.graph.output}
     inner = [n for node in model.graph.node for n in node.output if n and n not in outputs and n in names]
     copy.graph.output.extend(ValueInfoProto(name=name) for name in inner)

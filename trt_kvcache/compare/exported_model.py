@@ -1,4 +1,4 @@
-"""Decodes with the model as exported in ONNX Runtime: its presents become its pasts, by name, unchanged."""
+"""Decodes with the model as exported in ONNX Runtime: each present is passed on as the past of the next step."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Exported:
     input, and which output becomes which input. Caches are passed on without conversion.
 
     Attributes:
-        vocabulary: last size of the logits; None: open.
-        batch: rows of the model's batch; all hold the same text.
+        vocabulary: last size of the logits; None if the model leaves it open.
+        batch: number of rows of the model's batch; all hold the same text.
         outputs: shapes of its outputs, by name.
         garbage: contents of caches of a fixed length before the first token.
         watch: called with inputs and outputs of each run.
@@ -58,7 +58,7 @@ class Exported:
         seed: see `TextInputs`.
         last: most positions of a piece whose logits are returned; None: all.
         edit: changes the model in float32, before it is opened; outputs that it adds are for `watch`.
-        copies: makes the float32 copy, whose file must live as long; None: the copy has its own file.
+        copies: makes the float32 copy; its file must exist as long as this object. None: the copy has its own file.
 
     Raises:
         UnsupportedModelError: ONNX Runtime cannot open the model, or its caches cannot be passed on unchanged.
@@ -133,7 +133,7 @@ class Exported:
         return np.stack(texts).astype(np.float32)
 
     def _empty(self) -> Feeds:
-        """Caches and states without tokens, in the original's form."""
+        """Return caches and states without tokens, as the model as exported takes them."""
         states = {s.past for s in self._plan.states}
         growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
@@ -169,7 +169,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return the rows of the caches that are whole in the model as exported, and rings in the rewritten model."""
+    """Return how many rows the model as exported has in caches that become rings of another size when rewritten."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
@@ -186,6 +186,6 @@ def _open(
     # prepacking would copy weights, and there are few rows to use them
     options.add_session_config_entry("session.disable_prepacking", "1")
     model, folder = copies.copy(model, folder)
-    model = open_types(model, wide=True)  # caches of types that are moved, not computed with
+    model = open_types(model, wide=True)  # such as float8 caches, which are only moved
     model = model if edit is None else edit(model)
     return open_in_time(for_session(model, folder, options), options)

@@ -1,7 +1,7 @@
 """Copies a model so that it computes in float32 instead of float16 and bfloat16.
 
-Structure, masks, indices and layouts stay the same; small faults show that the rounding of the narrow type would hide.
-ONNX Runtime has no kernels for bfloat16 on the CPU, and converts products in float16.
+Structure, masks, indices and layouts stay the same. Small faults become visible, which the rounding of a narrow type
+would hide. ONNX Runtime has no kernels for bfloat16 on the CPU, and converts products in float16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compares the network that TensorRT's parser made of a rewritten model with the model, before an engine is built.
+"""Compares a rewritten model with the network that TensorRT's parser made of it, before an engine is built.
 
 ONNX Runtime runs the model and NumPy the network, both in float32, over the same few steps of a decode. All outputs are
 compared, including whole caches: rows without a token hold garbage, which must not change.
@@ -56,7 +56,7 @@ class NetworkComparison:
     Attributes:
         steps: number of steps that both ran.
         difference: the largest difference, as a share of an output's largest number.
-        finding: what differs, and the first layer that differs; empty: nothing.
+        finding: the output that differs, and the first layer that differs; empty if nothing differs.
         note: why they were not compared; empty if they were.
     """
 
@@ -229,7 +229,7 @@ class NetworkWatch:
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
-    """Return why a model does not fit into memory; empty if it fits. Nothing is opened for that."""
+    """Return why a model does not fit into memory; empty if it fits. The model is not opened to find out."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
     needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())

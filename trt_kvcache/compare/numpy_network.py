@@ -32,17 +32,17 @@ _DTYPES: dict[str, npt.DTypeLike] = {
 }  # fmt: skip
 _HALVES = ("HALF", "BF16")
 _MOST_INPUTS = 6  # of a layer with optional inputs
-_CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; further ones are converted at each use
+_CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; other constants are converted at each use
 _HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_AttentionOutput"}
-"""An attention is two layers: the ends of their names."""
+"""An attention consists of two layers; their types by the ends of their names."""
 
 
 class NetworkError(TrtKvCacheError):
-    """A network cannot run on its inputs; the message names the layer."""
+    """Raised if a network cannot run on its inputs; the message names the layer."""
 
 
 class UnknownLayerError(NetworkError):
-    """A network has a layer that cannot run here; the message names it."""
+    """Raised if a network has a layer that NumPy cannot run here; the message names it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Node:
     Attributes:
         op_type: its type, such as ``"SLICE"``.
         layer: TensorRT's own object, of the class of its type.
-        input: names of its input tensors; empty: an optional one that is absent.
+        input: names of its input tensors; an empty name stands for an absent optional input.
         output: names of its output tensors.
         dtypes: dtypes of its outputs, by TensorRT's names, such as ``"HALF"``.
     """

@@ -1,4 +1,4 @@
-"""The proof of an engine: a stored decode, with logits, numbers of the caches, and the allowed differences.
+"""Reads and writes the proof of an engine: a stored decode, with logits, cache values, and allowed differences.
 
 The rewritten model decodes in float32; the model as exported must give the same logits for the first part. The file is
 safetensors; its header has the other facts as JSON:
@@ -34,9 +34,9 @@ Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
-"""Used for the logits, where caches have their names."""
+"""Names the logits where an output's name is needed; caches have their own names."""
 
-_MOST = 1 << 31  # bound of tokens, rows and other counts
+_MOST = 1 << 31  # largest number of tokens, rows and so on that is accepted
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Facts:
 
     @property
     def lasts(self) -> frozenset[int]:
-        """The numbers of the pieces that end a part."""
+        """Indices of the pieces that end a part."""
         return frozenset([*group][-1][0] for _, group in groupby(enumerate(self.pieces), lambda at: at[1].part))
 
 
@@ -138,7 +138,7 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
 
 
 def _faults(proof: Proof) -> Iterator[str]:
-    """Yield facts of a proof that are impossible, as text. A replay finds what else does not fit the engine."""
+    """Yield facts of a proof that are impossible, as text. The replay finds other faults."""
     facts = proof.facts
     sizes = [(facts.vocab, 1), (facts.seed, 0), (facts.encoder, 1), (facts.garbage, 0), (facts.uneven, 1)]
     sizes += [(n, least) for p in facts.pieces for n, least in ((p.length, 1), (p.kept or 0, 1), (abs(p.skip), 0))]
@@ -164,7 +164,7 @@ def draws_digest(seed: int) -> str:
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
-    """Return numbers ``[T, W]`` of the newest tokens' rows, evenly spread, so that each head has some.
+    """Return some numbers ``[T, W]`` of the newest tokens' rows, evenly spread, so that each head has some of them.
 
     Args:
         cache: a cache; or state, which has one row.

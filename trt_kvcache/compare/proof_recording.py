@@ -48,7 +48,7 @@ Watch = Callable[[Feeds, Mapping[str, Array]], None]
 _ROWS, _FEWEST = 3, 2  # number of texts; an engine of one sequence replays them one after the other
 _SEED = 0
 _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
-"""Far above the values in caches; scores computed from it still fit into the type."""
+"""Garbage by type: far above the values in caches, but scores computed from it still fit into the type."""
 
 _PROMPT = (5, 3, 1)
 _SETTLED = 40  # tokens after which rounding no longer grows (measured on SmolLM2 and Gemma 3)
@@ -133,7 +133,7 @@ class _Recording:
 
         def note(part: str, name: str, before: Array, after: Array) -> None:
             for one, other in zip(before, after, strict=True):
-                # NaN as a logit decides nothing.
+                # A logit of NaN says nothing about rounding.
                 share = Share(np.inf, np.inf) if np.isnan(one).any() else share_of(one, other)
                 rounding[part][name] = rounding[part].get(name, share).most(share)
 
@@ -209,7 +209,7 @@ class _Recording:
                 source, self._plan, self._given, self._table, last=_POSITIONS, copies=self._copies
             )  # fmt: skip
             found = compare(first, first.steps(exported), _TIED)
-        except UnsupportedModelError:  # it cannot decode with its own caches: the check has compared its parts
+        except UnsupportedModelError:  # it cannot decode with its own caches; the check has already compared its parts
             return
         if not found.passed and all(np.isfinite(w).all() for w in decode.wanted):
             raise UnsupportedModelError(

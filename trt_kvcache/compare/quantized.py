@@ -1,7 +1,7 @@
 """The reference for quantized caches: a model in which standard ONNX operators round the rows to codes.
 
-It shares no code with the edit that quantizes caches (`trt_kvcache.importer.families.quantized_caches`), which packs
-and moves codes; the definition is the same, from `docs/quantized-caches.md`:
+It follows the definition in `docs/quantized-caches.md`, and shares no code with the edit that quantizes caches
+(`trt_kvcache.importer.families.quantized_caches`), which packs and moves codes:
 
     turned = row R,   scale = max(|turned|) / M,   row' = round(turned / scale) scale R
 """
@@ -24,7 +24,7 @@ _MOST = {CacheDtype.INT8: 127.0, CacheDtype.INT4: 7.0, CacheDtype.FP8: 448.0}
 
 
 def hadamard(size: int) -> npt.NDArray[np.float32]:
-    """Sylvester's matrix, orthonormal ``[size, size]``, in blocks of the largest power of two dividing `size`."""
+    """Return Sylvester's orthonormal matrix ``[size, size]``, in blocks of the largest power of 2 dividing `size`."""
     block = np.ones((1, 1))
     while size % (2 * len(block)) == 0:
         block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
@@ -37,7 +37,7 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
     Args:
         model: the model, with its own caches.
         plan: plan of the model.
-        options: give the type of the codes, and their ranges.
+        options: the type of the codes, and the ranges of calibrated caches.
 
     Raises:
         UnsupportedModelError: a cache is not written by its own TensorScatter.

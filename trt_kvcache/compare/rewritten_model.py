@@ -33,7 +33,7 @@ class TextCaches(ABC):
     Attributes:
         tensors: caches and states, by name of the past.
         ends: number of tokens of each text.
-        texts: the texts whose caches are at hand.
+        texts: the texts whose caches `tensors` holds.
 
     Args:
         plan: plan of the rewritten model.
@@ -55,7 +55,7 @@ class TextCaches(ABC):
         """Replace the contents of a cache for some texts: ``[texts, *physical_shape[1:]]``."""
 
     def begin(self, rows: int, texts: range | None = None) -> None:
-        """Begin `rows` texts; `texts` are those at hand, all if None."""
+        """Begin `rows` texts, and keep the caches of `texts`; None: of all."""
         self.ends, self.texts = np.zeros(rows, np.int64), range(rows) if texts is None else texts
 
     def fill(self, episode: int = 0) -> None:
@@ -181,7 +181,7 @@ def output_of(plan: CachePlan) -> str:
 
 
 class Float32Session:
-    """ONNX Runtime without fusions on a model in float32, whose weights stay in their files.
+    """Runs a float32 model in ONNX Runtime, without fusions. Its weights stay in their files.
 
     Args:
         model: a model that computes in float32 (`trt_kvcache.compare.float32_copy`).
@@ -203,7 +203,7 @@ class Float32Session:
         self._outputs = [o.name for o in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Return the outputs by name; feeds without an input are ignored.
+        """Run the model and return its outputs by name. Feeds that the model has no input for are ignored.
 
         Raises:
             RunError: the step cannot run.

@@ -1,4 +1,4 @@
-"""Measures rounding in a model whose results are rounded as an engine rounds them, and what it allows an engine.
+"""Measures the effect of an engine's rounding on a model, and derives the differences that an engine may have.
 
 An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and in another order than ONNX
 Runtime. Here results are rounded to as many bits as that type has, on a different grid for each node, so that numbers
@@ -37,12 +37,12 @@ _TIMES = Share(5.0, 2.5)  # factor between the effect of rounding in these rows 
 _LEAST = Share(8.0, 5.0)  # least allowed difference, in units of rounding
 _CODES = Share(2.5, 1.5)  # least allowed difference, in steps of a code: a number may be rounded to a neighbour
 _STEPS = {None: 127, CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 8}
-"""Number of steps of a code, up to the largest number."""
+"""Number of steps between 0 and the largest code, by type of the caches."""
 
 _MOST_ROWS = 3
 _FAINT = 25.0  # units of rounding that are allowed after random cache contents, if these do not amplify rounding
 _SHOWS = 0.3  # share of an output's scale; a larger allowed difference could not show a fault
-_SPREAD = 4.0  # at most: twice the largest value seen (Gemma 3 in bfloat16)
+_SPREAD = 4.0  # largest result of `uneven`: twice the largest value seen (Gemma 3 in bfloat16)
 Shares = dict[str, dict[str, Share]]
 
 # bits of the type that is rounded
@@ -101,7 +101,7 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight behind nodes that only move it; for quantized weights, the scales. None if there is none."""
+    """Return the weight that a tensor is, or that nodes only move; for quantized weights, the scales. Else None."""
     while name not in weights:
         node = makes.get(name)
         if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):
@@ -126,7 +126,7 @@ def allowed(
         dtype: dtype of caches that `build` quantizes.
     """
     spread = uneven(rounding)
-    few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # the largest of few samples is smaller
+    few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # with few samples, the largest measured effect is smaller
     # few samples say less about models that amplify rounding: 1.12 times as large (SmolLM2 in float16)
     few *= 1 + (spread - 1) / 6
     shares: Shares = {part: {} for part in rounding}

@@ -1,4 +1,4 @@
-"""Inputs of steps of a decode, from the tokens of its texts; and values that the caller gives by name, in a file."""
+"""Makes the inputs of a decode's steps from the tokens of its texts; and reads values of other inputs from a file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs"
 
 Array = npt.NDArray[Any]
 
-_KINDS = 256  # tokens with numbers of their own; further ones share them
+_KINDS = 256  # number of tokens that have their own numbers; other tokens share them
 _SIZE = 0.5  # size of these numbers
 _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
@@ -37,7 +37,7 @@ class TextInputs:
         limits: limits of random token ids, and of positions.
         given: values of inputs that do not follow from the text, by name: with a batch of 1, or a row for each text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        rings: windows became rings: valid lengths count the whole text.
+        rings: circular caches replaced windows, so valid lengths count the whole text.
         seed: seed of all other values.
     """
 
@@ -75,7 +75,7 @@ class TextInputs:
                 feeds[name] = _numbers_of(name, tokens, feeds[name], tensor.axes)
             elif tensor.role is Role.TOKENS:
                 given, own = feeds[name], tokens if self._table is None else self._table[tokens]
-                if self._table is None and own.size != given.size:  # the same for all texts, or all texts in one row
+                if self._table is None and own.size != given.size:  # one value for all texts, or one row with all texts
                     own = arrange(tokens, ("batch", "sequence"), given.shape, tensor.axes)
                 feeds[name] = own.reshape(given.shape).astype(given.dtype)
         return feeds
@@ -102,7 +102,7 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
             all texts get the same.
     """
     names = [axis if axis in ("batch", "sequence") else f"own {i}" for i, axis in enumerate(axes)]
-    if "batch" not in names and len(tokens) > 1 and like.shape[:1] == (len(tokens),):  # a batch that is fixed
+    if "batch" not in names and len(tokens) > 1 and like.shape[:1] == (len(tokens),):  # a fixed batch
         names[0] = "batch"
     own = [(axis, n) for axis, n in zip(names, like.shape, strict=True) if axis.startswith("own")]
     rng, shape = np.random.default_rng(zlib.crc32(name.encode())), (_KINDS, *(n for _, n in own))

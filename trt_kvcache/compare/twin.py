@@ -1,13 +1,13 @@
-"""A small twin of a checkpoint: its own settings, small sizes, random weights; and transformers' logits of it.
+"""Makes a small twin of a checkpoint, with its settings, small sizes and random weights; and its logits.
 
     python twin.py CHECKPOINT FOLDER
     python twin.py explain FOLDER LOGITS.npz TOLERANCE
 
-This file needs torch and transformers, and of this package only the file beside it: it runs in the interpreter of an
-exporter. It knows no model families. Settings are made small by their names alone: sizes and heads in proportion; each
-kind of layer twice; windows of a few tokens; thresholds of positions that a short text passes; lists of rotary
-embeddings as long as the heads need. Every parameter is drawn so that it matters, from numbers that float16, bfloat16
-and int4 represent exactly, so that one twin serves exports of all types.
+This file needs torch, transformers, and ``checkpoint.py`` beside it, but nothing else of this package: it runs in the
+interpreter of an exporter. It knows no model families. Settings are made small by their names alone: sizes and heads in
+proportion; each kind of layer twice; windows of a few tokens; thresholds of positions that a short text passes; lists
+of rotary embeddings as long as the heads need. Every parameter is drawn so that it changes the logits, from numbers
+that float16, bfloat16 and int4 represent exactly, so that one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 compares `LOGITS.npz`, an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter
@@ -34,7 +34,7 @@ HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
 """Number of tokens; no other size is equal: onnxruntime-genai takes any product of this width for the last one."""
 WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
-"""Tokens of a window; a position from which a model computes differently; the longest text."""
+"""Sizes of the twin: tokens of a window; position from which it computes differently; tokens of the longest text."""
 
 DECODE = {
     "texts": [[3 + 41 * i * i % 97 for i in range(30)], [5 + 29 * i * i % 89 for i in range(12)]],
@@ -74,7 +74,7 @@ class Sizes:
         width, head: small sizes of hidden states and heads, as shares of the checkpoint's.
         kept: numbers of the layers that stay; a number may occur twice.
         length: number of positions of the twin.
-        ids: the small number of each special token.
+        ids: the twin's id of each special token.
     """
 
     layers: int
@@ -94,7 +94,7 @@ class Sizes:
         """Read a configuration with all its defaults, as `to_dict` returns it.
 
         Raises:
-            ValueError: it does not give the number of layers or heads, or their width.
+            ValueError: the configuration does not give the number of layers or heads, or the width.
         """
         first = {name: next((v for k, v in config.items() if pattern.search(k) and _counts(v)), 0)
                  for name, pattern in (("layers", _COUNT), ("heads", _HEAD), ("hidden", _HIDDEN))}  # fmt: skip
@@ -195,7 +195,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """The position from which a model computes differently, such as with other rotary factors; None if unnamed."""
+    """Return the position from which a model computes differently, such as with other rotary factors; or None."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 
@@ -221,7 +221,7 @@ def _is_listing(name: str, value: Any, layers: int) -> bool:
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Two layers of each kind: alternating as in most models; in their order, if layers of a kind are adjacent."""
+    """Choose two layers of each kind: alternating, as in most models, unless layers of a kind are adjacent."""
 
     def kind(i: int) -> str:
         return json.dumps([
@@ -250,11 +250,11 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
 
     Args:
         stored: config.json of the checkpoint; settings that it leaves out stay out, except sizes.
-        whole: the same with all defaults.
-        outer: sizes for a part that gives none.
+        whole: the same configuration with all defaults.
+        outer: sizes of the model, for a part whose configuration gives none.
 
     Raises:
-        ValueError: nothing gives the number of layers or heads, or their width.
+        ValueError: no configuration gives the number of layers or heads, or the width.
     """
     parts = [
         k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v and isinstance(whole.get(k), dict)
@@ -274,7 +274,7 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
 
 
 def draw(model: Any) -> None:
-    """Draw every parameter and every saved buffer of numbers, each from its name."""
+    """Fill every parameter and every saved floating-point buffer with random numbers, seeded by its name."""
     torch: Any = import_module("torch")
     saved = set(model.state_dict())
     with torch.no_grad():
@@ -283,7 +283,7 @@ def draw(model: Any) -> None:
                 continue
             made = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             drawn = torch.randint(-8, 8, tensor.shape, generator=made)
-            if tensor.ndim < 2:  # around the model's initial values: norms at 1 or 0, biases at 0
+            if tensor.ndim < 2:  # near the model's initial values: 1 or 0 for norms, 0 for biases
                 tensor.copy_((tensor + drawn / 32).bfloat16())
                 continue
             # The lowest of 16 values in each block: it determines the block's scale.
@@ -309,7 +309,7 @@ def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tup
 
 
 def _others(name: str, value: Any, length: int) -> list[Any]:
-    """Return other values of a setting; None: the default."""
+    """Return other values of a setting to try; None stands for the default."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int) and _WINDOW.search(name):
@@ -339,7 +339,7 @@ def make(checkpoint: Path, folder: Path) -> None:
     (folder / "config.json").write_text(text, encoding="utf-8")
     model = _model(configs.from_pretrained(folder))
     model.save_pretrained(folder)
-    # as in the checkpoint, not as transformers would write it
+    # the checkpoint's form, which differs from transformers' own
     (folder / "config.json").write_text(text, encoding="utf-8")
     for file in checkpoint.iterdir():  # some exporters need a tokenizer
         if _TOKENIZER.search(file.name):
@@ -368,14 +368,14 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
         if alone:
             return [" and ".join([*names, name]) for name in dict.fromkeys(alone)]
         distance, name, config = min(tried, key=lambda each: each[0], default=(nearest, "", config))
-        if distance > nearest / 3 or len(names) == 2:  # another setting brings it no nearer
+        if distance > nearest / 3 or len(names) == 2:  # a second setting brings the logits no nearer
             return []
         nearest = distance
         names.append(name)
 
 
 def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
-    """The distance of logits from those of a twin with this configuration; infinite if there is no such model."""
+    """Return how far logits are from those of a twin with this configuration; infinite if it cannot be made."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
@@ -394,7 +394,7 @@ def _runner() -> Any:
 
 
 def main() -> None:
-    """Make a twin; or find which of its settings an exporter ignored."""
+    """Make a twin, or find the settings that an exporter ignored."""
     torch: Any = import_module("torch")
     torch.set_num_threads(1)
     if len(sys.argv) == 3:

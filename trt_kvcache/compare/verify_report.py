@@ -1,4 +1,4 @@
-"""Options and results of a verification: plain data, stored as JSON."""
+"""Holds options and results of a verification, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -128,7 +128,8 @@ class Station:
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
         passed: True also if it was not compared; then `note` says why.
-        failure: the first step, text and token that differ by more, and the first layer; empty if it passed.
+        failure: the first step, text and token that differ by more than allowed, and the first layer; empty if it
+            passed.
         note: why it was not compared, or another remark.
     """
 
@@ -145,7 +146,7 @@ class Station:
 
     @property
     def compared(self) -> bool:
-        """True if it ran."""
+        """True if the station ran and was compared."""
         return bool(self.steps)
 
 
@@ -156,7 +157,7 @@ class Quality:
     Attributes:
         cache_dtype: dtype of the caches.
         positions: number of compared positions; each text has its own tokens.
-        agreement: share of positions at which both choose the same greedy token.
+        agreement: share of positions with the same best token with and without quantization.
         typical: median length of the difference of a position's logits, as a share of the logits' length around their
             mean.
         largest: largest difference of a logit, as a share of the largest logit at its position.

@@ -1,1 +1,1 @@
-"""Export a checkpoint as an ONNX decoder with an installed exporter."""
+"""Exports a checkpoint as an ONNX decoder, with an exporter that is installed."""

@@ -1,9 +1,9 @@
-"""A decoder in a GGUF file to a checkpoint, dequantized by transformers.
+"""Converts a decoder in a GGUF file to a checkpoint; transformers dequantizes it.
 
     python -m trt_kvcache.export.from_gguf MODEL.gguf FOLDER [float16|bfloat16|float32]
 
-This file needs torch, transformers, gguf and accelerate, and nothing of this package: it also runs on its own, in an
-environment that has these alone.
+This file needs torch, transformers, gguf and accelerate, but nothing of this package: it also runs in an environment
+that has only these four.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["MODULES", "save_checkpoint"]
 
 MODULES = ("torch", "transformers", "gguf", "accelerate")
-"""Packages that have to be importable."""
+"""Packages that must be installed."""
 _NO_NUMBERS = (
     "attention.value_length",
     "attention.causal",
@@ -24,27 +24,27 @@ _NO_NUMBERS = (
     "tensor_data_layout",
     "rope.scaling.finetuned",
 )
-"""Settings that change no number here: they repeat others, or have one value in decoders."""
+"""Settings without effect on the model: they repeat other settings, or have the same value in all decoders."""
 _AS_ARE = {
     "rope.dimension_count": "rotated",
     "rope.freq_base": "rope_theta",
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "intermediate_size",
 }
-"""Settings that transformers takes from elsewhere, or has one value for: they change nothing if they say the same."""
+"""Settings that transformers does not read: each is ignored if it equals this entry of `_values`."""
 
 
 def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16", layers: int | None = None) -> None:
     """Write the model and the tokenizer of a GGUF file as transformers' `save_pretrained` does.
 
     Args:
-        gguf: the file.
-        folder: of the checkpoint.
-        dtype: of its weights.
-        layers: number of the first layers to keep (default: all). A cut model keeps the statistics of these layers.
+        gguf: path of the GGUF file.
+        folder: folder for the checkpoint.
+        dtype: dtype of the checkpoint's weights.
+        layers: keep only this many first layers (default: all). A cut model keeps the statistics of these layers.
 
     Raises:
-        ValueError: transformers does not read this file, or not all of it. Everything that it would drop is named.
+        ValueError: transformers cannot read the file, or would ignore a part of it; the message names each such part.
     """
     torch, transformers = import_module("torch"), import_module("transformers")
     gguf = Path(gguf)
@@ -71,7 +71,7 @@ def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-    # A fresh model, since one that was read from GGUF cannot be saved.
+    # A new model: transformers cannot save the one that it read from GGUF.
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind)
     names = model.state_dict().keys()
     model.load_state_dict({name: value for name, value in read.state_dict().items() if name in names})
@@ -86,12 +86,12 @@ def _value(reader: Any, key: str) -> Any:
 
 
 def _dropped_settings(reader: Any, config: Any) -> list[str]:
-    """Settings of the architecture that transformers passes over, such as a scaling of rotary positions."""
+    """Return settings of the architecture that transformers ignores, such as a scaling of rotary positions."""
     name = str(_value(reader, "general.architecture"))
     mapping = import_module("transformers.integrations.ggml").GGUF_CONFIG_MAPPING
     kind = str(config.model_type)
     names = {name, name.replace("-", "_"), kind, kind.removesuffix("_text")}
-    # What transformers maps to nothing it passes over.
+    # transformers maps a setting that it ignores to None.
     known = {key for each in names for key, read in mapping.get(each, {}).items() if read is not None}
     rotary = getattr(config, "rope_parameters", None) or {}
     scaling = _value(reader, f"{name}.rope.scaling.type") or ("linear" if _scales(reader, name) else "none")
@@ -108,14 +108,14 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
 
 
 def _values(config: Any) -> dict[str, set[Any]]:
-    """Return the settings that transformers will compute with, for each kind of layer."""
-    said = vars(config)  # a config whose layers differ has no attribute for all
+    """Return the values that transformers will compute with, one for each kind of layer, by setting."""
+    said = vars(config)  # if layers differ, attributes that most configs have are missing
     hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
     sizes = {said.get("head_dim"), said.get("global_head_dim")} - {None}
     sizes = sizes or ({hidden // heads} if hidden and heads else set())
     rotary = said.get("rope_parameters") or {}
     kinds = [kind for kind in rotary.values() if isinstance(kind, dict)] or ([rotary] if rotary else [])
-    # Where rotations are "proportional", all numbers of a head take part, some with a speed of 0.
+    # "proportional" rotates all numbers of a head, some of them with a speed of 0.
     parts = {1.0 if kind.get("rope_type") == "proportional" else _part(kind, said) for kind in kinds}
     return {
         "head_dim": sizes,
@@ -134,18 +134,18 @@ def _scales(reader: Any, name: str) -> bool:
 
 
 def _unknown_tensors(reader: Any, model: Any) -> str:
-    """Tensors without a layer's number that no decoder of transformers has a name for, such as ``rope_freqs``."""
+    """Return the end of a message: tensors of the file that transformers' model has no place for; "" if none."""
     loader = import_module("transformers.modeling_gguf_pytorch_utils")
     try:
         known = loader.get_gguf_hf_weights_map(model, loader.TensorProcessor(config=model.config))
-    except (AttributeError, NotImplementedError, TypeError):  # no map for this architecture: nothing is named
+    except (AttributeError, NotImplementedError, TypeError):  # transformers has no map for this architecture
         return ""
     unknown = [tensor.name for tensor in reader.tensors if tensor.name not in known]
     return f"; without a place there: {', '.join(unknown[:3])}{' ...' if len(unknown) > 3 else ''}" if unknown else ""
 
 
 def main() -> None:
-    """Dequantize a GGUF file."""
+    """Convert the GGUF file that the command line names."""
     try:
         save_checkpoint(sys.argv[1], sys.argv[2], (*sys.argv[3:], "bfloat16")[0])
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Read an exporter's output: the reason of a failure, and its warnings."""
+"""Finds the reason of a failure, and warnings, in the output of an exporter."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _LONGEST = 400  # characters
 _PYTHON_WARNING = re.compile(r"\S+:\d+: (?P<kind>\w+): (?P<text>.*)")
 _OWN = ("FutureWarning", "DeprecationWarning", "PendingDeprecationWarning")
-_NO_WARNING = re.compile(r"\d+%\||\d+it \[|it/s\]|is not installed\. Skipping")  # bars of progress; torch's own log
-_MOST = 5  # warnings that are told
+_NO_WARNING = re.compile(r"\d+%\||\d+it \[|it/s\]|is not installed\. Skipping")  # progress bars; torch's own log
+_MOST = 5  # warnings that are returned
 
 
 def failure_reason(stderr: str) -> str:
     """Return in one line why a Python program ended with an error.
 
-    If an error was raised from another one, the first error is the reason: torch.onnx names the missing function in the
-    first error of three. An error without a message gives the line that raised it.
+    In a chain of errors, the first one is the reason: of torch.onnx's three errors, it names the missing function. For
+    an error without a message, the reason is the line of code that raised it.
 
     Args:
         stderr: everything that the program wrote to stderr.
 
     Returns:
-        The reason; empty if there was no output. Without a trace, the last line.
+        The reason; the last line if there is no trace; empty if there was no output.
     """
     text = _COLOR.sub("", stderr).strip()
     parts = re.split(f"({re.escape(_CAUSE)}|{re.escape(_OTHER)})", text)
@@ -54,13 +54,13 @@ def failure_reason(stderr: str) -> str:
 
 
 def warnings_in(stderr: str) -> list[str]:
-    """Return what a program that did its work says on stderr: no progress, and nothing about its own code.
+    """Return the warnings of a program that succeeded, without progress bars and warnings about its own code.
 
     Args:
-        stderr: all that it wrote there.
+        stderr: everything that the program wrote to stderr.
 
     Returns:
-        Lines, each once; of many, the first ones and how many more there are.
+        Lines, each once; if there are many, the first ones and the number of the others.
     """
     told: dict[str, None] = {}
     source = False  # Python shows the line of code after a warning

@@ -1,4 +1,4 @@
-"""Runs an exporter on a checkpoint: which one, how, and with what beside the model."""
+"""Exports a checkpoint: chooses an exporter, runs it, compares its model, and copies tokenizer and configs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "instal
 
 DTYPES = ("float16", "bfloat16", "float32")
 _INSTALL = "pip install torch transformers onnxscript"
-_MINUTES = (30, 2)  # for an exporter: for any checkpoint, and for each GB of it
-_ROOM = 4 << 30  # bytes that two interpreters with torch take beside what they read
-_LINE = 80  # characters of an exporter's output that are shown as what it does
+_MINUTES = (30, 2)  # time limit of an exporter: for any checkpoint, and for each GB of it
+_ROOM = 4 << 30  # bytes that two interpreters with torch take, without weights
+_LINE = 80  # characters of a line of an exporter's output that are shown as progress
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _MOBIUS = """\
 import sys
@@ -47,11 +47,11 @@ class Exporter:
     """The way to run one exporter.
 
     Attributes:
-        modules: what has to be importable.
-        command: the words after the interpreter, of checkpoint, folder, dtype and int4.
-        dtypes: that it writes on a CPU.
-        int4: whether it quantizes weights to 4 bits.
-        install: what gives it.
+        modules: modules that must be importable.
+        command: returns the arguments of the interpreter, from checkpoint, folder, dtype and int4.
+        dtypes: dtypes that the exporter can write on a CPU.
+        int4: whether it can quantize weights to 4 bits.
+        install: the command that installs it.
     """
 
     modules: tuple[str, ...]
@@ -102,7 +102,7 @@ EXPORTERS = {
         "pip install optimum-onnx",
     ),
 }
-"""By name, the fastest first. torch takes most architectures, and ten times as long as those before it."""
+"""Exporters by name, fastest first. torch exports most architectures, but takes ten times as long as the first two."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ class Export:
     """A model that an exporter made.
 
     Attributes:
-        exporter: its name.
-        plan: of the model.
+        exporter: name of the exporter.
+        plan: plan of the model.
     """
 
     exporter: str
@@ -119,13 +119,13 @@ class Export:
 
 
 def installed(python: str = sys.executable) -> list[str]:
-    """Return the names of the exporters that an interpreter finds.
+    """Return the names of the exporters that are installed for an interpreter.
 
     Args:
-        python: the interpreter.
+        python: path of the interpreter.
 
     Raises:
-        OptionError: it does not run.
+        OptionError: the interpreter does not run.
     """
     there = _importable(python, {module for exporter in EXPORTERS.values() for module in exporter.modules})
     return [name for name, exporter in EXPORTERS.items() if there.issuperset(exporter.modules)]
@@ -165,22 +165,22 @@ def export_checkpoint(
     Args:
         checkpoint: folder with ``config.json`` and weights; or a GGUF file, which transformers dequantizes first.
         output: folder of the model; new or empty.
-        exporter: one of the names of `EXPORTERS`. ``"auto"``: the first of them that is installed and fits, and whose
-            model is taken and is that of the checkpoint.
-        dtype: of weights, activations and caches, one of `DTYPES`.
-        int4: weights of 4 bits.
-        capacity: of the plan, for caches that grow; None: see `PlanOptions`.
-        python: interpreter of the environment with the exporter.
-        told: called with each command before it runs, and with the reason why another exporter follows.
+        exporter: a name in `EXPORTERS`. ``"auto"``: try the installed exporters that fit, fastest first; keep the
+            first model that can be planned and computes the same as the checkpoint.
+        dtype: dtype of weights, activations and caches, one of `DTYPES`.
+        int4: quantize weights to 4 bits.
+        capacity: tokens per sequence, for caches that grow; None: see `PlanOptions`.
+        python: path of the interpreter in the environment with the exporter.
+        told: called with lines for the user: each command before it runs, warnings, and why an exporter failed.
 
     Returns:
         The exporter that made the model, and the plan.
 
     Raises:
-        InvalidModelError: there is no checkpoint, or transformers does not read the file.
+        InvalidModelError: there is no checkpoint, or transformers cannot read the GGUF file.
         OptionError: no exporter fits, or none is installed; the message says what to install.
-        OutputError: the folder cannot be written, or holds something.
-        UnsupportedModelError: the exporters fail on this checkpoint.
+        OutputError: the folder cannot be written, or is not empty.
+        UnsupportedModelError: the exporters fail on this checkpoint, or write another model than the checkpoint.
     """
     source = checkpoint_named(as_path(checkpoint, "checkpoint"))
     if not is_checkpoint(source):
@@ -208,18 +208,18 @@ def export_checkpoint(
 
 
 def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> list[str]:
-    """Fill a new folder with what an exporter makes of a checkpoint, and the texts of that.
+    """Run an exporter into a new folder, and copy tokenizer, chat template and configs of the checkpoint to it.
 
     Args:
-        checkpoint: its folder.
-        folder: of the model.
+        checkpoint: folder of the checkpoint.
+        folder: folder for the model.
         run: runs the exporter; returns its exit code and its stderr.
 
     Returns:
         The exporter's warnings.
 
     Raises:
-        UnsupportedModelError: it fails.
+        UnsupportedModelError: the exporter fails, or writes no model.
     """
     folder.mkdir()
     code, stderr = run()
@@ -231,7 +231,7 @@ def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> 
 
 
 class _Job:
-    """A checkpoint, the folder that it is read from, and what is wanted of it. Entered, it has a twin."""
+    """The export of one checkpoint. Use it in a ``with`` block: a small twin of the checkpoint exists within it."""
 
     def __init__(
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None, python: str,
@@ -252,7 +252,7 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with one exporter; its model stays if its plan is refused, and goes if it is not the checkpoint's."""
+        """Export with one exporter. A model that cannot be planned is kept; a model of other numbers is deleted."""
         made = self._folder / name
         try:
             self._export(name)
@@ -263,14 +263,14 @@ class _Job:
         except TrtKvCacheError:
             _move_up(made)
             keep()
-            plan_model(self._folder, PlanOptions(capacity=self._capacity))  # the same error, of the file where it stays
+            plan_model(self._folder, PlanOptions(capacity=self._capacity))  # the same error, with the file's final path
             raise
         self._compare_weights(name, plan)
         _move_up(made)
         return Export(name, plan)
 
     def first(self, names: Sequence[str]) -> Export:
-        """Return the first export that is planned, has caches, and is not another model than the checkpoint."""
+        """Return the first export that can be planned, has caches, and computes the same as the checkpoint."""
         failures: list[str] = []
         for name, following in zip(names, [*names[1:], ""], strict=True):
             try:
@@ -291,10 +291,10 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Compare an exporter with transformers on the twin, then fill a folder by it.
+        """Compare an exporter with transformers on the twin, then export the checkpoint to a folder.
 
         Raises:
-            UnsupportedModelError: it fails, or writes another model.
+            UnsupportedModelError: the exporter fails, or writes another model.
         """
         verdict = self._judge(name)
         if verdict.is_right is False:
@@ -317,11 +317,11 @@ class _Job:
     def _run(
         self, words: Sequence[str], seconds: float, title: str = "comparing with transformers"
     ) -> tuple[int, str]:  # fmt: skip
-        """Run words of the exporters' interpreter."""
+        """Run the exporters' interpreter with these arguments; see `run_command`."""
         return run_command([self._python, *words], title, seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter, and tell what it warns of; of the twin, it warns of the same."""
+        """Run an exporter, and report its warnings, unless it exports the twin: then they are the same."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._python, *command])}")
@@ -329,10 +329,10 @@ class _Job:
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
-        """Compare a few tokens of the checkpoint itself, if there is room; else say so.
+        """Compare the model with the checkpoint itself on a few tokens; report if memory is too short for this.
 
         Raises:
-            UnsupportedModelError: they differ.
+            UnsupportedModelError: the logits differ.
         """
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
@@ -353,25 +353,25 @@ class _Job:
                 self._told(f"the weights are not compared with the checkpoint's: {verdict.said}")
 
     def _right_others(self, name: str) -> list[str]:
-        """Other exporters that fit, and are right about the twin."""
+        """Return other exporters that fit and export the twin correctly."""
         others = [other for other in _chosen("auto", self._dtype, self._python, int4=self._int4) if other != name]
         with phase("trying other exporters on a small twin"):
             verdicts = {other: self._judge(other) for other in others}
         return [other for other, verdict in verdicts.items() if verdict.is_right]
 
     def _failed(self, failures: Sequence[str], right: Sequence[str] = ()) -> UnsupportedModelError:
-        """The error that says what each exporter said."""
+        """Return the error that gives the reason of each exporter's failure."""
         others = "leave out --int4, which no other exporter writes" if self._int4 else "try another --exporter"
         advice = f"use {right[0]}, which is right" if right else f"{others}, or a later version of it"
         return UnsupportedModelError(f"{self._source} is not exported: {'; '.join(failures)}; {advice}")
 
 
 def _move_up(folder: Path) -> None:
-    """Move the files of a folder to the folder that it lies in, in place of all that is there."""
+    """Move the files of a folder to its parent folder; everything else in the parent is deleted."""
     for path in folder.parent.iterdir():
         if path != folder:
             _remove(path)
-    # An exporter may write a folder of its own name.
+    # A random name: the exporter may have written a folder of the same name as `folder`.
     moved = folder.rename(folder.with_name(f".{folder.name}-{secrets.token_hex(4)}"))
     for path in list(moved.iterdir()):
         path.rename(moved.parent / path.name)
@@ -380,7 +380,7 @@ def _move_up(folder: Path) -> None:
 
 @contextmanager
 def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Callable[[str], None]) -> Iterator[Path]:
-    """Give the folder of a checkpoint; that of a GGUF file is there as long as the block."""
+    """Yield the folder of a checkpoint; for a GGUF file, a temporary folder, which is deleted after the block."""
     if source.is_dir():
         yield source
         return
@@ -401,7 +401,7 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
 
 
 def run_command(words: Sequence[str], title: str, seconds: float | None = None) -> tuple[int, str]:
-    """Run a command, whose last line on stdout is the phase that it is in; return its exit code and its stderr."""
+    """Run a command and show its newest line on stdout as progress; return its exit code and its stderr."""
     late = threading.Event()
 
     def end() -> None:
@@ -465,7 +465,7 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Callable[[], None]]:
-    """Empty a folder at the end of the block, unless the function that it gives is called."""
+    """Empty a folder at the end of the block, unless the block calls the function that it gets."""
     calls = []
     try:
         yield lambda: calls.append(True)

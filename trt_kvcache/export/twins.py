@@ -1,7 +1,7 @@
-"""Exporters compared with transformers: on a small twin of a checkpoint, and with a few tokens of the checkpoint.
+"""Compares exporters with transformers: on a small twin of a checkpoint, and on a few tokens of the checkpoint.
 
-The twin is made and decoded by `trt_kvcache.compare.twin`, in the interpreter of the exporters. An exporter gets it as
-it gets the checkpoint, and ONNX Runtime decodes what it makes of it, in float32.
+`trt_kvcache.compare.twin` makes and decodes the twin in the interpreter of the exporters. The exporter exports the twin
+like a checkpoint, and ONNX Runtime decodes the exported model in float32.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ __all__ = ["TOLERANCE", "Twin", "Verdict", "decode_exported", "difference"]
 Array = npt.NDArray[Any]
 
 TOLERANCE = 0.01
-"""Of the largest logit. Right exports are up to 0.002 off, since float16 and bfloat16 round tables and scales; wrong
-ones 0.03 and more."""
+"""The largest allowed difference, as a share of the largest logit. Correct exports differ by up to 0.002, because
+float16 and bfloat16 round tables and scales; wrong ones by 0.03 or more."""
 _WEIGHTS = 0.05  # the same for trained weights, which float16 rounds
-_SECONDS = 180.0  # for one command on a twin
+_SECONDS = 180.0  # time limit of one command on a twin
 _READS = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
 
@@ -44,9 +44,9 @@ class Verdict:
     """The result of comparing an exporter with transformers.
 
     Attributes:
-        is_right: None if nothing was compared.
+        is_right: whether the exported model is correct; None if nothing was compared.
         said: the size of the difference, or why nothing was compared.
-        logits: of the exporter's model, by text.
+        logits: logits ``[S, V]`` of the exported model for each text.
     """
 
     is_right: bool | None
@@ -58,11 +58,12 @@ class Twin:
     """The small twin of a checkpoint.
 
     Args:
-        checkpoint: its folder.
-        folder: an empty one, for the twin and what is made of it.
-        run: runs words of the exporters' interpreter within some seconds; returns the exit code and stderr.
-        capacity: of the plan; None: the default. A threshold of positions that it does not reach, the twin's texts do
-            not pass.
+        checkpoint: folder of the checkpoint.
+        folder: an empty folder for the twin and its exports.
+        run: runs the exporters' interpreter with arguments and a time limit in seconds; returns the exit code and
+            stderr.
+        capacity: tokens per sequence; None: the default. If it is below a position from which the checkpoint computes
+            differently, the twin's texts end before such a position, too.
     """
 
     def __init__(
@@ -81,11 +82,12 @@ class Twin:
         self._capacity = None if reached else twin_script.THRESHOLD
 
     def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
-        """Compare what an exporter makes of the twin with what transformers computes.
+        """Compare the logits of the exported twin with transformers'.
 
         Args:
-            name: of the exporter.
-            export: makes a model of a checkpoint, both folders, within some seconds, or raises UnsupportedModelError.
+            name: name of the exporter.
+            export: exports the folder of a checkpoint to a new folder, with a time limit in seconds; raises
+                UnsupportedModelError if it fails.
         """
         if not self._made:
             self._made = True
@@ -114,7 +116,7 @@ class Twin:
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """The settings that a wrong exporter leaves out: without each, transformers computes the same as it writes."""
+        """Return settings that a wrong exporter ignores: without one of them, transformers gives the same logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")
@@ -131,15 +133,15 @@ def judge_weights(
     checkpoint: Path, model: Path, plan: CachePlan, folder: Path,
     run: Callable[[Sequence[str], float], tuple[int, str]], seconds: float,
 ) -> Verdict:  # fmt: skip
-    """Compare a few tokens of the checkpoint itself.
+    """Compare an exported model with its checkpoint on a few tokens.
 
     Args:
-        checkpoint: its folder.
-        model: the folder of what an exporter made of it.
-        plan: of that.
-        folder: for files.
-        run: as of `Twin`.
-        seconds: for transformers.
+        checkpoint: folder of the checkpoint.
+        model: folder of the exported model.
+        plan: plan of the exported model.
+        folder: folder for temporary files.
+        run: see `Twin`.
+        seconds: time limit of transformers.
     """
     runner = Exported(model, plan)
     rng = np.random.default_rng(0)
@@ -154,7 +156,7 @@ def judge_weights(
 
 
 def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Array]:
-    """The logits of each text, ``[S, V]``, decoded in steps."""
+    """Decode texts with an exported model, in steps of these lengths; return the logits of each text, ``[S, V]``."""
     runner.start(len(texts))
     logits = []
     for number, (text, steps) in enumerate(zip(texts, cuts, strict=True)):

@@ -1,7 +1,7 @@
-"""Run optimum-onnx on a checkpoint, in an interpreter that has it: ``python with_optimum.py CHECKPOINT FOLDER``.
+"""Runs optimum-onnx on a checkpoint, in an interpreter that has it: ``python with_optimum.py CHECKPOINT FOLDER``.
 
 optimum-onnx needs transformers below 4.58. These versions ignore ``rope_parameters``, where transformers 5 writes the
-base of rotary embeddings. So they would export a model with another base without a warning.
+base of rotary embeddings. So they would silently export a model with another base.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Export, or end with the reason on stderr."""
+    """Export the checkpoint that the command line names; or print the reason to stderr and exit."""
     checkpoint, folder = sys.argv[1:]
     config = json.loads(Path(checkpoint, "config.json").read_text(encoding="utf-8"))
     version = import_module("transformers").__version__

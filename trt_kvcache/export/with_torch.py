@@ -1,9 +1,9 @@
-"""transformers' decoders to ONNX with torch: caches as inputs and outputs, every size open.
+"""Exports transformers' decoders to ONNX with torch: caches are inputs and outputs, and every size is open.
 
     python -m trt_kvcache.export.with_torch CHECKPOINT FOLDER [float16|bfloat16|float32]
 
-This file needs torch, transformers and onnxscript, and nothing of this package: it also runs on its own, in an
-environment that has the exporter alone.
+This file needs torch, transformers and onnxscript, but nothing of this package: it also runs in an environment that
+has only these three.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["export_model"]
 
 OPSET = 24  # the first with TensorScatter; Attention came with 23
-_PAST, _NEW = 12, 3  # tokens of the samples; none of these sizes stays in the model
+_PAST, _NEW = 12, 3  # tokens in the sample inputs; the exported model does not keep these sizes
 
 
 def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None:
@@ -28,12 +28,12 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
     ``present.i.key`` and ``.value`` ``[B, N, P + S, H]``.
 
     Args:
-        model: from ``AutoModelForCausalLM``, with weights of the type that the engine is to have.
-        path: of the ``.onnx`` file; weights go to a file beside it.
-        verbose: print torch's steps.
+        model: a model from ``AutoModelForCausalLM``; the export has the type of its weights.
+        path: path of the ``.onnx`` file; weights are written to a file beside it.
+        verbose: print torch's progress.
 
     Raises:
-        ValueError: the model keeps something else than keys and values of every token.
+        ValueError: a layer's cache is not keys and values of all tokens.
     """
     torch: Any = import_module("torch")
     make_cache = import_module("transformers").DynamicCache
@@ -49,7 +49,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         raise ValueError("not every layer's cache is keys and values of all tokens; export it with another exporter")
 
     class Decoder(torch.nn.Module):  # type: ignore[misc]
-        """The model, with its caches as tensors."""
+        """The model, with tensors instead of a cache object."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -70,7 +70,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         tuple(t.clone() for t in caches),
     )
     torch.onnx.export(
-        Decoder().eval(),  # torch warns of a module in training
+        Decoder().eval(),  # else torch warns that the module is in training mode
         samples,
         str(path),
         dynamo=True,
@@ -84,7 +84,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
 
 
 def main() -> None:
-    """Export a checkpoint's folder."""
+    """Export the checkpoint that the command line names."""
     checkpoint, folder, dtype = sys.argv[1], Path(sys.argv[2]), (*sys.argv[3:], "float16")[0]
     torch, transformers = import_module("torch"), import_module("transformers")
     sys.stdout.write("reading the checkpoint\n")

@@ -42,12 +42,12 @@ class Adapter:
 
     @property
     def bytes(self) -> int:
-        """Bytes of host memory."""
+        """Bytes of host memory that the arrays take."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: ranks by name. Several threads may call all methods while sequences run.
+    """The adapters of a session: a mapping from names to ranks. Several threads may call all methods at any time.
 
     Args:
         plan: plan of the model.
@@ -166,8 +166,8 @@ class AdapterSlots:
         """Reserve slots for the adapters of running sequences, in the order of the sequences.
 
         Returns:
-            The adapters that have a slot or will get one, as many as there are slots; and None. Sequences with other
-                adapters wait.
+            The adapters that have a slot or will get one, at most as many as there are slots; and None, for sequences
+            without an adapter. Sequences with other adapters wait.
         """
         most = 0 if self._plan is None else self._plan.slots
         self._needed = set()
@@ -242,7 +242,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop` of a module; in the model they belong to `key`."""
+    """Columns `start` to `stop - 1` of an adapter's module; `key` is the module of the model that they change."""
 
     module: LoraModule
     key: _Key
@@ -251,7 +251,7 @@ class _Piece:
 
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
-    """Return the columns of each module of a product, and of the module that the product is as a whole."""
+    """Return the columns of a product by module: of each fused module, and of the whole product if it is a module."""
     ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
         ranges[module_key(product.whole)] = 0, product.outputs
@@ -261,7 +261,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Yield the model's parts of a module: the whole, or the modules that it fuses."""
+    """Split an adapter's module into modules that the model has: the module itself, or those that it fuses."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:
@@ -291,7 +291,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one product. Ranks of modules that the model fuses follow one after the other."""
+    """Return A and B of one product. If the model fuses several modules, their ranks follow one after the other."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):
@@ -312,7 +312,7 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
         b[at:next_, start:stop] = whole[:, piece.start : piece.stop]
         at = next_
     dtype = array_dtype(product.dtype)
-    with np.errstate(over="ignore"):  # overflows are found below
+    with np.errstate(over="ignore"):  # overflows are refused below
         factors = a.astype(dtype), b.astype(dtype)
     if not all(np.isfinite(array).all() for array in factors):
         raise OptionError(

@@ -1,4 +1,4 @@
-"""The buffers that a session keeps from step to step: caches and state, described in one way.
+"""Describes the buffers that a session keeps from step to step, caches and state, in one way.
 
 A batch row of a cache has one place per token along its sequence axis. A batch row of state is one value for the whole
 text. Rows are therefore moved by ranges of *tokens*; state moves with the first token.
@@ -19,7 +19,7 @@ from trt_kvcache.runtime.step_inputs import carried_caches
 
 @dataclass(frozen=True)
 class Carried:
-    """One buffer.
+    """One buffer: a cache or a state.
 
     Attributes:
         past, present: names of the graph's input and output.
@@ -48,7 +48,7 @@ class Carried:
         return array_dtype(self.dtype)
 
     def places(self, start: int, stop: int) -> tuple[int, int]:
-        """The range along `axis` of tokens ``start .. stop - 1``; for state, all if `start` is 0, else nothing."""
+        """The range along `axis` that tokens ``start .. stop - 1`` take; for state, all if `start` is 0, else none."""
         if self.axis is None:
             return 0, int(start == 0)
         return start, max(start, min(stop, self.capacity))

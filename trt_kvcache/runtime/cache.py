@@ -1,4 +1,4 @@
-"""The caches of a session, as its callers see them: slots that are taken, copied, cropped, saved and moved."""
+"""The caches of a session for its callers, who acquire, copy, crop, save and offload slots."""
 
 from __future__ import annotations
 

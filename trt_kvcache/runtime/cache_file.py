@@ -45,12 +45,12 @@ _PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32",
 
 @dataclass(frozen=True)
 class SavedSlots:
-    """An open file.
+    """An open file of saved slots.
 
     Attributes:
-        slots: slots by their former names; their rows mean nothing.
+        slots: slots by their former names, without rows.
         adapters: digests of the adapters of slots that have one.
-        digest: digest of all that was saved; None if the file lacks it.
+        digest: digest of the file's contents, as saved; None if the file lacks it.
     """
 
     slots: dict[int, Slot]
@@ -77,7 +77,7 @@ class SavedSlots:
             self._runner.write_row(past, row, data)
 
     def check(self) -> None:
-        """Compare the digest of all that was read with the digest that was saved.
+        """Compare the digest of the contents that were read with the digest that was saved.
 
         Raises:
             CacheFileError: they differ.
@@ -163,7 +163,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
 
 
 def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, adapters: Adapters) -> dict[int, int]:
-    """Load all slots of a file into new slots; return these by the former names. See `KVCache.load`."""
+    """Load all slots of a file into new slots; return the new slot for each former name. See `KVCache.load`."""
     with open_slots(path, runner, adapters) as saved:
         if len(saved.slots) > rows.free:
             raise SlotError(
@@ -329,7 +329,7 @@ def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters
 
 
 def _layout(runner: Runner) -> str:
-    """Return the facts that must be equal for two sessions to read the same bytes, as JSON."""
+    """Return, as JSON, what two sessions must have in common to read each other's files."""
     kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)

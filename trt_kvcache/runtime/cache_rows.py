@@ -1,4 +1,4 @@
-"""Which sequence lies in which row of the caches, and how far each row is written. Loop and session change both here.
+"""Which sequence lies in which row of the caches, and how far each row is written. Loop and session use it.
 
 A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. A slot
 holds a list of token ids. The first `length` of them are in the cache; the others wait to be written.
@@ -40,7 +40,7 @@ class CacheRows:
     Attributes:
         slots: the state of each slot, oldest first.
         limits: the longest lengths of sequences.
-        prefixes: rows of earlier texts, or None.
+        prefixes: the prefix cache, or None.
 
     Raises:
         OptionError, SessionError: see `PrefixCache`.
@@ -53,7 +53,7 @@ class CacheRows:
         self.limits = SequenceLimits(runner)
         self.slots: dict[int, Slot] = {}
         self.prefixes = None if prefix_cache is None else PrefixCache(runner, prefix_cache)
-        self._dirty = [0] * runner.max_batch  # the cache row from which on each row is zero
+        self._dirty = [0] * runner.max_batch  # for each batch row, its first cache row from which on all are zero
         self._next = self._clock = 0
 
     @property
@@ -124,7 +124,7 @@ class CacheRows:
         may_wait = self._is_run() or (ahead and row is not None)
         if not (queue and self.max_sequences is None and may_wait):
             self._check_free()
-        if row is None or ahead:  # other slots wait, and come first
+        if row is None or ahead:  # other slots have waited longer
             row = -1
         else:
             self._clean(row, 0)
@@ -246,7 +246,7 @@ class CacheRows:
         return self.limits.free_tokens(self.slot(slot))
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Note that a step will write rows up to `stop`. If the step fails, they are zeroed before they are reused."""
+        """Note that a step will write cache rows before `stop`: if it fails, they are zeroed before they are reused."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
@@ -273,7 +273,7 @@ class CacheRows:
             self.slots[slot] = replace(entry, tokens=[*entry.tokens, *tokens, *after], length=length, written=written)
         else:
             entry.written = written
-            entry.tokens.extend(after)  # a copy would cost more for longer texts
+            entry.tokens.extend(after)  # in place: copying a long text would cost more
         if rejected:
             self._truncate(entry.row, length, written)
 
@@ -360,7 +360,7 @@ class CacheRows:
                 self.move(name, holes.pop(0))
 
     def touch(self, row: int, stop: int) -> None:
-        """Note that cache rows up to `stop` may be written."""
+        """Note that cache rows before `stop` may be written."""
         self._dirty[row] = max(self._dirty[row], stop)
 
     def _written(self, entry: Slot, length: int) -> int:
@@ -399,7 +399,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a sequence runs in a row: the row will become free."""
+        """Return True if a running sequence has a row: this row will become free."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:

@@ -32,15 +32,15 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class PassedCheck:
-    """A replay of a proof in which the engine agreed.
+    """The record of a check that an engine passed.
 
     Attributes:
-        engine, proof: BLAKE3 (hex).
+        engine, proof: BLAKE3 (hex) of both files.
         gpu: name and compute capability of the GPU.
         driver: the driver's CUDA version, and its own if known.
         backend: name and version of TensorRT.
         checked_by: version of trt_kvcache.
-        largest: the largest difference, as a share of the allowed one.
+        largest: the largest difference that was found, divided by the allowed one.
     """
 
     engine: str
@@ -106,7 +106,7 @@ class CheckReport:
         recorded_on: the runtime that recorded the proof.
         steps: steps of the proof that were run.
         outputs: the largest difference of each output.
-        findings: disagreements.
+        findings: outputs that disagree with the proof.
         passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees.
         notes: other remarks for the reader.
         layer: description of the first layer that differs, if it was searched.

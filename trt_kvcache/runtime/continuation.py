@@ -38,7 +38,7 @@ class Continuation:
         *,
         index: int | None = None,
     ) -> None:
-        """Start after the prompt.
+        """Begin after a prompt.
 
         Args:
             sequence: the sequence number in its events.
@@ -86,14 +86,14 @@ class Continuation:
 
     @property
     def looks_at(self) -> int:
-        """How many of the highest scores the next tokens are chosen from, see `StepBatch.highest`."""
+        """Number of highest scores that `advance` needs, see `StepBatch.highest`."""
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
         """Choose the next token.
 
         Args:
-            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores it needs. Not kept.
+            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores that are needed. Not kept.
 
         Returns:
             The token's event; the last one has a finish reason.

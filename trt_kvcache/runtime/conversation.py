@@ -68,7 +68,7 @@ class Conversation:
     def say(self, text: str, config: GenerationConfig) -> Generator[TokenEvent]:
         """Add the user's next message, and yield the events of the answer. Closing the iterator ends the answer.
 
-        Both become part of the conversation, even if the answer was cut short.
+        Message and answer become part of the conversation, even if the answer was cut short.
 
         Raises:
             CapacityError: the conversation is longer than the cache; the message is dropped.
@@ -115,7 +115,7 @@ class Conversation:
         try:
             if common < len(cached):
                 cache.crop(self._slot, common)
-        except CapacityError:  # a ring or a state cannot go back
+        except CapacityError:  # circular caches and state cannot go back
             common = 0
         if common <= 0:
             self._free()

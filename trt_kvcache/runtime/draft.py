@@ -166,7 +166,7 @@ def check_target(runner: Runner) -> None:
 
 
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
-    """Open a model or an engine as draft. If it leaves the capacity open, it takes the model's.
+    """Open a model or an engine as draft. If its capacity is open, it gets the capacity of the model.
 
     Args:
         path: path of the draft.

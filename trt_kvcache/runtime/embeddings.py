@@ -208,7 +208,7 @@ def _read_npy(path: Path) -> Array:
 
 
 def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array, TensorRole, str]:
-    """The table of that name; else the only table, or the one named ``embed_tokens.weight`` as in checkpoints."""
+    """Read the table called `name`; for "", the table ``embed_tokens.weight`` of checkpoints, or the only table."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -230,7 +230,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
 
 
 def find_embeddings(model: Path) -> Path | None:
-    """Return the embedding model beside a decoder or engine (or in its folder), or None."""
+    """Return the path of the embedding model beside a decoder or engine (or in its folder), or None."""
     return next((path for path in _candidates(model) if path.is_file()), None)
 
 
@@ -279,7 +279,7 @@ def scaled_by(checkpoint: Path) -> str | None:
 
 _IDS = (TensorProto.INT64, TensorProto.INT32)
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # an id not looked up yet; with its own embedding; a place without one
+_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # of an id: unknown; embedding; place without one
 _PROBED = 8
 _SAME = 1e-3  # relative to the scale: a normalization of rows may round differently in another batch
 
@@ -346,7 +346,7 @@ class ModelEmbeddings:
         return rows
 
     def _look_at(self, tokens: Indices) -> None:
-        """Look up new ids. A second run with NaN as features shows which ids have no embedding of their own.
+        """Look up new ids. Ids whose embeddings are NaN in a second run, with NaN as features, have none of their own.
 
         Raises:
             SessionError: the model failed.

@@ -1,4 +1,4 @@
-"""Steps of a model whose batch, or whose number of tokens per step, is fixed at more than one.
+"""Pads the steps of a model whose batch, or whose number of tokens per step, is fixed at more than one.
 
 Such a model computes all of its rows and tokens in each step. Rows that do not take part compute some token at the
 start of their caches; their former contents are restored afterwards. Padding tokens lie after those of the step, where

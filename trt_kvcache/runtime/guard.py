@@ -1,4 +1,4 @@
-"""Access to a session: one thread at a time, in the process that opened it, until it is closed."""
+"""Limits access to a session: one thread at a time, in the process that opened it, until it is closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Guard:
 
     Attributes:
         open: refuses calls after the session is closed.
-        idle: refuses these, and calls from within a step; within the block signals wait.
+        idle: refuses calls after the session is closed, and calls from within a step; within the block signals wait.
         stepping: locked while a step runs.
     """
 
@@ -53,7 +53,7 @@ class Guard:
         return os.getpid() != self._process
 
     def pause(self) -> None:
-        """Let a signal that waits be handled now, between two steps of a long change; its handler may raise."""
+        """Handle a waiting signal now, between two steps of a long change; its handler may raise an error."""
         self._signals.deliver()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The longest length of a sequence."""
+"""Computes how many tokens a sequence may have, and how many a step may write."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BF
 def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[str, Any] | None = None) -> CheckReport:
     """Return the report of an engine that disagrees, with its first wrong layer.
 
-    The engine is built once more, with the results of its layers as outputs. TensorRT may then fuse less, and be right.
+    The engine is built once more, with the results of its layers as outputs. TensorRT may then fuse fewer layers, so
+    that the fault disappears.
 
     Args:
         report: report of the engine.

@@ -99,7 +99,7 @@ class DecodeLoop:
         embeddings: embeddings of token ids; None for models that take the ids.
         draft: guesses tokens.
         prefill_budget: most prompt tokens in a step in which other sequences decode.
-        pause: called between two steps of a long `update`; it may raise.
+        pause: called between two steps of a long `update`; it may raise an error.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class DecodeLoop:
         for piece, scores in zip(group, logits, strict=True):
             if piece.keep:
                 interrupt = self._choose(piece, scores[len(scores) - piece.keep :]) or interrupt
-        if interrupt is not None:  # such as a KeyboardInterrupt of a caller's processor
+        if interrupt is not None:  # such as a KeyboardInterrupt in a caller's logits processor
             raise interrupt
 
     @contextmanager
@@ -439,13 +439,13 @@ class DecodeLoop:
         try:
             for event in run.continuation.verify(piece.tokens[piece.waiting :], logits):
                 run.outcomes.append((slot, event))
-        except BaseException as error:  # noqa: BLE001 - what was chosen before is told, and in the slot
+        except BaseException as error:  # noqa: BLE001 - tokens chosen before it are reported, and stay in the slot
             failure = error
         try:
             token = self._note_told(piece, run.outcomes[told:])
             self._cache.remember(slot)
             free_tokens, known = self._cache.free_tokens(slot), failure is not None or self._has_embedding(token)
-        except Exception as error:  # noqa: BLE001 - of this sequence alone
+        except Exception as error:  # noqa: BLE001 - it ends this sequence only
             failure = failure or error
         if run.continuation.finish_reason is not None and any(_ends(outcome) for _, outcome in run.outcomes[told:]):
             self._finish(slot)

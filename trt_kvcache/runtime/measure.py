@@ -151,7 +151,7 @@ def bench_session(
 
 
 def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> BenchReport:
-    """Return the timings of a model, and where they were measured."""
+    """Return a report: the timings, the model, and the machine."""
     dtypes = dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in session.plan.caches)
     return BenchReport(
         model=model,

@@ -1,4 +1,4 @@
-"""Decodes on a session's runner, for comparisons; and the replay of a proof on it.
+"""Replays the proof of an engine; and decodes with a session's runner, for comparisons.
 
 steps    logits, compared with the proof
 caches   after each part: newest rows, compared with the proof; rows that no token wrote must keep their bits
@@ -45,7 +45,7 @@ class SessionSteps(TextCaches):
 
     Args:
         runner: runner of an engine, or of a model on the CPU.
-        given: values of the model's constants, by name: with a batch of 1, or a row for each text.
+        given: values of the model's constants, by name; each has a batch of 1, or a row for each text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         garbage, seed: see `TextCaches`.
         first: row of the caches that holds the first text.

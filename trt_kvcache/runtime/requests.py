@@ -1,4 +1,4 @@
-"""The prompts of a session, checked before anything runs, and the results."""
+"""Checks the prompts of a session before anything runs; and the results of `generate`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Generation:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
     def take(self, event: TokenEvent) -> None:
-        """Append an event."""
+        """Add the token, the text and the other data of the sequence's next event."""
         if event.token is not None:
             self.tokens.append(event.token)
         if event.logprob is not None:
@@ -105,7 +105,7 @@ class PromptReader:
         rows: the sequences in the caches of this runner.
         embeddings: embeddings of token ids; None for models that take the ids.
         tokenizer: tokenizer for texts, or None.
-        why: why there is no tokenizer.
+        why: the reason if there is no tokenizer, for messages.
     """
 
     def __init__(

@@ -71,7 +71,7 @@ class Grammars:
         """A grammar of JSON for a schema, given as an object or as text: one line, properties in the schema's order.
 
         Raises:
-            OptionError: it is not a schema, has keywords that llguidance does not know, or allows nothing.
+            OptionError: `schema` is no JSON schema, has keywords that llguidance does not know, or allows nothing.
         """
         try:
             content = json.loads(schema) if isinstance(schema, str) else dict(schema)
@@ -142,7 +142,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The vocabulary, in the form that llguidance reads."""
+    """The vocabulary of a session, with the attributes and the call that llguidance expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None

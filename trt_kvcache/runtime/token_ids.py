@@ -11,7 +11,7 @@ from trt_kvcache.errors import PromptError
 
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
-    """Check token ids and return them as a list. Unchecked, a negative id would count from the end, or read any memory.
+    """Check token ids and return them as a list: a model may read wrong memory for an id that it does not have.
 
     Args:
         tokens: a flat list of ids, possibly empty.
@@ -40,7 +40,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning of two texts. It compares slices, not single tokens."""
+    """Return the length of the common beginning of two texts. Slices are compared: faster than single tokens."""
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2

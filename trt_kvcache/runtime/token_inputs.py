@@ -1,4 +1,4 @@
-"""Inputs of a sequence beside its token ids: embeddings until they are written, and positions."""
+"""Inputs of a sequence beside its token ids: positions, and embeddings of tokens that wait."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Serving: one session for many clients. `core` steps it, `app` speaks HTTP, `server` runs the process."""
+"""Serves one session to many clients: `core` steps the session, `service` speaks HTTP, `server` runs the process."""

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: whole, and in chunks."""
+"""Builds answers in OpenAI's form, whole or in chunks, from the events of a session."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.CAPACITY: "length",
 }
-"""OpenAI's words."""
+"""OpenAI's names of finish reasons."""
 
 
 _NEVER = -9999.0
-"""The log-probability of what cannot come, which JSON cannot say; OpenAI's number."""
+"""Replaces the log-probability of an impossible token, since JSON has no -inf. OpenAI uses the same number."""
 
 
 class TokenNames:
-    """The tokens of log-probabilities by text and bytes, so that the texts of an answer's tokens joined are its text.
+    """Names tokens by text and bytes, for log-probabilities: the texts of an answer's tokens, joined, are its text.
 
     Args:
-        tokenizer: of the session; or None.
+        tokenizer: tokenizer of the session, or None.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -40,21 +40,21 @@ class TokenNames:
 
     @cached_property
     def _known(self) -> TokenBytes | None:
-        """The bytes of all tokens; None: this tokenizer does not say."""
+        """The bytes of all tokens; None if the tokenizer does not give them."""
         read = getattr(self._tokenizer, "token_bytes", None)
         try:
             table: TokenBytes | None = None if read is None else read()
-        except OptionError:  # its tokens are no bytes
+        except OptionError:  # the tokenizer's tokens are not bytes
             return None
         return table
 
     @property
     def has_text(self) -> bool:
-        """There is a tokenizer."""
+        """True if there is a tokenizer."""
         return self._tokenizer is not None
 
     def of(self, token: int) -> dict[str, Any]:
-        """Name and bytes of a token. Bytes that are no text get the name that OpenAI gives them."""
+        """Return name and bytes of a token. Bytes that are not UTF-8 get the name that OpenAI's API gives them."""
         known = self._known
         if known is None or token not in known.texts:
             text = "" if self._tokenizer is None else self._tokenizer.decode([token])
@@ -78,8 +78,8 @@ class Answer:
 
     Args:
         asked: the request.
-        model: its name.
-        names: of the tokens of log-probabilities.
+        model: name of the model.
+        names: names tokens in log-probabilities.
     """
 
     def __init__(self, asked: Asked, model: str, names: TokenNames) -> None:
@@ -87,7 +87,7 @@ class Answer:
         self._chat = isinstance(asked.request, ChatRequest)
         request = asked.request
         self._with_logprobs = asked.config.output_logprobs
-        # Where there is no text, ids are all that there is to say.
+        # Without a tokenizer, an answer consists of ids only.
         self._with_ids = bool(request.return_token_ids) or (not names.has_text and not self._chat)
         options = request.stream_options
         self._with_usage = options is not None and bool(options.include_usage)
@@ -104,7 +104,7 @@ class Answer:
         }
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event to the whole answer; return its text, as far as that is no call."""
+        """Add an event to the answer; return its text, without parts of tool calls."""
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
@@ -116,7 +116,7 @@ class Answer:
         return text
 
     def whole(self) -> dict[str, Any]:
-        """The answer that is complete."""
+        """Return the complete answer, once every sequence has ended."""
         choices = []
         for place, done in enumerate(self._done):
             choice = self._choice(place, done.finish_reason, self._logprobs[place], done.tokens)
@@ -137,20 +137,20 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Every sequence has."""
+        """True if every sequence has ended."""
         return all(done.finish_reason for done in self._done)
 
     def told(self) -> str:
-        """Counts and times so far, for a log."""
+        """Return counts and times so far, for a line of the log."""
         usage, now = self.usage, time.perf_counter()
         tokens, first = usage["completion_tokens"], self._first - self._start
-        later = tokens - len(self._done)  # the first of each sequence comes with the others of its step
+        later = tokens - len(self._done)  # rate without first tokens, which include the time of the prompt
         rate = f", {later / (now - self._first):.1f} tokens/s" if later > 0 and now > self._first else ""
         came = f", the first after {first:.2f} s" if self._first else ""
         return f"{usage['prompt_tokens']} prompt tokens, {tokens} new{came}{rate}"
 
     def first_chunks(self) -> list[dict[str, Any]]:
-        """The chunks of a stream before any token: roles, or prompts that are to be echoed."""
+        """Return the chunks of a stream before any token: roles, or prompts to echo."""
         chunks = []
         for place, done in enumerate(self._done):
             choice = self._choice(place, None, [], [])
@@ -167,7 +167,7 @@ class Answer:
         return chunks
 
     def chunk(self, place: int, event: TokenEvent) -> dict[str, Any] | None:
-        """Add an event; what a stream says of it, or None."""
+        """Add an event; return its chunk of a stream, or None if the stream has nothing to send."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
@@ -184,11 +184,11 @@ class Answer:
         return self._chunk([choice])
 
     def last_chunk(self) -> dict[str, Any] | None:
-        """The usage, where the request wants it."""
+        """Return the chunk with the usage, if the request asks for it."""
         return self._chunk([]) | {"usage": self.usage} if self._with_usage else None
 
     def calls(self, place: int) -> list[dict[str, Any]]:
-        """The tool calls of a sequence that are complete."""
+        """Return the complete tool calls of a sequence."""
         return [] if self._readers is None else self._readers[place].calls
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -230,29 +230,29 @@ class Answer:
         return {"chosen": chosen, "top": top, "offset": len(self._asked.prompts[place]) + len(self._done[place].text)}
 
     def _drops_space(self, place: int, chosen: dict[str, Any], text: str) -> bool:
-        """The decoder drops the space of a first token: many do at the beginning of a text."""
+        """True if the decoder drops the space of the first token, as many do at the beginning of a text."""
         return not self._done[place].tokens and chosen["token"].startswith(" ") and text[:1] not in ("", " ")
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {**self._names.of(token), "logprob": max(logprob, _NEVER)}
 
     def said(self, place: int) -> str:
-        """The text of a sequence so far, without calls."""
+        """Return the text of a sequence so far, without tool calls."""
         return self._said[place]
 
     def finish_reason(self, place: int) -> FinishReason | None:
-        """Why a sequence has ended; None: it has not."""
+        """Return why a sequence has ended; None if it still runs."""
         return self._done[place].finish_reason
 
     @property
     def created(self) -> int:
-        """The second since 1970 in which the request was taken."""
+        """Unix time of the request, in whole seconds."""
         return self._created
 
     @property
     def usage(self) -> dict[str, int]:
         """Counts of tokens so far, in OpenAI's form."""
-        # The sequences of one prompt share it.
+        # The `n` sequences of a prompt share it: count it once.
         count = self._asked.request.n or 1
         prompt = sum(len(done.prompt) for done in self._done[::count])
         tokens = sum(len(done.tokens) for done in self._done)
@@ -260,7 +260,7 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """The most probable tokens and the chosen one; of tokens with one text, the most probable."""
+    """Return log-probabilities by text, of the best tokens and the chosen one; for equal texts, the highest."""
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 

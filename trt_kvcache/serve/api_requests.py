@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API, with some fields of vLLM's, as settings of a generation. What is not known is refused."""
+"""Reads requests of OpenAI's API, with some fields of vLLM's, as settings of a generation; refuses unknown fields."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, gramm
 from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
 
 LATER = {"Retry-After": "1"}
-"""Headers of an answer that may be another one in a second."""
+"""Headers of a refusal after which the client may try again in a second."""
 
 _MOST_COMPLETION = 16
-"""New tokens of a completion, where nothing is said; OpenAI's number."""
+"""Most new tokens of a completion if the request gives no number; OpenAI's default."""
 _FEW = 8
-"""Names in a message."""
+"""Most names in a message."""
 _MOST_UNBOUNDED = 4096
-"""New tokens of a chat, where nothing is said and the caches have no end."""
+"""Most new tokens of a chat if the request gives no number and the caches never fill up."""
 
 
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", *_PENALTIES)
 _LEAST = 1e-9
-"""A share of the probability that the most probable token has in any case: what `top_p` 0 asks for."""
+"""Replaces a `top_p` of 0: so small that only the most probable token stays."""
 
 
 class ApiError(TrtKvCacheError):
-    """An answer in OpenAI's form of errors.
+    """An error that is sent to the client in OpenAI's form.
 
     Args:
-        status: of HTTP.
+        status: HTTP status.
         message: one line.
         param: the field of the request that is wrong.
-        code: a word for programs.
-        headers: of HTTP.
-        logged: what a log may say; None: the message, which then has no text of the client's but names.
+        code: code for programs.
+        headers: HTTP headers.
+        logged: text for the log; None: the message, which then quotes nothing of the client except names.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ApiError(TrtKvCacheError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error as a client reads it."""
+        """The body of the HTTP response."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
@@ -95,7 +95,7 @@ def find_adapter(requested: str | None, name: str, adapters: Collection[str]) ->
     """Return the adapter that a request names as its model; None for the model itself.
 
     Raises:
-        ApiError: it names another model than those that are served.
+        ApiError: the request names a model that is not served.
     """
     if requested is None or requested == name:
         return None
@@ -109,16 +109,16 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """Options of a stream."""
 
     include_usage: bool | None = None
-    include_obfuscation: Literal[False] | None = None  # filling against who counts bytes
+    include_obfuscation: Literal[False] | None = None  # padding that hides the length of tokens
 
 
 class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: any
+    seed: Annotated[int, Meta(ge=-1, le=2**63 - 1)] | None = None  # -1: a random seed
     stop: str | list[str] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: the most probable token alone
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None  # 0: only the most probable token
     max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     logit_bias: dict[str, Annotated[float, Meta(ge=-100, le=100)]] | None = None
     presence_penalty: Annotated[float, Meta(ge=-2, le=2)] | None = None
@@ -133,7 +133,7 @@ class _Request(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    # said to whoever keeps records; the answer is the same
+    # for records of the provider: no effect on the answer
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -156,12 +156,12 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    # of an answer that is sent back, as OpenAI's client holds it
+    # fields of an earlier answer that OpenAI's client sends back
     refusal: str | None = None
     parsed: Any = None
-    annotations: list[Any] | None = None  # places in its text
+    annotations: list[Any] | None = None  # citations in the text
     audio: None = None
-    # the thoughts of an answer, which templates leave out or write
+    # the thoughts of an earlier answer; the template decides whether they are in the prompt
     reasoning_content: str | None = None
     reasoning: str | None = None
     function_call: None = None
@@ -202,10 +202,10 @@ class ChatRequest(_Request):
 
 
 class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to load or unload an adapter, as vLLM has it.
+    """A request to load or unload an adapter, in vLLM's form.
 
     Attributes:
-        lora_path: in the server's folder of adapters; None: the name.
+        lora_path: path inside the server's folder of adapters; None: the adapter's name.
     """
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
@@ -227,26 +227,26 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": (("medium",), "the model has one; leave it out, or say it in the prompt"),
     "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are kept in memory alone; leave it out"),
 }
-"""Fields that may be given with these values alone, which ask for nothing; and why."""
+"""Fields that are accepted only with these values, which have no effect; and the reason for the error message."""
 
 _RECORDS = (
     "id", "opts", "_meta", "cycle", "created_at", "createdAt", "timestamp", "parent_id", "parentId", "model", "status",
     "usage", "metadata", "finish_reason",
 )  # fmt: skip
-"""What clients keep with a message for themselves. Other names may be contents, and are refused."""
+"""Fields of messages that clients use for their own records: ignored. Other unknown fields are refused."""
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 
 class Asked(msgspec.Struct):
-    """A request that can be run.
+    """A checked request, ready to run.
 
     Attributes:
-        request: as it came.
-        works: `n` sequences for each prompt.
-        prompts: of each sequence: its text, where it is to be echoed.
-        config: of all of them.
-        uses: the tools that an answer may call; None: it is text.
+        request: the request as it was read.
+        works: the sequences: `n` for each prompt.
+        prompts: for each sequence, the text of its prompt if the answer echoes it; else empty.
+        config: settings of all sequences.
+        uses: the tools that an answer may call; None: no tools.
     """
 
     request: CompletionRequest | ChatRequest
@@ -257,10 +257,10 @@ class Asked(msgspec.Struct):
 
 
 def read_request(body: bytes, kind: type[Kind]) -> Kind:
-    """Return a request with types.
+    """Parse the body of a request.
 
     Raises:
-        ApiError: the body is no such JSON, or a field is unknown, of another type, out of range or not supported.
+        ApiError: the body is not a JSON object, or a field is unknown, of another type, out of range or not supported.
     """
     try:
         fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
@@ -272,7 +272,7 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Return a request with types, of fields without null.
+    """Convert the fields of a request, none of them null, to a typed request.
 
     Raises:
         ApiError: a field is unknown, of another type, out of range or not supported.
@@ -291,15 +291,15 @@ def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
     except (msgspec.ValidationError, RecursionError) as error:
         match = re.search(r"(?:unknown field|required field) `([^`]*)`|\$\.(\w+)", str(error))
         said = str(error).replace("Object ", "The request ")
-        logged = re.sub("'.*'", "'...'", said, flags=re.DOTALL)  # a value
+        logged = re.sub("'.*'", "'...'", said, flags=re.DOTALL)  # hides values of the client
         raise ApiError(400, said, match and (match[1] or match[2]), logged=logged) from None
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
-    """Return which adapter is asked for.
+    """Parse the body of a request to load or unload an adapter.
 
     Raises:
-        ApiError: the body says something else.
+        ApiError: the body is not such a request.
     """
     try:
         return msgspec.json.decode(body, type=AdapterRequest)
@@ -319,7 +319,7 @@ _NESTED: dict[str, Any] = {
     "prompt": {},
     "tokens": {},
 }
-"""Where clients write null for what they do not say, and 2.0 for 2. In schemas and arguments, these are values."""
+"""Fields inside which null counts as absent and 2.0 as 2. In schemas and arguments, such values stay unchanged."""
 
 
 def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
@@ -335,17 +335,17 @@ def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
 def prepare(
     session: DecodeSession, request: CompletionRequest | ChatRequest, most: int, adapter: str | None = None
 ) -> Asked:
-    """Return what a request asks for, checked. It takes the time of a tokenizer and a chat template.
+    """Check a request, and prepare it to run. This runs the tokenizer and the chat template, which may take time.
 
     Args:
-        session: to run it.
-        request: as read.
-        most: sequences that one request may have.
-        adapter: that it is computed with.
+        session: the session that will run it.
+        request: the request as it was read.
+        most: most sequences of one request.
+        adapter: name of the adapter that computes it; None: no adapter.
 
     Raises:
-        ApiError: it cannot be done.
-        OptionError, PromptError: the same, in words of the session.
+        ApiError: the request cannot be run.
+        OptionError, PromptError: the session refuses a setting or a prompt.
     """
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams; leave them out, or set stream", "stream_options")
@@ -385,7 +385,7 @@ def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]]
         fields["reasoning_content"] = message.reasoning_content or message.reasoning
         messages.append({name: value for name, value in fields.items() if value is not None})
     tools = [msgspec.to_builtins(tool) for tool in request.tools or []]
-    for tool in tools:  # a template may tell what is there from what is not
+    for tool in tools:  # a template may test whether a field exists
         tool.pop("cache_control", None)
         tool["function"] = {name: value for name, value in tool["function"].items() if value is not None}
     tokens = _rendered(session, request, messages, tools)
@@ -419,7 +419,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """True if the chat template knows no tools; a form of calls that cannot be read is refused where they are used."""
+    """True if the chat template knows no tools; False if it writes calls in a form that cannot be read."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):
@@ -427,7 +427,7 @@ def _takes_no_tools(session: DecodeSession) -> bool:
 
 
 def _called(call: ToolCall, at: int) -> dict[str, Any]:
-    """A call as chat templates take it. Its arguments stay as they are spelled; none are an object of none."""
+    """Return a call in the form that chat templates take. Its arguments keep their spelling; no text means ``{}``."""
     text = call.function.arguments.strip() or "{}"
     try:
         arguments = json.loads(text)
@@ -439,7 +439,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 _PARTS = {"text": "text", "refusal": "refusal"}
-"""By type of contents: the field with the text."""
+"""For each type of a content part: the field with the text."""
 
 
 def _text(message: Message, at: int) -> str:
@@ -467,7 +467,7 @@ def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[l
 
 
 def _several(prompt: Any) -> list[Any]:
-    """The prompts of a request, of which one is allowed to come without a list."""
+    """Return the prompts of a request; a single prompt may come without a list."""
     return prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
 
 
@@ -504,13 +504,13 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """The session's own settings, then what the model's makers say of sampling, then the request's."""
+    """Return the session's settings, overridden by the model's recommended sampling, and both by the request."""
     own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
     asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     sampling = own | asked
     temperature = sampling["temperature"]
     settings: dict[str, Any] = {"max_new_tokens": limit, "do_sample": temperature > 0}
-    if temperature > 0:  # greedy decoding has none of these
+    if temperature > 0:  # greedy decoding takes none of these
         settings |= {
             **{name: sampling.get(name) for name in ("temperature", "top_k", "min_p")},
             "top_p": max(sampling["top_p"], _LEAST),
@@ -529,7 +529,7 @@ def _config(
     if uses is not None:
         settings["grammar"] = uses.grammar
     for field in ("response_format", "structured_outputs"):
-        if field == "structured_outputs" or uses is None or not uses.required:  # the format is of a text, not of calls
+        if field == "structured_outputs" or uses is None or not uses.required:  # the format is for text, not calls
             _add_grammar(session, request, field, settings)
     if request.ignore_eos:
         if "grammar" in settings:
@@ -548,7 +548,7 @@ def _config(
 
 
 def _quoting(error: OptionError, param: str | None, why: str, message: str | None = None) -> ApiError:
-    """A refusal whose words may quote what the client sent, which no log shows."""
+    """Return a refusal whose message may quote the client; the log gets only `param` and `why`."""
     return ApiError(400, message or str(error), param, logged=f"{param}: {why}" if param else why)
 
 

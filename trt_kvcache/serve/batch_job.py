@@ -1,4 +1,4 @@
-"""Batch jobs: a file of requests, computed by a serving core, into a file of answers in the same order."""
+"""Runs batch jobs: a serving core computes a file of requests; the answers go to a file, in the same order."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from trt_kvcache.serve.api_requests import (
 from trt_kvcache.serve.core import ServingCore
 
 _MOST = 1024
-"""Sequences that one row may ask for."""
+"""Most sequences of one row."""
 
 
 class Answered(msgspec.Struct, frozen=True):
     """The answer to a row.
 
     Attributes:
-        number, digest: of the `Row`.
-        status: of HTTP; 200: it has an answer.
-        line: of the output, JSON.
+        number, digest: number and digest of the `Row`.
+        status: HTTP status; 200 if the row has an answer, else that of its error.
+        line: line of the output, as JSON.
     """
 
     number: int
@@ -53,11 +53,11 @@ class RowRunner:
     """Answers rows with a session, as the server answers requests.
 
     Args:
-        session: stays open; no other code may use it meanwhile.
-        name: of the model.
+        session: the session; it stays open, and no other code may use it meanwhile.
+        name: name of the model.
 
     Attributes:
-        model: digest of everything that decides the answers, apart from the rows.
+        model: digest of everything that the answers depend on, except the rows.
     """
 
     def __init__(self, session: DecodeSession, name: str) -> None:
@@ -73,11 +73,11 @@ class RowRunner:
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
 
     def close(self) -> None:
-        """End what still runs."""
+        """End the sequences that still run."""
         self._core.close()
 
     async def answers(self, rows: Iterable[Row]) -> AsyncGenerator[Answered, None]:
-        """Answer rows; those that end first come first. Errors of a row are its answer.
+        """Answer rows, and yield the answers in the order in which they end. If a row fails, its answer is the error.
 
         Raises:
             TrtKvCacheError: the session itself failed.
@@ -89,21 +89,21 @@ class RowRunner:
                 running.add(asyncio.create_task(self._answer(row)))
                 while len(running) >= self._ahead:
                     ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                    for task in sorted(ended, key=lambda task: task.exception() is not None):  # no answer is lost
+                    for task in sorted(ended, key=lambda task: task.exception() is not None):  # errors last
                         yield task.result()
             for last in asyncio.as_completed(list(running)):
                 yield await last
         finally:
             for task in running:
                 task.cancel()
-            await asyncio.gather(*running, *ended, return_exceptions=True)  # else asyncio complains of their errors
+            await asyncio.gather(*running, *ended, return_exceptions=True)  # else asyncio reports their errors
 
     async def _answer(self, row: Row) -> Answered:
         try:
             status, body = 200, await self._body(row)
         except TrtKvCacheError as error:
             refusal = as_api(error)
-            if refusal.status >= 500 and error.sequence is None:  # no fault of this row
+            if refusal.status >= 500 and error.sequence is None:  # the session failed, not this row
                 raise
             status, body = refusal.status, refusal.body
         key = msgspec.Raw(row.key.encode())
@@ -124,11 +124,11 @@ class RowRunner:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """A job that is complete.
+    """The counts of a complete job.
 
     Attributes:
-        rows: in the file.
-        reused: of which an earlier run had the answers.
+        rows: rows in the file.
+        reused: rows that an earlier run had answered.
         errors: rows whose answer is an error.
     """
 
@@ -154,7 +154,7 @@ def run_batch(
         output: see `write_lines`; it must not exist.
         defaults: see `read_rows`.
         compute: takes the rows to compute; it calls back with the digest of the model, and with each answer.
-        progress: called with the rows that are answered, and all rows.
+        progress: called with the numbers of answered rows and of all rows.
 
     Raises:
         OptionError: the file cannot be read, has no row, or changes meanwhile.
@@ -178,7 +178,7 @@ def run_batch(
 
         if answered < total:
             compute((row for row in read_rows(file, defaults) if journal.find(row) is None), take)
-        else:  # one again, to learn whether this model made the answers
+        else:  # run one row again to check that the stored answers are this model's
             compute(islice(read_rows(file, defaults), 1), lambda model, _: journal.claim(model))
         errors = 0
 
@@ -202,16 +202,17 @@ def _check_new(output: Path) -> None:
 
 
 class Journal:
-    """The answers so far, each written to disk as it comes. No other process may have the file open meanwhile.
+    """Stores the answers so far on disk, each at once. No other process may have the file open meanwhile.
 
     Args:
-        output: of the job; the file has its name, and ``.journal``.
+        output: path of the job's output; the journal is this path with ``.journal`` at its end.
 
     Attributes:
-        path: of the file.
+        path: path of the journal.
 
     Raises:
-        OutputError: it cannot be made or read, or another process has it; so does every method, where the disk is full.
+        OutputError: the file cannot be made or read, or another process has it open. All methods raise it if the disk
+            is full.
     """
 
     def __init__(self, output: Path) -> None:
@@ -220,7 +221,7 @@ class Journal:
             self._db = sqlite3.connect(self.path, timeout=0, isolation_level=None)
         try:
             with self._one_line():
-                # Without shared memory, which network file systems lack; and locked until the end.
+                # Locked until the end, so that SQLite needs no shared memory, which network file systems lack.
                 self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
                 self._db.execute("PRAGMA journal_mode=WAL")
                 self._db.execute("PRAGMA synchronous=NORMAL")
@@ -262,10 +263,10 @@ class Journal:
             ) from None
 
     def claim(self, model: str) -> None:
-        """Say what makes the answers.
+        """Record the digest of the model that computes the answers; see `RowRunner.model`.
 
         Raises:
-            OutputError: something else made those that are there.
+            OutputError: the journal holds answers of another model or of other settings.
         """
         with self._one_line():
             record = self._db.execute("SELECT model FROM made").fetchone()
@@ -279,7 +280,7 @@ class Journal:
             )
 
     def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:
-        """Keep an answer; once this returns, no kill of the process loses it."""
+        """Store an answer. After this returns, it stays even if the process is killed."""
         with self._one_line():
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (number, digest, status, line))
 
@@ -292,17 +293,17 @@ class Journal:
         return record
 
     def clear(self) -> None:
-        """Forget all answers; a journal without one is removed once it is closed."""
+        """Forget all answers; `close` removes an empty journal."""
         with self._one_line():
             self._db.execute("DELETE FROM rows")
 
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 _LARGEST = 4 << 20
-"""Bytes of a line, as of a body that the server takes."""
+"""Most bytes of a line, the same as of a body that the server accepts."""
 _OPENAI = {"custom_id", "method", "url", "body"}
 _BATCH = 1000
-"""Rows of a Parquet file at a time."""
+"""Rows of a Parquet file that are read at a time."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -312,7 +313,7 @@ class Row(msgspec.Struct, frozen=True):
         number: line or row in the file, from 1.
         key: its id as JSON; ``null`` if it has no readable id.
         openai: the row has OpenAI's form, and its answer will have it.
-        url: of the request.
+        url: path of the API that answers the request.
         body: the request as JSON, with the defaults and a seed that follows from the key.
         error: why the row is invalid; empty if it is valid.
     """
@@ -331,11 +332,11 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(file: Path, defaults: dict[str, Any]) -> Iterator[Row]:
-    """Read the rows of a file, one after another. Empty lines count for nothing.
+    """Read the rows of a file, one after another. Empty lines are skipped.
 
     Args:
-        file: JSONL; Parquet where its name ends with ``.parquet``.
-        defaults: fields of the requests that do not have them.
+        file: path of a JSONL file; or of a Parquet file, if the name ends with ``.parquet``.
+        defaults: values of fields that a request does not have.
 
     Raises:
         OptionError: the file cannot be read.
@@ -359,7 +360,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
                 end = line
                 while not end.endswith(b"\n") and (end := stream.readline(_LARGEST)):
                     pass
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # as some editors on Windows write
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line  # written by some Windows editors
                 if line.strip():
                     yield number, line
     except OSError as error:
@@ -367,7 +368,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parquet_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The rows of a Parquet file as lines of JSON, in which a null is no field."""
+    """Yield number and JSON of each row of a Parquet file; fields that are null are left out."""
     arrow, parquet = _arrow(file)
     number = 0
     try:
@@ -423,21 +424,21 @@ def _row(number: int, line: bytes, defaults: dict[str, Any]) -> Row:
     body = defaults | body
     if body.pop("stream", None):
         return Row(number, name, openai, error="stream: a batch has no streams; leave it out")
-    if body.get("seed") is None:  # the same wherever and whenever the row is computed
+    if body.get("seed") is None:  # a seed that is the same in every run, on every machine
         body["seed"] = int.from_bytes(blake3(name.encode()).digest(7))
     return Row(number, name, openai, url, msgspec.json.encode(body))
 
 
 def write_lines(output: Path, lines: Iterable[bytes]) -> None:
-    """Write the answers, which appear whole or not at all.
+    """Write the answers to a file, completely or not at all.
 
     Args:
-        output: JSONL; a table ``id, status_code, text, body`` where its name ends with ``.parquet``.
-        lines: of `trt_kvcache.serve.batch_job.Answered`.
+        output: path of the file: JSONL; or a table ``id, status_code, text, body``, if the name ends with ``.parquet``.
+        lines: the answers, see `Answered.line`.
 
     Raises:
         OptionError: pyarrow is missing.
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     with atomic_file(output) as file:
         if output.suffix.lower() != ".parquet":

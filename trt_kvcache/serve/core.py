@@ -1,4 +1,4 @@
-"""The serving core: one thread steps a session for all requests, and each request waits for its own events."""
+"""Runs a session for many requests: one thread steps the session, and each request waits for its own events."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFullError(TrtKvCacheError):
-    """More sequences wait than may."""
+    """Raised if a request would exceed the number of sequences that may wait."""
 
 
 class EndingError(SessionError):
-    """The server ends, or a step hangs: sequences that still run are cut off."""
+    """Raised if the server ends or a step hangs: sequences that still run are cut off."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence to be continued.
+    """One sequence to continue.
 
     Attributes:
-        tokens: of the prompt.
-        index: of its random numbers among sequences of one seed, see `DecodeSession.add`.
+        tokens: token ids of the prompt.
+        index: number of its random stream among sequences with the same seed, see `DecodeSession.add`.
     """
 
     tokens: list[int]
@@ -45,7 +45,7 @@ class Work:
 
 
 class _Request:
-    """The sequences of one client's request, and the queue of what becomes of them."""
+    """The sequences of one client's request, and the queue of their events and errors."""
 
     def __init__(self, works: Sequence[Work], config: GenerationConfig) -> None:
         self.works, self.config = works, config
@@ -61,9 +61,9 @@ class _Run:
 
     request: _Request
     place: int
-    tokens: int  # in the cache, or about to be
+    tokens: int  # number of tokens in the cache, including the newest
     waits: bool = True
-    last: float = 0.0  # when its last token came
+    last: float = 0.0  # time of its last token
 
 
 _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
@@ -76,20 +76,20 @@ class ServingCore:
     tokens in memory, and delays no other request.
 
     Args:
-        session: stays open; no other code may step it or add to it meanwhile.
+        session: the session; it stays open, and no other code may step it or add to it meanwhile.
         max_queue: most sequences that wait for a row.
-        name: of the model, in the metrics.
-        step_limit: seconds after which a step that still runs hangs: those who wait for it get an `EndingError`.
+        name: name of the model in the metrics.
+        step_limit: seconds after which a running step counts as hanging: its requests get an `EndingError`.
     """
 
     def __init__(
         self, session: DecodeSession, *, max_queue: int = 256, name: str = "model", step_limit: float = 300
     ) -> None:
         self.session, self.rows, self.max_queue, self.step_limit = session, session.max_batch, max_queue, step_limit
-        self._since: float | None = None  # when the step that runs began
+        self._since: float | None = None  # start time of the running step
         self._changed = threading.Condition()
-        self._came: list[_Request] = []  # since the last turn
-        self._runs: dict[int, _Run] = {}  # by slot
+        self._came: list[_Request] = []  # requests since the last turn
+        self._runs: dict[int, _Run] = {}  # sequences by slot
         self._closed = False
         self.metrics = Metrics(name, lambda: self.running, lambda: self.waiting, lambda: self.cache_usage)
         self._thread = threading.Thread(target=self._work, name="serving", daemon=True)
@@ -97,30 +97,30 @@ class ServingCore:
 
     @property
     def alive(self) -> bool:
-        """Requests are taken."""
+        """True if the core takes requests."""
         return self._thread.is_alive() and not self._closed and not self.hangs
 
     @property
     def hangs(self) -> bool:
-        """The step that runs has had `step_limit` seconds."""
+        """True if the running step has taken more than `step_limit` seconds."""
         since = self._since
         return since is not None and time.perf_counter() - since > self.step_limit
 
     @property
     def running(self) -> int:
-        """Sequences that have a row."""
+        """Number of sequences that have a row."""
         with self._changed:
             return sum(not run.waits for run in self._runs.values())
 
     @property
     def waiting(self) -> int:
-        """Sequences that wait for a row."""
+        """Number of sequences that wait for a row."""
         with self._changed:
             return sum(run.waits for run in self._runs.values()) + sum(len(request.works) for request in self._came)
 
     @property
     def cache_usage(self) -> float:
-        """The part of the caches that holds tokens, 0 to 1; of caches without an end, the part of the rows in use."""
+        """Share of the caches that holds tokens, 0 to 1; if caches never fill up, the share of rows in use."""
         capacity = self.session.cache.capacity
         with self._changed:
             lengths = [run.tokens for run in self._runs.values() if not run.waits]
@@ -134,9 +134,9 @@ class ServingCore:
         """Continue sequences; yield the index of each in `works`, and its event. Closing the iterator ends the others.
 
         Raises:
-            QueueFullError: so many do not fit into the queue now; none of them runs.
+            QueueFullError: the queue has no room for all of them; none of them runs.
             EndingError: the core is closed, or hangs.
-            OptionError, PromptError, CapacityError, SessionError: of one of them, see `DecodeSession.add`; it ends all.
+            OptionError, PromptError, CapacityError, SessionError: one of them failed, see `DecodeSession.add`; all end.
         """
         request = self._submit(works, config)
         left = len(works)
@@ -156,7 +156,7 @@ class ServingCore:
             self._leave(request)
 
     def close(self) -> None:
-        """End all that runs or waits with an `EndingError`, and the thread."""
+        """End all sequences with an `EndingError`, and then the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -204,7 +204,7 @@ class ServingCore:
             self._since = time.perf_counter()
             try:
                 self._turn(outcomes)
-            except Exception as error:  # noqa: BLE001 - of nobody alone: all hear of it, and who comes later goes on
+            except Exception as error:  # noqa: BLE001 - ends all present sequences; later requests run
                 _log.exception("a step failed")
                 bug = SessionError(f"a step failed: {type(error).__name__}")
                 self._end_all(error if isinstance(error, TrtKvCacheError) else bug, outcomes)
@@ -212,7 +212,7 @@ class ServingCore:
             _deliver(outcomes)
 
     def _turn(self, outcomes: _Outcomes) -> None:
-        """Free the rows of those who left, let those who came join, and advance all by one step."""
+        """Free the rows of abandoned requests, add new requests, and advance all sequences by one step."""
         for slot in [slot for slot, run in self._runs.items() if run.request.gone]:
             self._end(slot, "abort")
         with self._changed:
@@ -220,7 +220,7 @@ class ServingCore:
         for request, place, work in _in_turn(came):
             try:
                 slot = self.session.add(work.tokens, request.config, index=work.index, client=request)
-            except Exception as error:  # noqa: BLE001 - of this one; a bug as well
+            except Exception as error:  # noqa: BLE001 - ends this sequence only, even if it is a bug
                 outcomes.append((request, place, _said(error)))
                 continue
             with self._changed:
@@ -231,7 +231,7 @@ class ServingCore:
         try:
             events = self.session.step()
         except TrtKvCacheError as error:
-            if error.sequence is None:  # of nobody, as where the session was closed
+            if error.sequence is None:  # it concerns all sequences, such as a closed session
                 raise
             if run := self._end(error.sequence, "error"):
                 outcomes.append((run.request, run.place, _said(error)))
@@ -239,7 +239,7 @@ class ServingCore:
         now = time.perf_counter()
         self._note_waiting()
         for event in events:
-            if (run := self._runs.get(event.sequence)) is None:  # it left after a step that failed for another
+            if (run := self._runs.get(event.sequence)) is None:  # its request was abandoned
                 continue
             outcomes.append((run.request, run.place, event))
             if event.token is not None:
@@ -276,9 +276,9 @@ class ServingCore:
         try:
             if slot in self.session.running:
                 self.session.remove(slot)
-        except TrtKvCacheError:  # it has ended by itself, or the session is closed
+        except TrtKvCacheError:  # it has just ended, or the session is closed
             return
-        except Exception:  # noqa: BLE001 - a bug; the others go on
+        except Exception:  # noqa: BLE001 - a bug; other sequences continue
             _log.exception("a sequence could not be removed")
 
     def _end_all(self, error: TrtKvCacheError, outcomes: _Outcomes) -> None:
@@ -286,8 +286,8 @@ class ServingCore:
             run = self._runs[slot]
             outcomes.append((run.request, run.place, error))
             self._end(slot, "error")
-        with suppress(TrtKvCacheError):  # it is closed
-            for slot in self.session.running:  # nothing of what failed is left for those who come later
+        with suppress(TrtKvCacheError):  # the session is closed
+            for slot in self.session.running:  # later requests get all rows
                 self._remove(slot)
         with self._changed:
             outcomes += [(request, place, error) for request in self._came for place in range(len(request.works))]
@@ -295,7 +295,7 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """An error as its client hears it. The log has the trace of a bug."""
+    """Return the error that the client gets. For a bug, write the trace to the log."""
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
@@ -303,20 +303,20 @@ def _said(error: Exception) -> TrtKvCacheError:
 
 
 def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work]]:
-    """The first sequence of each request, then the second of each, and so on."""
+    """Yield the first sequence of each request, then the second of each, and so on."""
     for place, works in enumerate(zip_longest(*(request.works for request in requests))):
         yield from ((request, place, work) for request, work in zip(requests, works, strict=True) if work is not None)
 
 
 def _deliver(outcomes: _Outcomes) -> None:
-    """Put outcomes into the queues: one call into each event loop per step."""
+    """Put outcomes into the queues of their requests, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, _Outcomes] = defaultdict(list)
     for outcome in outcomes:
         by_loop[outcome[0].loop].append(outcome)
     for loop, mine in by_loop.items():
         try:
             loop.call_soon_threadsafe(_put, mine)
-        except RuntimeError:  # the loop is closed: nobody reads
+        except RuntimeError:  # the event loop is closed: nobody reads the events
             for request, _, _ in mine:
                 request.gone = True
 
@@ -332,16 +332,16 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 
 
 class Metrics:
-    """Counts of a core. Times are in seconds.
+    """The counters and histograms of a core. Times are in seconds.
 
     Args:
         model: name of the model, a label of each number.
-        running, waiting, usage: asked when the metrics are read.
+        running, waiting, usage: return these numbers; called when the metrics are read.
 
     Attributes:
         prompt_tokens, tokens: counters of tokens of prompts and of answers.
-        first_token: from the arrival of a request to the first token of each of its sequences.
-        between_tokens: from one token of a sequence to its next.
+        first_token: times from the arrival of a request to the first token of each of its sequences.
+        between_tokens: times from one token of a sequence to the next.
     """
 
     def __init__(
@@ -366,12 +366,12 @@ class Metrics:
         )
 
     def finished(self, reason: str, seconds: float) -> None:
-        """Count the end of a sequence, so long after its request came."""
+        """Count the end of a sequence, `seconds` after the arrival of its request."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
 
     def text(self) -> bytes:
-        """All numbers in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:

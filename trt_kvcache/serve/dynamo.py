@@ -1,10 +1,10 @@
-"""A worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
+"""Runs a worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
 
 Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
 requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn
-by the seed and its position. What would depend on the number of new tokens is refused.
+by the seed and its position. Settings that depend on the number of new tokens are refused.
 
-Adapters (LoRA) are registered as models of their own, whose requests come to the same endpoint with their names.
+Each adapter (LoRA) is registered as a model; its requests come to the same endpoint, with the adapter's name.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from trt_kvcache.serve.core import EndingError, ServingCore, Work
 
 _HOSTS = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
 """The addresses that a worker listens at: Dynamo takes the address of the machine if they are not set."""
-_LARGEST = 1 << 28  # bytes of a file
+_LARGEST = 1 << 28  # most bytes of a file
 _SLOW, _POLL = 10.0, 0.05
-"""Seconds for the errors of a worker that ends to be read, and between two looks at it."""
+"""Most seconds to wait until the frontend has read the last errors of a worker, and seconds between two checks."""
 _UNBOUNDED = 4096
-"""New tokens where nothing is said and the caches have no end."""
+"""Most new tokens if the request gives no number and the caches never fill up."""
 _COUNTED = ("min_new_tokens", "begin_suppress_tokens", "forced_bos_token_id", "exponential_decay_length_penalty")
-"""Settings that count new tokens, which begin anew on another worker."""
+"""Settings that count new tokens. Another worker that continues the request would count from 0 again."""
 
 _PENALTY = "use repetition_penalty, or leave it out"
 _ONLY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
@@ -66,7 +66,7 @@ _ONLY: dict[str, dict[str, tuple[tuple[Any, ...], str]]] = {
         "prompt_logprobs": ((), "workers give no log-probabilities, and echo needs them; leave both out"),
     },
 }
-"""Fields that may have these values alone, which ask for nothing; and why."""
+"""Fields that are accepted only with these values, which have no effect; and the reason for the error message."""
 _KNOWN = {
     "sampling_options": {"temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"},
     "stop_conditions": {
@@ -74,7 +74,7 @@ _KNOWN = {
     },
     "output_options": {"skip_special_tokens", "formatted_prompt", "return_tokens_as_token_ids"},
 }  # fmt: skip
-"""Fields that are kept, here or by the frontend, which ends texts at `stop`."""
+"""Fields that this worker follows, or the frontend, which handles `stop`."""
 _PROMPTS = ("prompt_embeds", "multi_modal_data", "encoder_result", "prefill_result", "bootstrap_info")
 
 
@@ -85,11 +85,11 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
     Args:
         model: the model or engine, or its folder.
-        tokenizer: ``tokenizer.json`` or its folder; None: those beside the model.
-        session: of the model.
+        tokenizer: ``tokenizer.json`` or its folder; None: the tokenizer beside the model.
+        session: session of the model.
 
     Returns:
-        A folder in ``~/.cache``, which stays.
+        A folder in ``~/.cache``; it is not deleted.
 
     Raises:
         OptionError: there is no tokenizer.
@@ -125,16 +125,16 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
 
 class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
-    """The class that Dynamo's worker drives.
+    """The engine whose methods Dynamo's worker calls.
 
     Args:
-        session: stays open.
-        name: of the model.
+        session: the session; it stays open.
+        name: name of the model.
         texts: see `write_texts`.
         max_queue: see `ServingCore`.
 
     Raises:
-        OptionError: the model's own settings count new tokens, or its prompts depend on their steps.
+        OptionError: the model's settings count new tokens, or its results depend on how a prompt is split into steps.
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
@@ -152,11 +152,11 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
                 )
         self._session, self._name, self._texts = session, name, str(texts)
         self._core = ServingCore(session, max_queue=max_queue, name=name)
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # by id of the request
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # tasks by id of the request
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """Refuse Dynamo's own command lines: `trt-kvcache worker` starts this engine.
+        """Refuse to be started from Dynamo's own command line: use `trt-kvcache worker`.
 
         Raises:
             OptionError: always.
@@ -164,7 +164,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         raise OptionError("Dynamo cannot start this engine by a command line of its own; start 'trt-kvcache worker'")
 
     async def start(self, worker_id: int) -> EngineConfig:
-        """Return what the frontend has to know."""
+        """Return the model's name and limits for the frontend."""
         return EngineConfig(
             model=self._name,
             served_model_name=self._name,
@@ -193,7 +193,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         """Continue the prompt of a request; yield chunks of one token each.
 
         Raises:
-            InvalidArgument: it cannot be done (HTTP 400).
+            InvalidArgument: the request cannot be run (HTTP 400).
             HttpError: the queue is full (429), or the sequence failed (500).
             EngineShutdown: this worker ends; another worker continues the request.
         """
@@ -210,7 +210,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             task.cancel()
 
     async def abort(self, context: Any) -> None:
-        """Free the row of a request that nobody reads any more; Dynamo only stops to read `generate`."""
+        """Free the row of an abandoned request: Dynamo stops reading `generate`, but does not close it."""
         if (task := self._tasks.pop(context.id(), None)) is not None:
             task.cancel()
 
@@ -236,12 +236,12 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             chunks.put_nowait(None)
 
     async def cleanup(self) -> None:
-        """End what still runs, and wait until the frontend was told, which moves it to other workers."""
+        """End running requests, and wait until the frontend knows: it moves them to other workers."""
         await asyncio.to_thread(self._core.close)
         until = time.monotonic() + _SLOW
         while self._tasks and time.monotonic() < until:
             await asyncio.sleep(_POLL)
-        await asyncio.sleep(_POLL)  # the last error is on its way, and Dynamo closes the event loop after this
+        await asyncio.sleep(_POLL)  # time to send the last error: Dynamo closes the event loop after this
 
 
 def _as_dynamo(error: TrtKvCacheError) -> Exception:
@@ -254,16 +254,16 @@ def _as_dynamo(error: TrtKvCacheError) -> Exception:
 
 
 def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
-    """Return what a request asks for.
+    """Return the sequence and the settings that a request asks for.
 
     Args:
-        session: to run it.
-        name: of the model.
+        session: the session that will run it.
+        name: name of the model.
         request: Dynamo's ``PreprocessedRequest``.
 
     Raises:
-        ApiError: it names another model, or an adapter that is not loaded.
-        OptionError: it asks for something that is not supported, or a value is illegal.
+        ApiError: the request names another model, or an adapter that is not loaded.
+        OptionError: a field is not supported, or a value is illegal.
         PromptError, CapacityError: the prompt does not fit.
     """
     adapter = find_adapter(request.get("model"), name, session.adapters)
@@ -291,7 +291,7 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
         settings |= {"eos_token_id": (), "forced_eos_token_id": None}
     temperature = asked.get("temperature", 1.0)
     settings["do_sample"] = temperature != 0
-    if temperature != 0:  # greedy decoding has none of these
+    if temperature != 0:  # greedy decoding takes none of these
         settings |= {
             "temperature": temperature,
             "top_k": max(0, asked.get("top_k", 0)),
@@ -307,13 +307,13 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
 def run(engine: Engine, texts: Path, name: str, host: str, started: Callable[[], None]) -> None:
     """Register the worker, and answer until SIGTERM or Ctrl-C.
 
-    Dynamo's environment variables (``DYN_NAMESPACE``, ``DYN_DISCOVERY_BACKEND``, ...) count; where they are not set,
-    workers find each other by files of this machine.
+    Dynamo's environment variables (``DYN_NAMESPACE``, ``DYN_DISCOVERY_BACKEND``, ...) configure the worker. Without
+    them, workers find each other through files on this machine.
 
     Args:
-        engine: its core is closed at the end.
+        engine: the engine; its core is closed at the end.
         texts: see `write_texts`.
-        name: of the model.
+        name: name of the model.
         host: address to listen at.
         started: called before the worker is registered.
     """
@@ -327,9 +327,9 @@ def run(engine: Engine, texts: Path, name: str, host: str, started: Callable[[],
         discovery_backend=os.environ.get("DYN_DISCOVERY_BACKEND", "file"),
         request_plane=os.environ.get("DYN_REQUEST_PLANE", "tcp"),
         event_plane=os.environ.get("DYN_EVENT_PLANE", "zmq"),
-        enable_kv_routing=False,  # there are no events of a prefix cache
+        enable_kv_routing=False,  # the worker sends no events of a prefix cache
     )
-    # Signals are Dynamo's now, which also calls the handlers that it finds.
+    # Dynamo handles signals now, and also calls the handlers that were installed before.
     watch = signal.set_wakeup_fd(-1)
     usual = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
     started()

@@ -1,4 +1,4 @@
-"""A model repository for Triton: the folder of an engine or a model, a configuration, and a python backend's model."""
+"""Writes a model repository for Triton: the folder of an engine or a model, a configuration, and ``model.py``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trt_kvcache.lora import open_lora
 from trt_kvcache.model_paths import is_model
 
 FOLDER, ADAPTERS = "model", "adapters"
-"""Beside ``model.py``: copies of the folder of the model, and of those of adapters, by their names."""
+"""Folders beside ``model.py``: a copy of the model's folder, and copies of adapters' folders, by name."""
 
 _CONFIG = """name: "{name}"
 backend: "python"
@@ -46,22 +46,22 @@ __all__ = ["TritonPythonModel"]
 def write_repository(
     model: Path, output: Path, name: str, parameters: Mapping[str, int], adapters: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write ``output/name/``, complete or not at all. Other models of the repository are not touched.
+    """Write ``output/name/``, completely or not at all. Other models of the repository are not touched.
 
     Args:
-        model: the folder of an engine or of a model; it is copied.
-        output: the repository.
-        name: of the model in Triton.
+        model: folder of an engine or of a model; it is copied.
+        output: folder of the repository.
+        name: name of the model in Triton.
         parameters: `max_batch`, `capacity`, `max_queue` of the session and its core, if given.
         adapters: folders of adapters (LoRA) by the names that requests choose them by; they are copied.
 
     Returns:
-        The folder written.
+        The folder that was written.
 
     Raises:
-        OptionError: a name cannot be a folder's, or a folder holds no adapter.
+        OptionError: a name is not a legal folder name, or a folder holds no adapter.
         InvalidModelError, ManifestError: the model or engine does not exist.
-        OutputError: the model's folder exists in the repository, or cannot be written.
+        OutputError: the folder for the model already exists in the repository, or cannot be written.
     """
     adapters = adapters or {}
     for one in (name, *adapters):

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API without a store: requests become chats, and answers become items and events.
+"""Serves OpenAI's Responses API without a store: requests become chats, and answers become items and events.
 
 Nothing is kept between requests. Each request has the whole conversation in its ``input``.
 """
@@ -37,7 +37,7 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     """The reasoning effort, for chat templates that read it."""
 
     effort: str | None = None
-    summary: str | None = None  # thoughts are not summed up
+    summary: str | None = None  # there are no summaries of thoughts
     generate_summary: str | None = None
 
 
@@ -58,7 +58,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     reasoning: Reasoning | None = None
     top_logprobs: Literal[0] | None = None
     metadata: dict[str, str] | None = None
-    # read by no one here: the answer is the same
+    # ignored: no effect on the answer
     store: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -80,7 +80,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Return the chat that a request asks for.
 
     Raises:
-        ApiError: it asks for something that is stored elsewhere, or has an item that is not known.
+        ApiError: the request refers to something that would have to be stored, or has an unknown item.
     """
     for name, why in _REFUSED.items():
         if getattr(request, name) is not None:
@@ -117,14 +117,14 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             messages.append({"role": "tool", "tool_call_id": str(item.get("call_id")), "content": content})
         elif kind == "item_reference":
             raise ApiError(400, f"input[{at}]: {_STATELESS}", "input", "unsupported")
-        elif kind != "reasoning":  # thoughts of an earlier answer, which no template asks for
+        elif kind != "reasoning":  # thoughts of an earlier answer are ignored: no template needs them
             known = "message, function_call, function_call_output, reasoning"
             raise ApiError(400, f"input[{at}].type is {str(kind)[:40]!r}; supported: {known}", "input", "unsupported")
     return messages
 
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""By type of a part: the field with its text."""
+"""For each type of a content part: the field with the text."""
 
 
 def _content(content: Any, at: int) -> str:
@@ -139,7 +139,7 @@ def _content(content: Any, at: int) -> str:
 
 
 def _format(text: TextSettings | None) -> dict[str, Any] | None:
-    """The format of a chat, which has the schema in a record of its own."""
+    """Return the format in the form of chats, which nest the schema one level deeper."""
     asked = text and text.format
     if not asked or asked.get("type") != "json_schema":
         return asked or None
@@ -156,7 +156,7 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    """The choice of a chat, which has the name in a record of its own."""
+    """Return the tool choice in the form of chats, which nest the name one level deeper."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
@@ -166,32 +166,32 @@ class ResponseAnswer:
     """The answer to one request.
 
     Args:
-        request: as read.
-        answer: of the chat that it became; it takes the events.
-        model: its name.
+        request: the request as it was read.
+        answer: the answer to the chat that the request became; it collects the events.
+        model: name of the model.
     """
 
     def __init__(self, request: ResponsesRequest, answer: Answer, model: str) -> None:
         self._request, self._answer, self._model = request, answer, model
         self._id, self._number = f"resp_{secrets.token_hex(12)}", 0
         self._message_id = f"msg_{secrets.token_hex(12)}"
-        self._items: list[dict[str, Any]] = []  # those that are complete
+        self._items: list[dict[str, Any]] = []  # the complete items
         self._text = ""
         self._in_text = False
 
     def whole(self) -> dict[str, Any]:
-        """The answer that is complete, once `answer` has all events."""
+        """Return the complete answer, once `answer` has all events."""
         for _ in self._ends():
             pass
         return self._body(self._status())
 
     def first_events(self) -> Iterator[bytes]:
-        """The events of a stream before any token."""
+        """Yield the events of a stream before any token."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._body("in_progress"))
 
     def events(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event; yield what a stream says of it."""
+        """Add an event; yield the events of the stream that follow from it."""
         text = self._answer.take(place, event)
         if text:
             yield from self._begins_text()
@@ -207,13 +207,13 @@ class ResponseAnswer:
             yield self._event(f"response.{status}", response=self._body(status))
 
     def failed(self, error: ApiError) -> bytes:
-        """The event that ends a stream which cannot go on."""
+        """Return the event that ends a stream after an error."""
         body = self._body("failed") | {"error": {"code": "server_error", "message": error.message}}
         return self._event("response.failed", response=body)
 
     @property
     def _called(self) -> int:
-        """Calls that are among the items."""
+        """Number of calls among the items."""
         return sum(item["type"] == "function_call" for item in self._items)
 
     def _begins_text(self) -> Iterator[bytes]:
@@ -225,10 +225,10 @@ class ResponseAnswer:
             yield self._event("response.content_part.added", part=_part(""), content_index=0, **place)
 
     def _ends(self, *, whole: bool = True) -> Iterator[bytes]:
-        """The text before the next call or the end, and the calls that are new."""
+        """Yield events that complete the text (before a call, or at the end), and events of new calls."""
         calls = self._answer.calls(0)
         self._text = self._answer.said(0)
-        if whole and not calls and not self._items:  # an answer of no tokens has a message, too
+        if whole and not calls and not self._items:  # an answer without tokens still has a message
             yield from self._begins_text()
         if not self._items and (self._in_text or self._text):
             place = self._place(self._message_id)

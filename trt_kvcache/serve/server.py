@@ -1,4 +1,4 @@
-"""The process that serves: a socket, uvicorn, and an orderly end."""
+"""Runs the serving process: a socket, uvicorn, and an orderly end."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trt_kvcache.files import read_file
 from trt_kvcache.serve.service import Service
 
 _SLOW = 5
-"""Seconds for answers that are complete to reach their readers, after the drain."""
+"""Seconds after the drain in which clients can still read complete answers."""
 
 _IDLE = 75
-"""Seconds for which a connection without requests is kept: longer than clients keep theirs (OpenAI's: 5 seconds). Else
-a client sends a request into a connection that the server is just closing."""
+"""Seconds to keep a connection without requests: longer than clients keep it (OpenAI's client: 5 seconds). Otherwise
+a client might send a request over a connection that the server is just closing."""
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys of a file: one in a line; empty lines and those that begin with # count for nothing.
+    """Return the keys in a file, one per line; empty lines and lines that begin with # are skipped.
 
     Raises:
-        OptionError: it cannot be read, others can read it, or it has no key.
+        OptionError: the file cannot be read, other users can read it, or it has no key.
     """
     try:
         text = read_file(file, 1 << 20).decode()
@@ -50,7 +50,7 @@ def read_keys(file: Path) -> list[str]:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there: clients wait while a model is opened.
+    """Return a socket that listens at an address, so that clients can connect and wait while the model is opened.
 
     Raises:
         OptionError: the address is in use, or does not belong to this machine.
@@ -59,10 +59,10 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         sock = socket.socket(family, kind, protocol)
-        if os.name == "posix":  # on Windows it would take the port from another process
+        if os.name == "posix":  # on Windows this option would take the port from another process
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen()  # or two processes could have it on Linux, until one listens
+        sock.listen()  # on Linux, two processes can bind one port until one of them listens
     except OSError as error:
         if sock is not None:
             sock.close()
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends in order: after the first signal nothing new is taken, and what runs may end within a time."""
+    """Ends in order: after the first signal, new requests are refused, and running ones get time to end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float, started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -93,31 +93,31 @@ class _Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        # A second signal waits no longer.
+        # A second signal ends the wait.
         self._until = now if self._service.draining else now + self._drain
         self._service.draining = True
 
     async def on_tick(self, counter: int) -> bool:
         if self._service.draining and (not self._service.active or time.monotonic() >= self._until):
-            await asyncio.to_thread(self._service.core.close)  # cuts off what still runs
+            await asyncio.to_thread(self._service.core.close)  # ends sequences that still run
             return True
         return await super().on_tick(counter)
 
 
 def serve(service: Service, sock: socket.socket, drain: float, started: Callable[[], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until what runs has ended.
+    """Serve until SIGTERM or Ctrl-C, and then until running requests have ended.
 
     Args:
-        service: its core is closed at the end.
+        service: the service; its core is closed at the end.
         sock: see `bind`.
-        drain: seconds for what runs to end.
-        started: called once requests and signals are answered.
+        drain: most seconds that running requests get to end.
+        started: called once the server answers requests and handles signals.
     """
     config = uvicorn.Config(
         service.app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,
         server_header=False, timeout_graceful_shutdown=_SLOW, timeout_keep_alive=_IDLE,
     )  # fmt: skip
-    # The command line's own watch ends steps that take long after a signal; here they may end by themselves.
+    # The command line's watch would end a long step after a signal; here a step may run to its end.
     watch = signal.set_wakeup_fd(-1)
     try:
         _Server(config, service, drain, started).run([sock])

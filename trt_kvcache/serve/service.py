@@ -1,4 +1,4 @@
-"""OpenAI's API over a serving core, as an ASGI application."""
+"""Serves OpenAI's API over a serving core, as an ASGI application."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from trt_kvcache.serve.responses import ResponseAnswer, ResponsesRequest, as_cha
 
 _log = logging.getLogger(__name__)
 _LARGEST = 4 << 20
-"""Bytes of a body: 500,000 token ids, or a text of as many."""
+"""Most bytes of a body: enough for 500,000 token ids, or for a text of as many tokens."""
 _GUARDED = ("/v1/", "/tokenize", "/detokenize")
-"""Beginnings of paths that need a key where there are keys."""
+"""Beginnings of paths that need a key, if there are keys."""
 _ANSWER, _REASON = "trt_kvcache.answer", "trt_kvcache.reason"
 _MOST_LOGGED = 200
-"""Characters of a reason in the log."""
+"""Most characters of a reason in the log."""
 _SECONDS = 60.0
-"""For a body to arrive."""
+"""Most seconds until a body has arrived."""
 
 _Events = AsyncGenerator[tuple[int, TokenEvent], None]
 _Kind = TypeVar("_Kind", CompletionRequest, ChatRequest)
@@ -60,17 +60,17 @@ _T = TypeVar("_T")
 
 
 class Service:
-    """A session that is served.
+    """An application that serves a session.
 
     Args:
-        session: stays open.
-        name: of the model.
+        session: the session; it stays open.
+        name: name of the model.
         keys: each request needs one of them; empty: requests need no key.
         max_queue: see `ServingCore`.
         lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
-        origins: web pages from here may read the answers, such as ``https://example.org``; ``*``: any page.
-        told: gets a line for each request under /v1 that has been answered: its path, status, tokens, times, and why it
-            was refused. No text.
+        origins: origins of web pages that may read the answers, such as ``https://example.org``; ``*``: any page.
+        told: called with a log line for each answered request under /v1: path, status, tokens, times, and the reason of
+            a refusal. The line has no text of prompts or answers.
 
     Raises:
         OptionError: an origin is malformed.
@@ -78,8 +78,8 @@ class Service:
     Attributes:
         app: the ASGI application.
         core: runs the sequences.
-        draining: set it, and no new request is taken.
-        active: requests that are not answered yet.
+        draining: if set to True, new requests are refused.
+        active: number of requests that are not answered yet.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class Service:
         starlette = Starlette(routes=routes, exception_handlers=handlers)
         starlette.router.redirect_slashes = False
         self.app: ASGIApp = _Door(self, starlette)
-        if origins:  # outside of the door: browsers ask for leave without a key
+        if origins:  # added outside of `_Door`: browsers send preflight requests without a key
             self.app = CORSMiddleware(
                 self.app, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"]
             )
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request under /v1 is not taken, or None."""
+        """Return why a request under /v1 is refused, or None."""
         if self._keys and not self._has_key(scope):
             return ApiError(
                 401, "no valid API key; send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
@@ -152,11 +152,11 @@ class Service:
     def _has_key(self, scope: Scope) -> bool:
         header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = header.partition(b" ")
-        # All of them, so that the time does not tell which one is near.
+        # Compare all keys, so that the time does not show which one is similar.
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return any(matches) and scheme.lower() == b"bearer"
 
-    # --- what is asked
+    # --- requests
 
     async def _health(self, request: Request) -> Response:
         said = "a step hangs" if self.core.hangs else "the core has ended"
@@ -188,7 +188,7 @@ class Service:
             path = (self._lora_folder / (asked.lora_path or asked.lora_name)).resolve()
             inside = path.is_relative_to(self._lora_folder)
             exists = inside and path.is_dir()
-        except (OSError, ValueError):  # of names that no file system has
+        except (OSError, ValueError):  # such as a name that no file system allows
             inside, exists = True, False
         if not inside:
             raise ApiError(403, "lora_path: adapters come from the server's own folder; give a path in it", "lora_path")
@@ -247,7 +247,7 @@ class Service:
         events = self.core.events(asked.works, asked.config)
         if not request.stream:
             return _json(await _unless_gone(http, whole_answer(events, answer)))
-        first = await _unless_gone(http, _first(events))  # what is refused now still has a status
+        first = await _unless_gone(http, _first(events))  # an error before the first event still sets the HTTP status
         return _Stream(_lines(first, events, answer), media_type="text/event-stream", headers=_NO_CACHE)
 
     def _card(self, adapter: str | None = None) -> dict[str, Any]:
@@ -259,7 +259,7 @@ class Service:
 
 
 class _Door:
-    """Lets in who may come, and counts who is in."""
+    """Refuses requests without a key and requests during the drain; counts and logs the others."""
 
     def __init__(self, service: Service, inner: ASGIApp) -> None:
         self._service, self._inner = service, inner
@@ -291,7 +291,7 @@ class _Door:
 
 
 def _told(scope: Scope, status: int, seconds: float) -> str:
-    """A request in one line."""
+    """Return the log line of a request."""
     answer: Answer | None = scope.get(_ANSWER)
     reason = "".join(c if c.isprintable() else "?" for c in scope.get(_REASON, ""))[:_MOST_LOGGED]
     said = f": {reason}" if reason else "" if answer is None else f": {answer.told()}"
@@ -313,7 +313,7 @@ _NO_CACHE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 async def _body(http: Request) -> bytes:
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # which no web page can send here without asking first
+    if kind != "application/json":  # a web page can send this type only after a preflight request
         raise ApiError(415, f"the Content-Type is {kind[:60]!r}; send application/json")
     body = bytearray()
     try:
@@ -328,10 +328,10 @@ async def _body(http: Request) -> bytes:
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for the work, and end it when the client goes away.
+    """Wait for the work, and cancel it if the client goes away.
 
     Raises:
-        ClientDisconnect: it did.
+        ClientDisconnect: the client has gone away.
     """
 
     async def gone() -> None:
@@ -355,7 +355,7 @@ async def _first(events: _Events) -> tuple[int, TokenEvent]:
 
 
 async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer) -> AsyncIterator[bytes]:
-    """Server-sent events of a stream."""
+    """Yield the server-sent events of a stream."""
     async with aclosing(events):
         for chunk in answer.first_chunks():
             yield _line(chunk)
@@ -376,7 +376,7 @@ async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer)
 async def _response_lines(
     first: tuple[int, TokenEvent], events: _Events, response: ResponseAnswer
 ) -> AsyncIterator[bytes]:
-    """Server-sent events of a stream of the Responses API."""
+    """Yield the server-sent events of a stream of the Responses API."""
     async with aclosing(events):
         for line in response.first_events():
             yield line
@@ -399,7 +399,7 @@ def _line(chunk: dict[str, Any]) -> bytes:
 _HTML = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
 _SCRIPT = base64.b64encode(hashlib.sha256(_HTML.split("<script>")[1].split("</script>")[0].encode()).digest()).decode()
 _PAGE_HEADERS = {
-    # Nothing but this page's own script runs in it, and it asks nobody but this server.
+    # Only this page's own script may run, and it may contact only this server.
     "Content-Security-Policy": f"default-src 'none'; script-src 'sha256-{_SCRIPT}'; style-src 'unsafe-inline'; "
     "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "Cache-Control": "no-cache",
@@ -425,7 +425,7 @@ async def _no_route(request: Request, error: HTTPException) -> Response:
 
 
 async def _gone(request: Request, error: ClientDisconnect) -> Response:
-    return Response(status_code=499)  # which nobody reads
+    return Response(status_code=499)  # the client has gone: nobody reads it
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -448,7 +448,7 @@ def _json(body: dict[str, Any], status: int = 200, headers: dict[str, str] | Non
 
 
 class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A text, or the messages of a chat."""
+    """A request to tokenize a text, or the messages of a chat."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -459,18 +459,18 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Token ids."""
+    """A request to convert token ids to text."""
 
     tokens: list[int]
     model: str | None = None
 
 
 def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
-    """Return the tokens that a completion or a chat of this would begin with.
+    """Return the prompt tokens of a completion with this text, or of a chat with these messages.
 
     Raises:
-        ApiError: there is not one of text and messages, or no tokenizer.
-        OptionError, PromptError: the chat template or the tokenizer fails on it.
+        ApiError: the request has both text and messages or neither, or there is no tokenizer.
+        OptionError, PromptError: the chat template or the tokenizer fails.
     """
     tokenizer = _tokenizer(session)
     if (request.prompt is None) == (request.messages is None):
@@ -490,7 +490,7 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
 
 
 def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
-    """Return the text of tokens, without special ones.
+    """Return the text of tokens, without special tokens.
 
     Raises:
         ApiError: the model does not know a token, or there is no tokenizer.

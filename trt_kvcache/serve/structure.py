@@ -1,4 +1,4 @@
-"""The form that a request wants of its answer: schemas, regular expressions, grammars, tool calls."""
+"""Compiles the form that a request wants for its answer: a JSON schema, a regular expression, a grammar, a choice."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class JsonSchema(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
-    """OpenAI's."""
+    """The `response_format` of OpenAI's API."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """vLLM's: one of these. `grammar` is Lark's."""
+    """The `structured_outputs` of vLLM's API, with one of these fields. `grammar` is Lark or GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -45,7 +45,7 @@ _lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the grammars of a session, which are made once: that takes time for each token of the vocabulary.
+    """Return the `Grammars` of a session. They are made once, because this takes time for each token of the vocabulary.
 
     Raises:
         OptionError: see `Grammars`.
@@ -57,10 +57,10 @@ def grammars_of(session: DecodeSession) -> Grammars:
 
 
 def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
-    """Return the grammar of a request; None where it asks for text.
+    """Return the grammar of a request; None if it asks for plain text.
 
     Raises:
-        OptionError: it does not compile, asks for nothing or for several, or the session can have none.
+        OptionError: the grammar does not compile, the request names none or several, or the session has no grammars.
     """
     if isinstance(asked, ResponseFormat):
         if asked.type == "json_schema" and asked.json_schema is None:

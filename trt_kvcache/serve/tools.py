@@ -1,4 +1,4 @@
-"""Tool calls: how a chat template writes them, the grammar of an answer that may hold some, and what it holds."""
+"""Handles tool calls: finds how a chat template writes them, compiles a grammar for them, and reads them in answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
     type: Literal["function"]
     function: Function
-    cache_control: Any = None  # of other servers; prefixes are found without it
+    cache_control: Any = None  # for other servers; the prefix cache works without it
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class ToolForm:
     """The texts that a chat template writes around the names and arguments of calls.
 
     Attributes:
-        begin: before the name of the first call.
-        middle: between a name and its arguments, which are JSON.
-        between: after arguments, before the name of the next call; None: a message has one call.
-        end: after the last arguments.
+        begin: text before the name of the first call.
+        middle: text between a name and its arguments, which are JSON.
+        between: text between arguments and the name of the next call; None: a message has only one call.
+        end: text after the last arguments.
     """
 
     begin: str
@@ -57,7 +57,7 @@ class ToolForm:
 
     @property
     def trigger(self) -> str:
-        """A text with it has calls."""
+        """The text by which an answer with calls is recognized: the first word of `begin`."""
         match = re.match(r"[^\s{\[]+", self.begin)
         return match[0] if match else self.begin
 
@@ -65,7 +65,7 @@ class ToolForm:
 GENERIC = ToolForm(
     '<tool_call>\n{"name": "', '", "arguments": ', '}\n</tool_call>\n<tool_call>\n{"name": "', "}\n</tool_call>"
 )
-"""For chat templates that know no tools: the form of Hermes, which many models have seen."""
+"""The form for chat templates that know no tools: that of Hermes, which many models have seen in training."""
 
 _ASKED = (
     "You can call functions. To call one, answer with its name and its arguments as JSON, in this form:\n"
@@ -82,14 +82,14 @@ _ARGUMENTS = {"argument_9": "value_9"}
 
 
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
-    """Return how a chat template writes calls, as it shows when it writes some; `GENERIC` if it knows no tools.
+    """Find how a chat template writes calls, by rendering some; return `GENERIC` if it knows no tools.
 
     Args:
-        render: gives the prompt of messages and tools.
-        special_tokens: texts that an answer does not show.
+        render: returns the prompt for messages and tools.
+        special_tokens: texts of special tokens, which answers do not show.
 
     Raises:
-        OptionError: it writes calls in another way than name, then arguments as JSON.
+        OptionError: the template does not write calls as a name followed by arguments in JSON.
     """
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in _NAMES]
     prompt = render([_USER], tools)
@@ -105,7 +105,7 @@ def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
     between = None
     try:
         two = _calls(render, tools, prompt, around, _NAMES)
-    except OptionError:  # a template may refuse more than one
+    except OptionError:  # the template may refuse more than one call
         two = ""
     pattern = "{}{}{}{}(.*){}{}{}{}".format(
         *map(re.escape, (one[0], _NAMES[0], middle, written, _NAMES[1], middle, written, end))
@@ -128,14 +128,14 @@ def _unread(what: str) -> OptionError:
 
 
 def _after(text: str, prompt: str) -> str:
-    """The text after the prompt."""
+    """Return the text after the prompt."""
     if not text.startswith(prompt):
         raise _unread("the answer right after the prompt")
     return text[len(prompt) :]
 
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
-    """The text of calls, without the texts that the template writes around any answer."""
+    """Return the text of calls, without the texts that the template writes around every answer."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
     ]
@@ -150,8 +150,9 @@ def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]])
     """Return messages for a template that knows no tools: tools, calls and results are text in the generic form.
 
     Args:
-        messages: of a chat.
-        tools: that may be called. They are described in the system message, or in the user's first message.
+        messages: messages of a chat.
+        tools: tools that may be called. The system message describes them; or the user's first message, if there is
+            none.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -189,7 +190,7 @@ def form_of(session: DecodeSession) -> ToolForm:
     """Return how the chat template of a session writes calls.
 
     Raises:
-        OptionError, PromptError: there is no template, or it cannot be read.
+        OptionError, PromptError: there is no template, or its form of calls cannot be read.
     """
     with _lock:
         if session not in _forms:
@@ -205,10 +206,10 @@ class ToolUse:
     """The calls that an answer may make.
 
     Attributes:
-        form: of the calls.
-        tools: that may be called.
-        required: one has to be.
-        grammar: of the answer.
+        form: how calls are written.
+        tools: tools that may be called.
+        required: the answer must have a call.
+        grammar: grammar of the answer.
     """
 
     form: ToolForm
@@ -225,14 +226,14 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
     """Return the calls that an answer may make; None if it may make none.
 
     Args:
-        session: that answers.
-        tools: of the request.
-        choice: its `tool_choice`.
-        parallel: several calls may come.
+        session: the session that answers.
+        tools: tools of the request.
+        choice: `tool_choice` of the request.
+        parallel: an answer may have several calls.
 
     Raises:
-        OptionError: the choice is unknown, the parameters of a tool do not compile, or the chat template has
-            no calls that can be read.
+        OptionError: the choice is unknown, the parameters of a tool do not compile, or the template's form of calls
+            cannot be read.
     """
     able, required = _chosen(tools, choice)
     if not able:
@@ -244,8 +245,8 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
 
 
 def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
-    """The tools that may be called, and whether one has to be."""
-    if choice in (None, "auto", "none"):  # without tools, too
+    """Return the tools that may be called, and whether a call is required."""
+    if choice in (None, "auto", "none"):  # legal even without tools
         return ([] if choice == "none" else tools), False
     if choice == "required" and tools:
         return tools, True
@@ -264,10 +265,10 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
 def tool_grammar(
     session: DecodeSession, form: ToolForm, tools: Sequence[Tool], *, required: bool, parallel: bool
 ) -> Grammar:
-    """Return the grammar of an answer: calls, or where none is required also text, and calls after text.
+    """Return the grammar of an answer: calls; or, if no call is required, text or text followed by calls.
 
     Raises:
-        OptionError: parameters of a tool do not compile.
+        OptionError: the parameters of a tool do not compile.
     """
     calls = " | ".join(
         f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools
@@ -278,7 +279,7 @@ def tool_grammar(
     if required:
         lines = ["start: called", *lines]
     else:
-        # Lazy: the trigger counts as soon as it is complete, wherever in a text.
+        # Lazy: calls begin as soon as the trigger is complete, anywhere in a text.
         trigger = f"trigger[lazy]: TEXT {_quoted(form.trigger)}"
         lines = ["start: TEXT | trigger called", *lines, trigger, "TEXT: /(.|\\n)*/"]
     return grammars_of(session).lark("\n".join(["%llguidance {}", *lines]))
@@ -293,15 +294,15 @@ def _schema(parameters: dict[str, Any] | None) -> str:
 
 
 class CallReader:
-    """Takes an answer apart while it comes.
+    """Separates calls from text in an answer while it arrives.
 
     Args:
-        form: of the calls.
-        tools: that may be called.
+        form: how calls are written.
+        tools: tools that may be called.
         required: the answer begins with a call.
 
     Attributes:
-        calls: those that are complete, in OpenAI's form.
+        calls: complete calls, in OpenAI's form.
     """
 
     def __init__(self, form: ToolForm, tools: Sequence[Tool], *, required: bool) -> None:
@@ -311,14 +312,14 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Take more text, or the last; return what is certainly no part of calls."""
+        """Take more text (`last`: the end of the answer); return the text that is certainly not part of a call."""
         self._rest += text
         said = ""
         if not self._in_calls:
             said = self._before.push(text) + (self._before.flush() if last else "")
             self._in_calls = self._before.matched
             if not self._in_calls:
-                # The text is no beginning of the trigger; a part of it may still be needed.
+                # Return the text that cannot belong to the trigger; keep the rest, which may be its beginning.
                 self._rest = self._rest[len(said) :]
                 return said
             self._rest = self._rest[self._rest.index(self._form.trigger) :]

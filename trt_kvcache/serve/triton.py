@@ -1,8 +1,7 @@
-"""A model of Triton's python backend over a serving core; `trt_kvcache.serve.repository` writes what loads it.
+"""Runs a serving core as a model of Triton's python backend; `trt_kvcache.serve.repository` writes its repository.
 
-A request has one prompt, as `text_input` or `input_ids`, and the fields of ``/v1/completions`` as JSON in
-`sampling_parameters`, of which `model` chooses an adapter. The answer is one response, or one for each event where
-`stream` is true.
+A request has one prompt, as `text_input` or `input_ids`. `sampling_parameters` has the fields of ``/v1/completions`` as
+JSON; its field `model` chooses an adapter. The answer is one response; with `stream`, one response for each event.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import triton_python_backend_utils as pb_utils  # of the process that Triton starts
+import triton_python_backend_utils as pb_utils  # exists only in a process that Triton starts
 
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.runtime.requests import Generation
@@ -29,7 +28,7 @@ from trt_kvcache.serve.repository import ADAPTERS, FOLDER
 
 _log = logging.getLogger(__name__)
 _POLL = 0.05
-"""Seconds between two looks at whether a client has cancelled: Triton tells it to those who ask."""
+"""Seconds between two checks whether a client has cancelled: Triton does not notify the model."""
 _ELSEWHERE = {
     "prompt": "give it as text_input or input_ids",
     "stream": "give it as an input of its own",
@@ -37,18 +36,18 @@ _ELSEWHERE = {
     "echo": "the prompt is not repeated; leave it out",
     "logprobs": "there is no output for them; leave it out",
 }
-# By name: Triton also imports this to complete the configuration, and then its errors are not there yet.
+# Names, because Triton also imports this file to complete the configuration, when its error codes do not exist yet.
 _CODES = {400: "INVALID_ARG", 404: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAVAILABLE"}
 
 
 class TritonPythonModel:
-    """The class that the python backend drives. All requests of an instance share the rows of one session."""
+    """The class whose methods the python backend calls. All requests of an instance share the rows of one session."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the session.
 
         Args:
-            args: of the backend; ``parameters`` of the configuration are those that `write_repository` writes.
+            args: arguments of the backend; `write_repository` wrote the ``parameters`` of the configuration.
         """
         parameters = {n: v["string_value"] for n, v in json.loads(args["model_config"])["parameters"].items()}
         options = {name: int(parameters[name]) for name in ("max_batch", "capacity") if name in parameters}
@@ -64,12 +63,12 @@ class TritonPythonModel:
         self._thread.start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Take requests; their answers come later, from another thread."""
+        """Start requests; another thread sends their answers later."""
         for request in requests:
             asyncio.run_coroutine_threadsafe(self._answer(request, request.get_response_sender()), self._loop)
 
     def finalize(self) -> None:
-        """End what runs with an error, and close the session."""
+        """End running requests with an error, and close the session."""
         self._core.close()
         asyncio.run_coroutine_threadsafe(_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -91,7 +90,7 @@ class TritonPythonModel:
             refused = as_api(failed)
             code = getattr(pb_utils.TritonError, _CODES.get(refused.status, "INTERNAL"))
             error = pb_utils.TritonError(refused.message, code)
-        except Exception:  # noqa: BLE001 - a bug; whoever waits must hear of it
+        except Exception:  # noqa: BLE001 - a bug: the client still needs an answer
             _log.exception("a request failed")
             error = pb_utils.TritonError("the model failed; Triton's log says why", pb_utils.TritonError.INTERNAL)
         sender.send(pb_utils.InferenceResponse([], error), pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

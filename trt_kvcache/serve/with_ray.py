@@ -1,4 +1,4 @@
-"""Batch jobs on Ray Data: a pool of actors, each with a session of its own, on this machine or on a cluster."""
+"""Runs batch jobs on Ray Data: a pool of actors, each with its own session, on this machine or on a cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.batch_job import Answered, Row, RowRunner
 
 _ROWS = 32
-"""Most rows of a block: an actor waits for the slowest of them, and a kill of the driver loses those under way."""
+"""Most rows of a block: an actor waits for the slowest row, and killing the driver loses unfinished blocks."""
 
 
 class _Actor:
@@ -44,19 +44,19 @@ def answer_with_ray(
     rows: Iterable[Row],
     take: Callable[[str, Answered], None],
 ) -> None:
-    """Answer rows with actors. Ray starts another actor where one dies, and computes its block again.
+    """Answer rows with actors. If an actor dies, Ray starts another one, which computes the block again.
 
     Args:
         model: path of the engine or model, on every machine.
         name: see `RowRunner`.
-        options: of `DecodeSession.open`.
-        workers: actors; None: one for each GPU of an engine, one of a model.
-        rows: all are read before the first is computed.
+        options: options of `DecodeSession.open`.
+        workers: number of actors; None: one for each GPU for an engine, one for a model.
+        rows: the rows; all are read before the first one is computed.
         take: see `trt_kvcache.serve.batch_job.run_batch`.
 
     Raises:
         OptionError: there are fewer GPUs than workers.
-        SessionError: an actor failed; with its own words.
+        SessionError: an actor failed; the message is the actor's.
     """
     started = not ray.is_initialized()
     if started:
@@ -65,11 +65,11 @@ def answer_with_ray(
         resources = ray.cluster_resources()
         engine, gpus = not is_model(model), int(resources.get("GPU", 0))
         workers = workers or max(1, gpus if engine else 1)
-        if engine and workers > gpus:  # or Ray would wait for ever
+        if engine and workers > gpus:  # Ray would wait for ever
             raise OptionError(
                 f"an engine needs a GPU for each worker, and Ray knows {gpus} for {workers}; give fewer --workers"
             )
-        # Ray's own tasks need a CPU: if actors take all, the job hangs without a word.
+        # Ray's own tasks need a CPU: if actors take all CPUs, the job hangs silently.
         share = max(0.01, min(1.0, math.floor(100 * (resources.get("CPU", 1) - 1) / workers) / 100))
         absolute = {key: _absolute(value) for key, value in options.items()}
         items = [{"row": msgspec.msgpack.encode(row)} for row in rows]
@@ -79,7 +79,7 @@ def answer_with_ray(
         answers = ray.data.from_items(items, override_num_blocks=blocks).map_batches(
             _Actor,
             fn_constructor_args=(model.resolve(), name, absolute),
-            batch_size=None,  # a block
+            batch_size=None,  # None: a batch is a block
             batch_format="pyarrow",
             compute=ray.data.ActorPoolStrategy(size=workers),
             num_cpus=share,

@@ -1,4 +1,4 @@
-"""The check alone decides whether a rewritten model is correct. Recognizers only guess, and the check tests each guess.
+"""Decides whether a rewritten model is correct. Recognizers only guess, and this check tests each guess.
 
 The check finds every part that the two models compute differently, and cuts it out of both models. Both parts run in
 ONNX Runtime on random queries, keys and values. Their steps are chosen so that different masks, windows and layouts
@@ -7,14 +7,14 @@ give different numbers.
     hashed_graph       digests: tensors that are equal by construction
     symbolic_shapes    shapes in batch and new tokens
     models             both models, with the inputs that mean the same on both sides
-    region             between boundaries, caches and inputs on one end, joins and presents on the other
+    region cuts the changed parts out of both models: from boundaries, caches and inputs to joins and presents
     shrunk_weights     regions with large weights: few rows and columns, random numbers
     short_heads        regions with short heads, for long steps
     region_runs        both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
     region_comparison  the steps of a region, both sides over these steps, and where they differ first
     tolerances         how far numbers may be apart
     verdicts           regions that were equal before, in the user's cache folder
-    mixing             the rest of the model: sequences and tokens that depend on each other
+    mixing             finds sequences and tokens that depend on each other in the rest of the model
     checker            both models in, verdicts out
     check_process      all of this in a process with limits on memory and time
 
@@ -73,9 +73,9 @@ def check_rewrite(
     Args:
         original: the model as exported, without functions; its weights may be stand-ins.
         rewritten: the same model as rewritten; its weights may be stand-ins, too.
-        plan: of the model, with the limits in its options.
+        plan: plan of the model, with the limits in its options.
         weights: the weights that have stand-ins, by name.
-        folder: the folder of external data.
+        folder: folder of the external data.
         thorough: run steps after a past of every length, too.
 
     Raises:

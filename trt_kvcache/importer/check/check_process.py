@@ -1,4 +1,4 @@
-"""The caller's side of the check's process. The caller starts it early, and ends it if it exceeds its limits.
+"""Starts the process that checks, early; asks it for verdicts; and ends it if it exceeds its limits.
 
 One child process serves all checks of its parent, so that Python and ONNX Runtime start once.
 """
@@ -28,9 +28,9 @@ class Verdict:
         name: the tensor or the cache that the region makes.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (it cannot run) or
             ``"stuck"`` (the rewritten side does not run);
-            ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
-            tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch; ``"mixed"``: how
-            many tokens come at once changes it.
+            ``"dependent"``: it depends on other sequences of the batch; ``"ends"``: the model takes no more tokens than
+            `name` says; ``"alone"``: the model declares an open batch, but takes only one sequence; ``"mixed"``: it
+            depends on how many tokens come in one step.
         why: the reason in words; empty for most equal regions.
         layer: see `Region`.
     """
@@ -93,11 +93,11 @@ def check_in_process(
     *,
     thorough: bool = False,
 ) -> tuple[Verdict, ...]:
-    """The verdicts of `check_models`, from a process with the limits of the plan's options.
+    """Return the verdicts of `check_models`, from a process with the limits of the plan's options.
 
     Raises:
         ChildError: the process exceeded a limit, or ended.
-        UnsupportedModelError: it refused the models.
+        UnsupportedModelError: the process refused the models.
     """
     parts = (original.SerializeToString(), rewritten.SerializeToString())
     with _asking, phase("comparing with the original"):

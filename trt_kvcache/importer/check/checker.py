@@ -32,9 +32,9 @@ from trt_kvcache.importer.weights import detached, storage
 from trt_kvcache.progress import listening, phase
 
 _ROUNDS = 4
-_RANK = 3  # of what has a batch
+_RANK = 3  # axes of a tensor that has a batch
 _WEIGHTS = 128 << 20  # bytes of weights in one region; more are not read
-_DRAWN = (1 << 20, 8 << 20)  # of random ones: without need, and where nothing less fits together
+_DRAWN = (1 << 20, 8 << 20)  # bytes of random weights: by default, and if no smaller sizes fit together
 
 
 def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict, ...]:
@@ -95,8 +95,8 @@ def check_models(
         if not wrong:
             outside = find_mixing(pair, regions, limits, lambda model: _loaded(model, weights, folder))
             return verdicts if outside is None else [*verdicts, outside]
-        # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
-        # decides: the regions of joins that differ are joined with those that read them.
+        # A name may have other contents in the rewritten graph, such as a view of a cache. Then later tensors decide:
+        # regions whose joins differ are merged with the regions that read them.
         inner = wrong - set(pair.original.outputs)
         if inner <= pair.refuted:
             return first
@@ -121,7 +121,7 @@ def _judge(
 
 
 def _with_batch(tensor: TensorRole) -> TensorRole:
-    """Name the first axis batch if an exporter gave it a different symbol than the batch."""
+    """Name a tensor's first axis "batch" if the exporter used another symbol there than for the batch."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
     if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
         return tensor
@@ -137,7 +137,7 @@ def _compared(
     *,
     thorough: bool,
 ) -> Verdict:
-    """Compare with the model's own weights in regions with caches; elsewhere with random weights and few rows."""
+    """Compare a region: with the model's own weights if it has caches; else with random weights and fewer rows."""
     own = has_caches(region, plan)
     first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
     readable = bytes_read(region.models) <= _WEIGHTS
@@ -159,14 +159,14 @@ def _compared(
                 stuck = verdict
     if readable:
         return with_own_weights()
-    if stuck is not None:  # it is as wide as the original in all other sizes, and does not run
+    if stuck is not None:  # the rewritten side does not run although all sizes but the shrunk ones are equal
         return stuck
     unread = not own and not region.is_end and second <= first
     return Verdict("", "equal" if unread else "undecided", "it has more weights than can be read")
 
 
 def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> onnx.ModelProto:
-    """A copy of the model with the data of its weights."""
+    """Return a copy of the model with the data of its weights."""
     copy = copied(model)
     for tensor in copy.graph.initializer:
         if (data := detached(tensor, weights)) is not None:

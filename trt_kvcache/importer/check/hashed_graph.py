@@ -1,4 +1,4 @@
-"""The check's view of a model: constants apart from nodes, and a digest of each tensor's computation.
+"""Reads a model for the check: separates constants from nodes, and digests how each tensor is computed.
 
 Two tensors with the same digest are equal by construction, even in different graphs. Digests do not depend on names,
 on the order of nodes, on the order of operands of a commutative operator, on attributes that state their default, on
@@ -17,7 +17,7 @@ from onnx.inliner import inline_local_functions
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, constant_value, copied, is_op, names_read
 
 _COMMUTATIVE = ("Add", "And", "Equal", "Mul", "Or", "Xor")
-_SMALL = 1 << 16  # bytes; the contents of larger constants are not compared, they are weights with a name
+_SMALL = 1 << 16  # bytes; larger constants are weights: their names are compared instead of their contents
 
 
 class Graph:
@@ -59,7 +59,7 @@ class Graph:
         return self._digests[name]
 
     def attributes(self, node: onnx.NodeProto) -> list[tuple[str, bytes]]:
-        """The attributes of a node that do not state their default."""
+        """Return the attributes of a node whose values differ from their defaults."""
         if id(node) not in self._attributes:
             self._attributes[id(node)] = self._stated(node) if node.attribute else []
         return self._attributes[id(node)]
@@ -84,7 +84,7 @@ class Graph:
         taken: Container[str] = (),
         nodes: Sequence[onnx.NodeProto] | None = None,
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """The digest of every tensor.
+        """Return the digest of every tensor.
 
         Args:
             leaves: digests of graph inputs, or of the inputs of a part of the graph.
@@ -118,7 +118,7 @@ class Graph:
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 results = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
             for name, digest in results.items():
-                if name in leaves:  # a node of the part makes it beside another tensor, and the part is fed with it
+                if name in leaves:  # the part gets it as an input, although one of its nodes also makes it
                     continue
                 if name in taken:
                     own[name] = digest
@@ -127,7 +127,7 @@ class Graph:
         return seen, own
 
     def operands(self, node: onnx.NodeProto, digests: Mapping[str, str]) -> list[str]:
-        """The tensors that a node reads. Operands of a commutative operator are in the order of their digests."""
+        """Return the tensors that a node reads; operands of a commutative operator in the order of their digests."""
         direct = sorted(node.input, key=lambda n: digests.get(n, "")) if _is_commutative(node) else node.input
         return [*direct, *self._inner[id(node)]]
 
@@ -146,7 +146,7 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """The nodes that make `outputs` from the tensors `stop` and graph inputs.
+        """Return the nodes that make `outputs` from the tensors `stop` and graph inputs.
 
         Returns:
             The nodes in order, the tensors fed, and the constants used.
@@ -168,7 +168,7 @@ class Graph:
                 node = self.makes[name]
                 keep[self._places[id(node)]] = node
                 todo += sorted(self.reads[id(node)])
-            elif name in stop or name in self.inputs:  # others come from within a body
+            elif name in stop or name in self.inputs:  # other names belong to the body of a node
                 fed[name] = None
         return [keep[place] for place in sorted(keep)], list(fed), sorted(used)
 
@@ -219,7 +219,7 @@ def _contents(tensor: TensorProto, name: str) -> object:
 
 
 def _said(a: onnx.AttributeProto) -> bytes:
-    """The value of an attribute as bytes, independent of how its tensor is stored."""
+    """Return the value of an attribute as bytes, independent of how its tensor is stored."""
     if a.type == a.TENSOR and a.t.data_location != TensorProto.EXTERNAL:
         values = numpy_helper.to_array(a.t)
         return repr((values.shape, values.dtype.str)).encode() + values.tobytes()
@@ -230,5 +230,5 @@ def _said(a: onnx.AttributeProto) -> bytes:
 
 
 def _digest_of(said: object) -> str:
-    """A digest of the value's `repr`."""
+    """Return a digest of the value's `repr`."""
     return hashlib.sha1(repr(said).encode(), usedforsecurity=False).hexdigest()

@@ -1,15 +1,15 @@
-"""Find models that mix sequences of a batch, or tokens of a step, outside of attention.
+"""Finds models that mix sequences of a batch, or tokens of a step, outside of attention.
 
     long = ReduceMax(positions) > 4096                  one answer for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
 A text must not change with its neighbours in the batch: such models are refused. If the tokens of a step depend on each
-other, as with a mean over the step, sessions must not split prompts. So this module runs the model in two batches that
-share one sequence, and in one step and in steps of one token. What they share must be equal.
+other, as with a mean over the step, sessions must not split prompts. So this module runs the model on two batches that
+share one sequence, and on the same tokens in one step and one by one. What both runs share must be equal.
 
-Caches are left out: regions of them are compared with the original row by row. So are products with large weights,
-lookups in large tables and mixtures of experts, which take each token by itself. Their inputs are compared, and their
-results are random numbers.
+Regions with caches are left out: the check compares them with the original row by row. Products with large weights,
+lookups in large tables and mixtures of experts are left out, too, because they compute each token alone. Their inputs
+are compared, and their results are random numbers.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ Shape = tuple[Term, ...]
 
 _FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)'")  # in the words of ONNX Runtime
 _TABLES = ("Gather", "GatherND", "GatherElements", "Slice", "RotaryEmbedding")
-_STRIDE = 7919  # places between the numbers of two tensors that are fed
+_STRIDE = 7919  # distance in the pool of random numbers between those of two inputs
 _BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
-_PAST = 5  # tokens before a step of which one is compared with all
-_LARGE = 1 << 18  # numbers in a weight that is not read
-_MOST = 1 << 24  # numbers in a constant that is read all the same, because its operator may mix tokens
+_PAST = 5  # tokens before a step that is compared with steps of one token
+_LARGE = 1 << 18  # numbers; a larger weight is not read
+_MOST = 1 << 24  # most numbers in a constant that is read because its operator may mix tokens
 _ROUNDED = 5e-2
 _EXACT = 1e-5  # sums may be taken in another order
 
 
 def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """Judge all operators outside of the regions of caches; `load` gives a model the data of its weights.
+    """Judge all operators outside of the regions with caches; `load` gives a model the data of its weights.
 
     Returns None if no sequence depends on its neighbours, and no token on the other tokens of its step. Also returns
     None if ONNX Runtime cannot run this part of the model.
@@ -117,10 +117,10 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
 
 
 class _Outside:
-    """The rewritten model without the regions that read caches, or all of it (`whole`); `inner`: output all tensors.
+    """The rewritten model without the regions that read caches; with `inner`, all tensors are outputs.
 
-    Exports of a fixed batch cannot start rows at different positions, so that regions cannot compare such steps.
-    Steps are of `batch` sequences with `length` new tokens each.
+    A step has `batch` sequences with `length` new tokens each. With `whole`, no region is left out: exports of a fixed
+    batch cannot start rows at different positions, so that regions cannot compare such steps.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _Outside:
         nodes, ends = [*nodes, *(node for node, _ in lookups)], [*ends, *(node.output[0] for node, _ in lookups)]
         if not ends:
             raise RunError("nothing is computed outside of the regions of caches")
-        # Ends that are results of regions themselves, as of a model that is one attention.
+        # Graph outputs that are results of regions, for example in a model that is one attention.
         self._of_caches = graph.tainted(pasts, through=stops.keys() - ends, shapes=False)
         shapes = {name: _shape(pair, name) for name in ends}
         self._shapes = {n: s for n, s in shapes.items() if s and sequence_axis(s) is not None and _separates_tokens(s)}
@@ -161,7 +161,7 @@ class _Outside:
         self._session = UnfusedSession(open_types(model, wide=True))
 
     def _axis(self, shape: Shape | None) -> int | None:
-        """The axis along which sequences lie, alone or as the outer factor of the axis."""
+        """Return the axis along which sequences lie, alone or as the outer factor of the axis."""
         if shape and self._is_fixed:  # shapes are numbers: the batch is first
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
@@ -175,7 +175,7 @@ class _Outside:
         return True
 
     def why_it_ends(self, past: int) -> str:
-        """Say which operator does not run after `past` tokens."""
+        """Return the operator that does not run after `past` tokens, as text."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
@@ -185,7 +185,7 @@ class _Outside:
         return "what is computed of positions ends there"
 
     def longest_past(self, last: int) -> int:
-        """The smallest past, up to `last`, after which the model does not run; 0 if it runs after `last`.
+        """Return the smallest past, up to `last`, after which the model does not run; 0 if it runs after `last`.
 
         TensorRT returns arbitrary numbers beyond the end of a table.
         """
@@ -200,13 +200,14 @@ class _Outside:
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
         """Name the first tensor in which the sequence `row` differs between two batches; empty if none differs.
 
-        Before the step, sequences of the first batch hold `own` tokens. In the second batch the others hold `other`.
+        Before the step, all sequences of the first batch hold `own` tokens. In the second batch, all but `row` hold
+        `other`.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
         alone, beside = (self._session.run(fed) for fed in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
-            # Sequences may be the inner one of several along an axis.
+            # Sequences may be the inner factor of an axis.
             parts = self._of_row(alone[name], axis, row), (*[slice(None)] * axis, slice(row, None, self._batch))
             if not any(self._same_part(alone[name][of], beside[name][of]) for of in parts):
                 return str(name)
@@ -220,7 +221,7 @@ class _Outside:
         """Name the first tensor in which tokens differ between one step and steps of one token; empty if none differs.
 
         Raises:
-            RunError: the part of an input that belongs to a token is unknown.
+            RunError: it is unknown which part of an input belongs to a token.
         """
         feeds, short = self._feeds([start] * self._batch, 0), self._feeds([start] * self._batch, 0, 1)
         span = self._plan.logits_span
@@ -240,7 +241,7 @@ class _Outside:
         return ""
 
     def _of_token(self, feeds: Mapping[str, Array], place: int) -> Feeds:
-        """The inputs for one token of a step."""
+        """Return the inputs for one token of a step."""
         taken = {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
         for tensor in (t for t in self._plan.tensors if t.name in feeds and t.name not in taken):
             values = feeds[tensor.name]
@@ -278,7 +279,7 @@ class _Outside:
         return feeds
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
-        """The feeds of the second batch, with sequence `row` taken from the first batch."""
+        """Return the feeds of the second batch, with sequence `row` taken from the first batch."""
         inputs = [t for t in self._plan.tensors if t.io == "input"]
         axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
         axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
@@ -295,7 +296,7 @@ class _Outside:
         return mixed
 
     def _of_row(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
-        """The part of one sequence."""
+        """Return the index of one sequence's part of an array."""
         size = values.shape[axis] // self._batch
         return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
 
@@ -303,7 +304,7 @@ class _Outside:
 def _caches_left_out(
     pair: ModelPair, regions: Sequence[Region], pasts: set[str]
 ) -> tuple[dict[str, Shape], list[str]]:  # fmt: skip
-    """The results of the regions of caches, with shapes, and the tensors that these regions read."""
+    """Return the results of the regions with caches, with their shapes; and the tensors that these regions read."""
     graph = pair.rewritten
     stops: dict[str, Shape] = {}
     read: list[str] = []
@@ -312,7 +313,7 @@ def _caches_left_out(
             stops |= region.joins
             read += [name for b in region.boundaries for name in b.names[1]]
     after = graph.tainted(pasts, through=stops, shapes=False)
-    for node in graph.nodes:  # of caches that were canonical before
+    for node in graph.nodes:  # caches that were canonical before the rewrite have no regions
         if not after.isdisjoint(names_read(node)):
             read += [name for name in node.input if name and name not in after]
             shape = _shape(pair, node.output[0]) if is_op(node, "Attention") else None
@@ -324,10 +325,11 @@ def _caches_left_out(
 def _large_left_out(
     pair: ModelPair, read: list[str]
 ) -> tuple[dict[str, Shape], list[tuple[NodeProto, TensorProto]]]:  # fmt: skip
-    """Find the operators that take each token by itself, with a large weight; add the tensors that they read to `read`.
+    """Find operators with a large weight that compute each token alone; add the tensors that they read to `read`.
 
     Returns:
-        Their results, with shapes; and for each lookup in a large table one in a table of as many rows, of one number.
+        Their results, with shapes; and for each lookup in a large table, a lookup in a table with the same number of
+        rows, each of one number.
     """
     graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
     large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
@@ -337,7 +339,7 @@ def _large_left_out(
             continue
         data = [name for name in inputs if name not in graph.constants and name not in large]
         if not data:
-            large.update(node.output)  # weights that are computed, as from quantized ones
+            large.update(node.output)  # weights that are computed, for example from quantized weights
         elif shape is not None and _is_by_token(node, large):
             stops[node.output[0]] = shape
             read += data
@@ -351,7 +353,7 @@ def _large_left_out(
 
 
 def _is_by_token(node: NodeProto, large: set[str]) -> bool:
-    """True for an operator that takes each token by itself, with a large weight."""
+    """True for an operator with a large weight that computes each token alone."""
     if is_op(node, "Gather"):
         return node.input[0] in large
     if node.op_type in ("MatMulNBits", "QMoE", "MoE"):
@@ -361,7 +363,7 @@ def _is_by_token(node: NodeProto, large: set[str]) -> bool:
 
 
 def _separates_tokens(shape: Sequence[Term]) -> bool:
-    """True if the tokens of a step lie along one axis alone, or nothing is as long as they are."""
+    """True if the tokens of a step have an axis of their own, or the shape does not depend on their number."""
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 

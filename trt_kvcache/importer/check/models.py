@@ -1,4 +1,4 @@
-"""Pair both models for the check: inputs with the same meaning, types, shapes, and equal interfaces."""
+"""Pairs both models for the check: finds inputs with the same meaning, types and shapes; compares the interfaces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """The axes of an input. In constants, an unexplained axis has the length of the encoder's text."""
+        """Return the axes of an input. In constants, an unexplained axis has the length of the encoder's text."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -74,7 +74,7 @@ def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _same(plan: CachePlan) -> set[str]:
-    """Names of inputs that have the same meaning on both sides."""
+    """Return the names of inputs that have the same meaning on both sides."""
     after = {t.name: t for t in plan.tensors if t.io == "input"}
     return {
         t.name
@@ -90,7 +90,7 @@ def _same(plan: CachePlan) -> set[str]:
 
 
 def check_interface(pair: ModelPair, presents: set[str]) -> None:
-    """Check that both sides have the same outputs, with planned types and shapes. The plan must name removed ones."""
+    """Check that both sides have the outputs of the plan, with its types and shapes, and lack those that it removes."""
     original, rewritten = pair.sides
     gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
     for name in (name for name in original.outputs if name not in rewritten.outputs):
@@ -111,7 +111,7 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
         if any(name not in graph.makes for graph in pair.sides):
             raise UnsupportedModelError(f"only one of the two models returns the cache '{name}'")
     for tensor in (t for t in pair.plan.tensors if t.io == "output"):
-        # Inference does not find how many logits a span leaves: then the original's shape counts.
+        # Shape inference does not find how many logits a span leaves; then use the original's shape.
         known = [k for kinds in reversed(pair.kinds) if (k := kinds.get(tensor.name))]
         kind = next((k for k in known if k.shape is not None), known[0])
         if not _is_planned(kind, tensor):

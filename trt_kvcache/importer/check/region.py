@@ -1,4 +1,4 @@
-"""Cut the changed parts out of both graphs: regions, each small enough to run without weights.
+"""Cuts the changed parts out of both graphs: regions, each small enough to run without weights.
 
 A *join* is a tensor with the same name in both graphs that they compute differently. Readers of a join assume that both
 tensors are equal, and a region has to show it. The region goes back from its join to *boundaries*, to other joins, and
@@ -37,10 +37,10 @@ class Boundary:
     """A tensor that both sides of a region are fed with.
 
     Attributes:
-        names: in the original and in the rewritten graph; several where a graph computes it more than once.
-        elem_type: as in the original.
-        shape: in B and S.
-        in_span: on the rewritten side the tensor has only the last positions, as many as the logits span is long.
+        names: its names in the original and in the rewritten graph; several if a graph computes it more than once.
+        elem_type: its element type in the original.
+        shape: its shape, in terms of B and S.
+        in_span: on the rewritten side, the tensor has only the last positions, as many as the logits span gives.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -54,15 +54,17 @@ class Region:
     """The part of both graphs between boundaries, caches and graph inputs at one end, joins and presents at the other.
 
     Attributes:
-        joins: tensors of the text, of one name on both sides, with their shapes.
-        in_span: joins that have the last positions only on the rewritten side.
+        joins: shapes of the joins by name: tensors of the text that have the same name on both sides.
+        in_span: joins that have only the last positions on the rewritten side.
         presents: names of cache outputs.
-        models: of the original and of the rewritten side, without shapes; the outputs are `joins`, then `presents`.
+        models: the region of the original and of the rewritten graph, without shapes; outputs are `joins`, then
+            `presents`.
         boundaries: tensors that both sides are fed with.
         key: regions with the same key get the same verdict.
         integers: integers with which either side computes lengths.
         rows: fixed numbers of rows of the original's caches, by name of the past.
-        layer: number of the attention that reads its caches, from 0; None without a cache, or with a single attention.
+        layer: number of the attention that reads its caches, from 0; None without a cache, or if there is one
+            attention.
         is_end: its join is a graph output of any type, such as a view of a cache; no other region reads it.
         drawn: its weights are random numbers, so its results must vary.
     """
@@ -81,7 +83,7 @@ class Region:
 
 
 def find_regions(pair: ModelPair) -> list[Region]:
-    """All regions, those with caches first.
+    """Return all regions; those with caches come first.
 
     Raises:
         UnsupportedModelError: an output is computed differently, and no region can show that it is equal.
@@ -135,7 +137,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
     ]
 
     # A guard against NaN hides numbers that are not finite. Its region goes back to products with weights, and through
-    # all tensors computed from positions, so that such numbers arise inside the region.
+    # all tensors computed from positions, so that numbers that are not finite arise inside the region.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
         for stop, graph in zip(stops, pair.sides, strict=True)
@@ -146,7 +148,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
     for claim in claims:
         region = _region(pair, [claim], [], stops, stops)
         guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
-        if guarded:  # the numbers in the region itself choose the steps
+        if guarded:  # the integers in the region choose its steps
             region = replace(_region(pair, [claim], [], products, stops), integers=region.integers)
         shapes = unread(region.models, present_of)
         mine = [present_of[i] for i in _inputs(region.models[1]) if i not in shapes and present_of.get(i) in left]
@@ -161,7 +163,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Keys, values and scores of the original that have a number for each row of a cache, with or without a token.
+    """Return keys, values and scores of the original that have an entry for each cache row, with or without a token.
 
     They cannot be joins: rows without a token hold garbage, but the check feeds joins with normal numbers.
     """
@@ -182,12 +184,12 @@ def _over_rows(pair: ModelPair) -> set[str]:
 def _ends(
     pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """The outputs that differ. A region can compare each: it has the same type and the same shape in both models.
+    """Return the outputs that differ; each has the same type and shape in both models, so that a region can compare it.
 
-    Logits of the last positions must be equal where the Slice is taken out.
+    If the rewritten model returns logits of the last positions only, they must be equal without its Slice.
 
     Raises:
-        UnsupportedModelError: no region can compare one of them.
+        UnsupportedModelError: no region can compare one of these outputs.
     """
     span = pair.plan.logits_span
     if span is not None and span.output in differ:
@@ -205,7 +207,7 @@ def _ends(
 
 
 def _without_span(graph: Graph, span: str) -> Graph:
-    """The graph without the Slice to the last positions."""
+    """Return the graph without the Slice to the last positions."""
     below = graph.tainted([span])
     model = copied(graph.model)
     slices = [n for n in graph.nodes if n.op_type == "Slice" and not below.isdisjoint(n.input[1:])]
@@ -224,7 +226,7 @@ def _region(
     stops: Sequence[Mapping[str, str]],
     equal: Sequence[Mapping[str, str]],
 ) -> Region:
-    """The region that computes some tensors, back to `stops`, and to tensors in `equal` if it reads only their shape.
+    """Return the region that computes some tensors from `stops`, and from tensors in `equal` if it reads only shapes.
 
     Exporters take batch and length from the embedded tokens. The region need not include the embedding table for these.
     """
@@ -250,7 +252,7 @@ def _region(
         if not any(one_sided):
             break
         # A tensor at which only one side ends is no boundary, unless that side reads only its shape. If it lies inside
-        # the other side's part (as the sum that a fused norm returns), this side grows; else both sides grow.
+        # the other side's part (such as the sum that a fused norm returns), this side grows; else both sides grow.
         inside = [
             {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
             for cone, same in zip(cones, equal, strict=True)
@@ -307,7 +309,7 @@ def _layer(plan: CachePlan, inputs: Iterable[str]) -> int | None:
 
 
 def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
-    """Names of the keys and values of a region: tensors that it multiplies with queries and with softmax weights."""
+    """Return names of the keys and values of a region: tensors that it multiplies with queries or softmax weights."""
     graph = Graph(model)
     weights = {name for node in graph.nodes if node.op_type == "Softmax" for name in node.output}
     of_caches = graph.tainted(caches, through=weights, shapes=False)
@@ -316,7 +318,7 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Caches of which the models read only the shape, and which they do not return."""
+    """Return caches that the models do not return, and of which they read only the shape."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
     outputs = ({value.name for value in model.graph.output} for model in both)
@@ -324,14 +326,14 @@ def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """A copy of the model with these outputs."""
+    """Return a copy of the model with these outputs."""
     copy = copied(model)
     replace_field(copy.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
     return copy
 
 
 def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Tensors of which these nodes read only the shape."""
+    """Return tensors of which these nodes read only the shape."""
     read: set[str] = set()
     measured: set[str] = set()
     for node in nodes:
@@ -348,7 +350,7 @@ def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tu
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
-    """The region as a model. Its shapes are open, since steps differ in size."""
+    """Return the region as a model. Its shapes are open, since steps differ in size."""
     nodes, fed, used = cone
     inputs = []
     for name in fed:
@@ -364,7 +366,7 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
-    """Rename outputs of a node that are boundaries, since the model gets these as inputs."""
+    """Rename outputs of a node that are boundaries: the model gets boundaries as inputs."""
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
@@ -391,7 +393,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Digests of each output's computation: boundaries, weights and caches appear by number, other inputs by name."""
+    """Return digests of each output's computation, with numbers for boundaries, weights and caches instead of names."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -409,10 +411,10 @@ def _key(
             kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", data
         elif name in graph.inputs:
             kinds[name] = f"input {name}"
-    for node in nodes:  # alike caches have one shape, which exporters read of any of them
+    for node in nodes:  # caches of the same kind have one shape, which exporters may read from any of them
         if is_op(node, "Shape") and node.input[0] in caches:
             kinds[node.output[0]] = f"shape {graph.attributes(node)} of {kinds[node.input[0]]}"
-    # Numbers follow from what is computed with a tensor, and from neither names nor the order of nodes.
+    # The number of a tensor depends on what is computed with it, not on names or on the order of nodes.
     seen, _ = graph.digests(kinds, nodes=nodes)
     for name in _leaves(graph, nodes, outputs, kinds, seen):
         if name in named:
@@ -423,7 +425,7 @@ def _key(
 
 
 def _facts(tensor: OriginalTensor | None) -> str:
-    """All facts that the check reads of an original input or output; names and symbols do not matter."""
+    """Return all facts about an original input or output that the check uses, without names and symbols."""
     if tensor is None:
         return ""
     sizes = tuple(size if isinstance(size, int) else "?" for size in tensor.shape)
@@ -453,7 +455,7 @@ def _leaves(
 
 
 def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """The data of weights that both sides read. A verdict found with one set of numbers holds for every set."""
+    """Return the data of the weights that both sides read. A verdict does not depend on their numbers."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(pair.sides, cones, strict=True)
@@ -462,7 +464,7 @@ def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
 
 
 def _data(graph: Graph, name: str) -> str:
-    """A text that identifies the contents of a constant, independent of its type and shape."""
+    """Return a text that identifies the contents of a constant, independent of its type and shape."""
     return storage(graph.constants[name]) or graph.constant_digest(name)
 
 
@@ -476,7 +478,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Integers in the constants of a region, except those that only split axes without tokens, such as heads."""
+    """Return integers in a region's constants, except those that only split axes without tokens, such as heads."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)
@@ -495,7 +497,7 @@ def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> 
 
 
 def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
-    """True for a Reshape or Split that changes neither the axes of tokens nor the `rows` of caches."""
+    """True for a Reshape or Split that changes neither axes of tokens nor axes of as many rows as a cache has."""
     if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
         return False
     shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]

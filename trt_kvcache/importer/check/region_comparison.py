@@ -1,4 +1,4 @@
-"""Plan the steps of a region, run both sides of it over them, and name the first difference."""
+"""Plans the steps of a region, runs both sides of the region, and names the first difference."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 from trt_kvcache.importer.steps.step_limits import Limits, Step, read_limits
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
-"""Magnitudes of garbage in rows without a token, tried from the first on until the original hides it. At the last one
-both sides have to be equal even if the original reads it: it must not hide what the rewritten model alone reads."""
+"""Magnitudes of garbage in rows without a token, tried in this order until the original hides it. At the last one,
+both sides must be equal even if the original reads garbage: else the rewritten model alone might read these rows."""
 _HALF_GARBAGE = _GARBAGE[3:]
-"""In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
+"""In float16, ONNX Runtime adds the lowest number to masked scores; scores from larger garbage would outweigh it."""
 _BATCH = 2
-_MANY = 1 << 13  # scores of a step that costs much
+_MANY = 1 << 13  # scores; a step with more is expensive
 _FEW_STEPS = 6
-_FEW = 64  # keys, each of which is changed to find the one that only one side sees
+_FEW = 64  # keys that are changed, one after the other, to find the key that only one side sees
 _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64
-_LONGEST_PROMPT = 2048  # tokens; masks have that squared
-_COSTLY = 128  # tokens of a step that costs much: it runs after the least and the most tokens of all pairs
+_LONGEST_PROMPT = 2048  # tokens; masks have the square of this
+_COSTLY = 128  # tokens; a longer step is expensive: it runs only after the fewest and the most tokens of all pairs
 _LONG = 1 << 14  # rows
-_FARTHEST = 1 << 20  # tokens of a text, where every cache is circular
+_FARTHEST = 1 << 20  # tokens of a text, if every cache is circular
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
-"""Tokens before a step and new ones: short and long, from an empty past on."""
+"""Pairs of tokens before a step and new tokens: short and long, also with an empty past."""
 _RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
 _SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (0, 1)))
-"""Tokens before a step, and how many of the new ones count: 0 is an idle row."""
+"""For each step: tokens before it in each row, and valid new tokens of each row (0: an idle row)."""
 
 
 def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
@@ -137,7 +137,7 @@ def _has_norm(region: Region) -> bool:
 
 
 def _cost(step: Step) -> int:
-    """The approximate number of scores in a step."""
+    """Return the approximate number of scores in a step."""
     return len(step.starts) * (step.length + 8) * (max(step.starts) + step.length)
 
 
@@ -145,14 +145,14 @@ class _Run:
     """Both sides of a region over some steps.
 
     Attributes:
-        sides: what runs.
-        compared: steps that were compared.
+        sides: both sides of the region.
+        compared: number of steps that were compared.
         alive: joins whose numbers differ within or between steps.
 
     Args:
-        sides: what runs.
-        steps: to run.
-        whole: the run that decides if this one, with short heads, does not find every step equal.
+        sides: both sides of the region.
+        steps: the steps to run.
+        whole: the same run with whole heads, for a run with short heads; it decides if some step seems to differ.
     """
 
     def __init__(self, runs: RegionRuns, steps: Sequence[Step], whole: Callable[[], _Run] | None = None) -> None:
@@ -217,11 +217,11 @@ class _Run:
             return False
 
     def _name(self, *, first: bool) -> str:
-        """The name of the verdict: the first run of a region compares more."""
+        """Return the name of the stored verdict; the first run of a region compares more than later ones."""
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
-        """True if both sides run a step."""
+        """True if both sides can run a step."""
         try:
             self.runs.open(self._steps)
         except RunError:
@@ -257,7 +257,7 @@ class _Run:
             feeds = self.runs.feeds(step)
             try:
                 originals = list(self.runs.originals(step, feeds))
-            except RunError:  # a step that the original does not take
+            except RunError:  # the original cannot run this step
                 continue
             dead = [n for n in self.region.joins if n not in self.alive]
             numbers = {n: np.nan_to_num(originals[0][n], nan=0.0) for n in dead if originals[0][n].size}
@@ -281,7 +281,7 @@ class _Run:
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
-        """Name a product operand of the rewritten side that is not finite in cache rows without a token; else empty.
+        """Return the name of a product operand of the rewritten side that is not finite in rows without a token; or "".
 
         The caches hold finite numbers there. ONNX Runtime hides masked scores with Where, but a kernel may add the mask
         instead, and NaN plus a mask stays NaN.
@@ -339,7 +339,7 @@ class _Run:
         before: list[float] = []
         for key in (None, *range(first_new + min(step.length, _FEW))):
             if query is not None and key == first_new + query:
-                continue  # its own
+                continue  # the query's own key
             feeds = self.runs.feeds(step)
             if key is not None:
                 self.runs.change_key(key, first_new, feeds)
@@ -353,7 +353,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Indices of float32 boundaries that no cache stores; a cache would round them on both sides."""
+    """Return indices of float32 boundaries that no cache stores; a cache would round them on both sides."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -365,14 +365,14 @@ def _queries(region: Region) -> list[int]:
 
 
 class _LargeRun(_Run):
-    """Run both sides on float32 numbers beyond the range of float16: the rewritten side must not cast them to float16.
+    """Runs both sides on float32 numbers beyond the range of float16: the rewritten side must not cast them to float16.
 
     Results that overflow in the original do not count. The run looks for overflows only: with scores of millions, a
     softmax leaves a single key for each query.
 
     Args:
-        sides: in their own types.
-        steps: to run.
+        sides: both sides of the region, in the model's own types.
+        steps: the steps to run.
         large: indices of the float32 boundaries; one at a time holds large numbers.
     """
 
@@ -383,7 +383,7 @@ class _LargeRun(_Run):
     def compare(self) -> str:
         """Describe the first overflow; empty if nothing overflows."""
         if self._steps and not self.opens():
-            return ""  # a type that ONNX Runtime does not compute in
+            return ""  # ONNX Runtime cannot compute in this type
         for number in self._large:
             self.runs.large = number
             why, _ = self._first_difference()
@@ -420,7 +420,7 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 
 
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
-    """The plan with caches of `rows` rows."""
+    """Return the plan with caches of `rows` rows."""
 
     def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])
@@ -441,7 +441,7 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
-    """Rows that a cache needs for every step of the schedule that does not end at the capacity."""
+    """Return the rows that a cache needs for all steps of the schedule except those at the end of the capacity."""
     return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
@@ -449,7 +449,7 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
     """Plan steps near every integer, at the end of the capacity and across wraps, with ragged and idle rows.
 
     Args:
-        limits: of the model.
+        limits: limits of the model.
         integers: integers with which the region computes lengths; the eight smallest are used.
         capacity: rows of its linear caches.
         thorough: steps after a past of every length, too.
@@ -458,7 +458,7 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """Steps that end near the capacity; a single step if the capacity is long, since each step copies whole caches."""
+    """Return steps that end near the capacity; only one for a large capacity, since each step copies whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
     return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
 
@@ -484,7 +484,7 @@ def _all(limits: Limits, integers: list[int], capacity: int, *, thorough: bool) 
         for length in (k - 1, k, k + 1):
             if length <= _LONGEST_PROMPT:
                 yield _even(1, 0, length)
-    for k, other in permutations(near, 2):  # P and S, P and P + S
+    for k, other in permutations(near, 2):  # near values of P and S, or of P and P + S
         others = [n for n in near if n != other]
         if other > _COSTLY and k not in (others[0], others[-1]):
             continue

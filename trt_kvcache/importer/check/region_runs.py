@@ -1,4 +1,4 @@
-"""Both sides of a region: their inputs in a step, and their outputs."""
+"""Runs both sides of a region: makes the inputs of a step, and returns the outputs."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _SEED = 0
-_NO_HALF = 1e6  # times normal numbers: nearly all are beyond 65,504, the largest of float16
-_SMALL = 2.0**-10  # times normal numbers: the squares are about as large as the epsilon of a norm
-_TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
-_STRIDE = 104_729  # places between the numbers of two boundaries
-_BYTES = 256 << 20  # of the caches of a step
-_LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
+_NO_HALF = 1e6  # factor of normal numbers: nearly all products exceed 65,504, the largest float16
+_SMALL = 2.0**-10  # factor of normal numbers: the squares are about as large as the epsilon of a norm
+_TRIALS = 4  # steps to try before the original counts as a model that does not run
+_STRIDE = 104_729  # distance in the pool of random numbers between those of two boundaries
+_BYTES = 256 << 20  # bytes of the caches of a step
+_LARGEST = 1 << 30  # the same for a step of one sequence; longer caches are checked only at a shorter length
 
 
 class StuckError(RunError):
-    """The original's part runs, and the rewritten one does not."""
+    """Raised if the original's part runs, but the rewritten part does not."""
 
 
 class RegionRuns:
@@ -54,11 +54,11 @@ class RegionRuns:
 
     Attributes:
         caches: caches and states that either side reads.
-        interface: the original's own, if it has one.
-        shows_garbage: the original gets rows of caches without a token.
+        interface: translates to the original's own interface, if it has another one.
+        shows_garbage: the caches that the original gets have rows without a token.
         garbage: magnitude of the numbers in such rows.
-        settled: tokens of a past have the values that a step of the original leaves (for models that round a cache).
-        sessions: of the original and of the rewritten side, once they are open; shared by runs of the same models.
+        settled: past tokens have values that a step of the original has written (for models that round a cache).
+        sessions: sessions of the original and of the rewritten side, once open; runs of the same models share them.
         wide: both compute in float32.
         large: index of the boundary that holds numbers beyond the range of float16; None: no boundary.
         small: all boundaries hold small numbers, also beside caches.
@@ -102,7 +102,7 @@ class RegionRuns:
         return OriginalInterface(replace(self.plan, original=original))
 
     def reads(self) -> bytes:
-        """All data that decide the results of both sides in a step, for the key of a verdict."""
+        """Return all data that the results of both sides in a step depend on, for the key of a verdict."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
@@ -115,7 +115,7 @@ class RegionRuns:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if an input of a side gives the number of tokens before a step."""
+        """True if an input of either side gives the number of tokens before a step."""
         fed = {name for b in self.region.boundaries for side in b.names for name in side}
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
@@ -131,7 +131,7 @@ class RegionRuns:
             return False
         partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
         if partly and self._has_rings(step):
-            return False  # a ring of a window takes whole updates, and idle rows: the plan says so
+            return False  # in these rings, a row must write all of its tokens or none, as the plan states
         size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
@@ -142,7 +142,7 @@ class RegionRuns:
             RunError: a side does not run.
         """
         refusals = []
-        # A past that holds tokens first: some originals take no empty one.
+        # Try steps with a past first: some originals cannot run with an empty one.
         for step in sorted(steps, key=lambda s: not all(s.starts))[:_TRIALS]:
             feeds = self.feeds(step)
             try:
@@ -160,7 +160,7 @@ class RegionRuns:
             raise RunError(f"the original's part does not run: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step: graph inputs, boundaries by index, and caches in the original's form."""
+        """Make all inputs of a step by name: graph inputs, boundaries (by index), and caches in the original's form."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         inputs = DrawnInputs(
@@ -195,7 +195,7 @@ class RegionRuns:
                     old[row, :tokens] = new[row, :tokens]
 
     def change_key(self, key: int, first_new: int, feeds: Feeds) -> None:
-        """Change the numbers of one token, in caches if it is an old one, else in the new rows."""
+        """Change the numbers of one token: in the caches for an earlier token, else in the new rows."""
         for cache in self.caches:
             if key < first_new and cache.update is not None:
                 rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
@@ -210,7 +210,7 @@ class RegionRuns:
         """Yield the original's joins and presents: with each sequence alone, and with all in one run if it can do both.
 
         Raises:
-            RunError: it does not run the step.
+            RunError: the original does not run the step.
             UnsupportedModelError: see `original`.
         """
         yield self.original(step, feeds)
@@ -223,8 +223,8 @@ class RegionRuns:
         """Run the original for its joins and presents; `together`: with as many sequences per run as possible.
 
         Raises:
-            RunError: it does not run the step.
-            UnsupportedModelError: a join has fewer axes than inference says.
+            RunError: the original does not run the step.
+            UnsupportedModelError: a join has fewer axes than shape inference says.
         """
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
@@ -239,7 +239,7 @@ class RegionRuns:
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
-        """The original's inputs, for one or several runs; each run takes some rows of the batch."""
+        """Return the original's inputs for one or several runs; each run takes some rows of the batch."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
@@ -257,7 +257,7 @@ class RegionRuns:
         ]
 
     def logits_spans(self, step: Step) -> tuple[int, ...]:
-        """Lengths of the logits span to test on the rewritten side, one run each."""
+        """Return the lengths of the logits span to test on the rewritten side, one run each."""
         span = self.plan.logits_span
         if span is None or span.name not in self._needed[1]:
             return (step.length,)
@@ -267,7 +267,7 @@ class RegionRuns:
         """Run the rewritten side for its joins and presents; caches are in its own layout.
 
         Raises:
-            StuckError: it does not run.
+            StuckError: the rewritten side does not run.
         """
         try:
             return self.sessions[1].run(self._of_rewritten(step, feeds, span))
@@ -289,7 +289,7 @@ class RegionRuns:
         return inputs
 
     def products(self, step: Step) -> Feeds:
-        """The keys and values that the rewritten side multiplies, by name."""
+        """Return the keys and values that the rewritten side multiplies, by name."""
         names = products_of(self._models[1], [c.role.name for c in self.caches])
         if not names:
             return {}
@@ -297,7 +297,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """The cache in the original's form, if the rewrite made it a ring."""
+        """Return the cache in the original's form if the rewrite made it a ring; else unchanged."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

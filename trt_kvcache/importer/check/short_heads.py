@@ -1,4 +1,4 @@
-"""Shorten the heads of regions for long steps, which test lengths and masks; all numbers of a head are treated alike.
+"""Shortens the heads of regions in long steps: these test lengths and masks, to which the size of a head is irrelevant.
 
     queries [B, 4, S, 256], cache [B, 1, L, 256]    ->    queries [B, 4, S, 16], cache [B, 1, L, 16]
 
@@ -23,14 +23,14 @@ from trt_kvcache.importer.operators import RESHAPES
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout
 from trt_kvcache.importer.protos import copied
 
-_SIZE = 16  # of a short head
+_SIZE = 16  # size of a short head
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
 
 Shape = tuple[int | str, ...]
 
 
 def with_short_heads(region: Region, plan: CachePlan) -> tuple[Region, CachePlan] | None:
-    """The region and the plan with short heads; None: heads keep their size."""
+    """Return the region and the plan with short heads; None if heads must keep their size."""
     inputs = {v.name for model in region.models for v in model.graph.input}
     caches = [c for c in plan.caches if c.past in inputs]
     sizes = {c.logical_shape[-1] for c in caches} | {c.physical_shape[-1] for c in caches}
@@ -86,7 +86,7 @@ def _is_mixed(term: Term, size: int) -> bool:
 
 
 def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | None:
-    """The model with short heads; None if the size of a head may also mean something else."""
+    """Return the model with short heads; None if the number that is the size of a head may also mean something else."""
     readers: dict[str, list[tuple[NodeProto, int]]] = {}
     for node in model.graph.node:
         for a in node.attribute:
@@ -103,7 +103,7 @@ def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | No
         values = numpy_helper.to_array(tensor)
         sizes = [v for v in values.ravel().tolist() if v and v % size == 0]
         uses = _uses(tensor.name, readers) if sizes else {False}
-        if uses == {False}:  # it is no size
+        if uses == {False}:  # it is never a part of a shape
             continue
         if uses != {True} or sizes != [size]:
             return None
@@ -112,7 +112,7 @@ def _with_short_heads(model: onnx.ModelProto, size: int) -> onnx.ModelProto | No
 
 
 def _uses(name: str, readers: Mapping[str, list[tuple[NodeProto, int]]]) -> set[bool]:
-    """The uses of an integer constant: True for a part of a shape, False for any other use."""
+    """Return how an integer constant is used: True as a part of a shape, False in any other way."""
     uses: set[bool] = set()
     todo, done = [name], set[str]()
     while todo:

@@ -1,4 +1,4 @@
-"""Shrink regions with large weights: the same computation with fewer rows and columns, and with random weights.
+"""Shrinks regions with large weights: the same computation with fewer rows and columns, and with random weights.
 
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias of as many rows
     QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
@@ -32,14 +32,14 @@ from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, byte_size, copied
 from trt_kvcache.importer.weights import storage
 
-_FEW = 32  # rows that a long axis keeps, at least
-_LONG = 128  # a size that shrinks alone
-_LEAST = 2  # of what is divided: one block, and another one
-_MATRIX = 2  # axes of a weight that is no stack of experts
-_TRIES = 2  # divisors for one set of sizes
+_FEW = 32  # fewest rows that a long axis keeps
+_LONG = 128  # from this size on, a size may shrink alone
+_LEAST = 2  # fewest entries that stay of a divided size: one block, and another one
+_MATRIX = 2  # axes of a weight; a stack of experts has more
+_TRIES = 2  # divisors to try for one set of sizes
 _FLOATS8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
-_NUMBERS = 4  # in a constant that shapes are computed with
+_NUMBERS = 4  # most numbers in a constant that shapes are computed from
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class _Choice:
     experts: int = 0
 
     def of(self, size: int) -> int:
-        """The smaller size, or the size itself if it stays."""
+        """Return the smaller size, or the size itself if it stays."""
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """The smaller shape of a constant; a single axis may combine rows and columns."""
+        """Return the smaller shape of a constant; a single axis may combine rows and columns."""
         if len(dims) == 1 and dims[0] not in self.sizes:
             for size in sorted(self.sizes, reverse=True):
                 if dims[0] % size == 0:
@@ -67,12 +67,12 @@ class _Choice:
         return [d if not axis and d == self.experts else self.of(d) for axis, d in enumerate(dims)]
 
     def terms(self, shape: Sequence[Term]) -> tuple[Term, ...]:
-        """The smaller shape of a boundary or a join."""
+        """Return the smaller shape of a boundary or a join."""
         return tuple(t if t.factor == self.experts else replace(t, factor=self.of(t.factor)) for t in shape)
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Bytes of the constants of both sides; data that both sides read counts once."""
+    """Return the bytes of the constants of both sides; data that both sides read count once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -119,7 +119,7 @@ def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
     inner = {d for dims in matrices for axis, d in enumerate(dims) if axis or not experts or len(dims) == _MATRIX}
     sizes = sorted((d for d in inner if d >= _LEAST), reverse=True)
     if has_caches(region, plan):
-        # Rows of tables that no position reaches, and what products take sums over: heads keep their sizes.
+        # Only rows of tables that no position reaches and sizes that products sum over shrink: heads keep their sizes.
         rows = max((c.capacity for c in plan.caches), default=0) + _FEW
         yield from (_Choice({size: rows}) for size in sizes if size > rows)
     yield from (_Choice({size: _FEW + size % _FEW}) for size in sizes if size >= _LONG)
@@ -157,7 +157,7 @@ def _smaller(
     for tensor in (t for model in models for t in model.graph.initializer):
         own = storage(tensor)
         if own is not None and stored.setdefault(own, byte_size(tensor) or 0) != byte_size(tensor):
-            return None  # one side would read other bytes of it than the other one
+            return None  # each side would read other bytes of the shrunk constant
 
     def known(bounds: Mapping[str, int]) -> dict[str, int]:
         return {
@@ -180,9 +180,9 @@ def _smaller(
 
 
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
-    """The rows that stay, by the size of their axis. Up to half of them differ from the first row.
+    """Return the rows that stay, by the size of their axis. Up to half of them differ from the first row.
 
-    None: such rows exist and more than one size shrinks, so that rows of several axes belong together.
+    None: rows differ from the first one, and more than one size shrinks, so that rows of several axes belong together.
     """
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]
@@ -200,7 +200,7 @@ def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] |
                 continue
             if len(choice.sizes) > 1 or size not in rows:
                 return None
-            most = max(few // 2, few - len(alike))  # of those unlike the first
+            most = max(few // 2, few - len(alike))  # most rows that differ from the first one
             rows[size] = np.sort(np.concatenate([unlike[:most], alike[: few - len(unlike[:most])]]))
     return rows
 
@@ -235,7 +235,7 @@ def _is_whole(tensor: TensorProto) -> bool:
 
 
 def _draw(tensor: TensorProto, own: str) -> None:
-    """Give a weight random contents, in place: the same bytes to all that read the same data."""
+    """Fill a weight with random contents, in place; weights that share their data get the same bytes."""
     rng = np.random.default_rng(zlib.crc32(own.encode()))
     count = math.prod(tensor.dims)
     if tensor.data_type in (*FLOATS, *_FLOATS8):

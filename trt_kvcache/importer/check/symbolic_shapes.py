@@ -1,4 +1,4 @@
-"""Shapes of tensors as terms in the batch B and the new tokens S, from two inferences with numbers for B and S."""
+"""Finds shapes of tensors as terms in the batch B and the new tokens S, by two inferences with numbers for B and S."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trt_kvcache.importer.protos import copied, dtype_name, part_of, replace_fie
 from trt_kvcache.importer.steps.sessions import RunError, open_session
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
-"""Two sets of sizes, which no product of others explains."""
+"""Two sets of sizes of a decode loop; no size is a product of other sizes."""
 ENCODED = 6
 """The size of an axis that no decode loop changes, such as the length of an encoder's text."""
 UNKNOWN = 1
-"""The size of an axis that nothing explains: one that broadcasts."""
+"""The size of an axis whose meaning is unknown: 1, because it broadcasts."""
 
 Shapes = Mapping[str, tuple[tuple[int | str, ...], tuple[str, ...]]]
-"""By graph input: dimensions, and which size of a decode loop each axis is."""
+"""For each graph input: its dimensions, and for each axis the name of its size in `POINTS`."""
 
-_FEW = 1 << 10  # numbers in a constant that shapes are computed with
-_ROUNDS = 6  # of inference, each with the numbers of the one before
+_FEW = 1 << 10  # most numbers in a constant that shapes are computed from
+_ROUNDS = 6  # rounds of inference; each uses the numbers that the last one found
 _WHOLE = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
 
 
@@ -41,11 +41,11 @@ class Term:
     sequence: int
 
     def at(self, batch: int, sequence: int) -> int:
-        """The size for B and S."""
+        """Return the size for numbers B and S."""
         return int(self.factor * batch**self.batch * sequence**self.sequence)
 
     def __str__(self) -> str:
-        """The term as text, such as ``2*B*S``."""
+        """Return the term as text, such as ``2*B*S``."""
         return "*".join([*[str(self.factor)][: self.factor != 1], *"B" * self.batch, *"S" * self.sequence]) or "1"
 
 
@@ -57,7 +57,7 @@ class Kind:
     shape: tuple[Term, ...] | None
 
     def __str__(self) -> str:
-        """Type and shape as text."""
+        """Return type and shape as text."""
         return f"{dtype_name(self.elem_type)} [{', '.join(map(str, self.shape or ('?',)))}]"
 
 
@@ -74,7 +74,7 @@ class Kinds:
         self._kinds = self._read()
 
     def get(self, name: str) -> Kind | None:
-        """Type and shape of a tensor, if known."""
+        """Return type and shape of a tensor, if known."""
         return self._kinds.get(name)
 
     def compute(self) -> None:
@@ -136,7 +136,7 @@ class _Inference:
             self.types = self._infer()
 
     def _numbers(self, values: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
-        """Small tensors that follow from known shapes and from constants."""
+        """Return small tensors that follow from known shapes and from constants."""
         numbers: dict[str, npt.NDArray[Any]] = {}
         nodes, wanted = [], []
         reachable = set(values)
@@ -149,7 +149,7 @@ class _Inference:
                 and reachable.issuperset(n for n in node.input if n)
                 and (node.input or node.op_type == "Constant")
                 and all(a.type not in (a.GRAPH, a.GRAPHS) for a in node.attribute)
-                and self._is_small(node.output[0])  # of numbers such as bfloat16, ONNX Runtime makes no arrays
+                and self._is_small(node.output[0])  # ONNX Runtime returns no arrays of types such as bfloat16
             ):
                 nodes.append(node)
                 reachable.add(node.output[0])

@@ -1,4 +1,4 @@
-"""Tolerances of the check, and the first difference between the outputs of both sides of a region."""
+"""Sets the tolerances of the check, and finds the first difference between the outputs of both sides of a region."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Array = npt.NDArray[Any]
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
 """Tolerances of numbers computed in float32: constants such as scales are as exact as the model's own type."""
-_EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
-_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
-_DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # binary, of what a type holds
-FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely
+_EXPORTED_TOLERANCE = 2e-2  # for float16 models that run as exported: both sides round in another order
+_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle between two codes may be rounded to either
+_DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # binary digits that a type holds
+FAR = 512  # tokens; sums over more keys, and biases of keys that far away, round ten times as coarsely
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
-    """Largest allowed differences, as a share of the scale: one for joins, one for rows of caches.
+    """Return the largest allowed differences, as a share of the scale: one for joins, one for rows of caches.
 
     They follow from the original alone. Rounding in the rewritten model must not widen them.
 
@@ -46,12 +46,12 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
     elif any(node.op_type in ROUNDS for node in original.graph.node):
         joins = rows = _ROUNDED_TOLERANCE
     if not region.presents and not caches:
-        joins *= 4  # operators with weights, which round on their way
+        joins *= 4  # operators with weights also round inside
     return joins, rows
 
 
 def added_rounding(region: Region) -> str:
-    """Say where only the rewritten side rounds to a narrower type; empty if it does not.
+    """Return, as text, where only the rewritten side rounds to a narrower type; empty if it does not.
 
     Numbers cannot show such rounding: both sides run in float32, or with a tolerance for the original's own rounding.
     So this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
@@ -75,7 +75,7 @@ def added_rounding(region: Region) -> str:
 
 
 def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
-    """Binary digits that a value keeps from `sources` to each tensor, along the path that keeps most."""
+    """Return the binary digits that a value keeps from `sources` to each tensor, along the path that keeps most."""
     digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
     for node in graph.nodes:
         ways = [digits[name] for name in graph.reads[id(node)] if name in digits]
@@ -95,8 +95,8 @@ def cache_differs(
 ) -> tuple[str, bool]:
     """Describe the first difference of a cache; True if a row that existed before the step differs.
 
-    `first` is the original's output, in the layout of the plan; `rows` of the batch count, of which the original keeps
-    at most `limit` rows of the cache.
+    `first` is the original's output, in the layout of the plan. Only `rows` of the batch are compared; for each, the
+    original keeps at most `limit` cache rows.
     """
     assert cache.update is not None
     try:
@@ -120,7 +120,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """The rows of tokens ``first .. end - 1``; in a ring, token t lies in row t modulo the number of rows."""
+    """Return the rows of tokens ``first .. end - 1``; in a ring, token t lies in row t modulo the number of rows."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
@@ -129,7 +129,7 @@ def _batch_axis(shape: Sequence[Term]) -> int | None:
 
 
 def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
-    """Some rows of a batch; values without a batch axis stay whole."""
+    """Return some rows of a batch; values without a batch axis stay whole."""
     axis = _batch_axis(shape)
     if axis is None:
         return values
@@ -138,18 +138,18 @@ def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array
 
 
 def sequence_axis(shape: Sequence[Term]) -> int | None:
-    """The axis along which the tokens of a step lie; None if the shape has no such axis."""
+    """Return the axis along which the tokens of a step lie; None if the shape has no such axis."""
     return next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1 and not t.batch), None)
 
 
 def token(values: Array, shape: Sequence[Term], place: int) -> Array:
-    """One token of a step; values without such an axis stay whole."""
+    """Return one token of a step; values without an axis of tokens stay whole."""
     axis = sequence_axis(shape)
     return values if axis is None else np.take(values, [place], axis)
 
 
 def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array:
-    """The last positions of `length`, which the model may have fixed; values without such an axis stay whole."""
+    """Return the last `count` of `length` positions; values without an axis of tokens stay whole."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
     if not axes:
         return values
@@ -168,17 +168,17 @@ def hidden(scores: Array) -> Array:
 
 
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
-    """The first place at which two arrays of one shape differ by more than a share of the first one's scale.
+    """Return the first place at which two arrays of one shape differ by more than a share of the first one's scale.
 
     Integers and booleans must be equal, unless the operators round.
     """
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
         other = np.argwhere(a != b)
         return tuple(int(i) for i in other[0]) if len(other) else None
-    if a.dtype == np.float32 == b.dtype and a.shape == b.shape and a.size:  # most are close, and half as wide
+    if a.dtype == np.float32 == b.dtype and a.shape == b.shape and a.size:  # fast path: most arrays are close
         with np.errstate(invalid="ignore", over="ignore"):
             far, low, high = np.abs(a - b).max(), a.min(), a.max()
-        if far <= tolerance * max(-low, high, 1e-3):  # false if there is a number that is not finite
+        if far <= tolerance * max(-low, high, 1e-3):  # False if a number is not finite
             return None
     x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
     finite = np.isfinite(x)
@@ -189,7 +189,7 @@ def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | 
 
 
 def both(original: Any, rewritten: Any) -> str:
-    """Two numbers in words."""
+    """Return the numbers of both sides as text."""
     return f"{_number(original)} in the original, {_number(rewritten)} in the rewritten model"
 
 
@@ -198,5 +198,5 @@ def _number(value: Any) -> str:
 
 
 def said(starts: Sequence[int]) -> str:
-    """Tokens before a step, in words."""
+    """Return the tokens before a step as text."""
     return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -1,4 +1,4 @@
-"""Store verdicts, so that the check does not compare equal regions again.
+"""Stores verdicts, so that the check does not compare equal regions again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
@@ -33,8 +33,8 @@ from blake3 import blake3
 import trt_kvcache
 
 SWITCH = "TRT_KVCACHE_VERDICTS"  # environment variable; "off": the check neither stores nor uses verdicts
-_MOST = 2000  # verdicts; the oldest half goes when there are more
-_LARGEST = 1 << 16  # bytes of one
+_MOST = 2000  # verdicts; if there are more, the oldest half is deleted
+_LARGEST = 1 << 16  # bytes of one verdict
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Verdicts:
     """The verdicts in a folder.
 
     Args:
-        folder: it exists, and `is_private`.
+        folder: an existing folder that `is_private`.
         again: do not use stored verdicts, but store new ones.
     """
 
@@ -56,7 +56,7 @@ class Verdicts:
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """The joins that were alive when a comparison found no difference; None: no such verdict is stored."""
+        """Return the joins that varied when a comparison found no difference; None if no verdict is stored."""
         path = self._folder / key
         if self._again:
             return None
@@ -71,7 +71,7 @@ class Verdicts:
                 os.close(file)
             if entry.key != key:
                 return None
-            os.utime(path)  # the oldest go first
+            os.utime(path)  # marks it as used: the oldest are deleted first
         except (OSError, msgspec.MsgspecError, RecursionError):
             return None
         return frozenset(entry.alive)
@@ -103,13 +103,13 @@ _current: ContextVar[Verdicts | None] = ContextVar("verdicts", default=None)
 
 
 def current_verdicts() -> Verdicts | None:
-    """The verdicts in use; None outside of `keeping`."""
+    """Return the verdicts in use; None outside of `keeping`."""
     return _current.get()
 
 
 @contextmanager
 def keeping(verdicts: Verdicts | None) -> Iterator[None]:
-    """Within this context, comparisons look up and store their verdicts."""
+    """Make comparisons look up and store their verdicts within the block."""
     token = _current.set(verdicts)
     try:
         yield
@@ -118,7 +118,7 @@ def keeping(verdicts: Verdicts | None) -> Iterator[None]:
 
 
 def open_verdicts(*, again: bool) -> Verdicts | None:
-    """The verdicts of this user; None if the folder is not private, or if the user switched verdicts off."""
+    """Return the verdicts of this user; None if the folder is not private, or if the user switched verdicts off."""
     base = cache_folder()
     if base is None or os.environ.get(SWITCH) == "off":
         return None
@@ -133,9 +133,9 @@ def open_verdicts(*, again: bool) -> Verdicts | None:
 
 
 def cache_folder() -> Path | None:
-    """The user's folder for data that programs can make again; None if the user has no such folder."""
+    """Return the user's cache folder; None if the user has none."""
     folder = os.environ.get("LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME", "")
-    if folder and Path(folder).is_absolute():  # others are to be ignored, says the XDG specification
+    if folder and Path(folder).is_absolute():  # the XDG specification says to ignore other paths
         return Path(folder)
     if sys.platform != "win32":
         with suppress(RuntimeError):  # a user without a home
@@ -165,7 +165,7 @@ def _is_protected(parent: os.stat_result) -> bool:
 
 
 def key_of(*parts: bytes) -> str:
-    """The key of a comparison: a digest of these parts and of the code that compares."""
+    """Return the key of a comparison: a digest of these parts and of the code that compares."""
     digest = blake3(_compares())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -175,7 +175,7 @@ def key_of(*parts: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _compares() -> bytes:
-    """Digest of versions and of the importer's own sources, which may change without a new version."""
+    """Return a digest of versions and of the importer's own sources, which may change without a new version."""
     versions = (
         trt_kvcache.__version__, onnx.__version__, ort.__version__, np.__version__, ml_dtypes.__version__,
         sys.version, platform.system(), platform.machine(),

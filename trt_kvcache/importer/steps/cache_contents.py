@@ -1,4 +1,4 @@
-"""Cache contents: initial values, and conversion between the original and the rewritten model's layout.
+"""Makes cache contents for steps, and converts them between the layouts of the original and the rewritten model.
 
 If the rewrite made a window a ring, the original holds a row for every token, and the rewritten model the newest rows.
 """
@@ -31,8 +31,8 @@ from trt_kvcache.importer.plan import (
 
 Array = npt.NDArray[Any]
 
-_POOL = 1 << 19  # random numbers, which larger caches repeat
-_SHIFT = 7  # entries between the contents of one cache and of the next
+_POOL = 1 << 19  # random numbers; larger caches repeat them
+_SHIFT = 7  # distance in the pool between the contents of one cache and of the next
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class CacheTensor:
 
     Attributes:
         output: name of the graph output; None: no output returns this cache, and it keeps its first value.
-        update: the write; None: no single update writes the cache.
+        update: how the cache is written; None: no single update writes it.
     """
 
     role: TensorRole
@@ -49,7 +49,7 @@ class CacheTensor:
     update: CacheUpdate | None
 
     def logical_shape(self, batch: int) -> tuple[int, ...]:
-        """Shape in the original model, for `batch` rows."""
+        """Return the shape in the original model, for `batch` rows."""
         shape = self.role.shape if self.update is None else self.update.logical_shape
         return tuple(dim if isinstance(dim, int) else batch for dim in shape)
 
@@ -87,7 +87,7 @@ class CacheTensor:
 
 
 def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """Every cache input, with the output that becomes its next value."""
+    """Return every cache input, with the output that becomes its next value."""
     inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
     outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
     updates = {c.past: c for c in plan.caches}
@@ -101,7 +101,7 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
     taken = {c.output for c in caches}
     free = [t for name, t in outputs.items() if name not in taken]
     for i, cache in enumerate(caches):
-        # Views between the graph's input or output and the update hide the names: inputs and outputs keep their order.
+        # Views beside the update hide which output belongs to an input: then they are paired in their order.
         match = next((t for t in free if cache.output is None and t.shape == cache.role.shape), None)
         if match is not None:
             free.remove(match)
@@ -110,7 +110,7 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
 
 
 def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """The states that are no attention caches. Each step replaces a state as a whole."""
+    """Return the states, such as those of convolutions. Each step replaces a state as a whole."""
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     return tuple(
         CacheTensor(
@@ -131,18 +131,18 @@ def drawn_contents(
 
     Args:
         cache: a cache, or state, which starts from zeros.
-        seed: of the numbers that are drawn.
+        seed: seed of the random numbers.
         histories: tokens written to each row of the batch so far. Linear caches never hold more tokens than rows;
             circular ones keep the newest.
-        garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. Finite,
-            because ONNX's own Attention makes NaN of a masked NaN.
+        garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. It is
+            finite, because ONNX's own Attention returns NaN for a masked NaN.
         shift: index of the first drawn entry to take.
         wide: float16 becomes float32, too.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype)
     contents = np.zeros(cache.logical_shape(len(histories)), kind)
-    histories = [*histories, *(0,) * (len(contents) - len(histories))]  # of a batch that is fixed, and larger
+    histories = [*histories, *(0,) * (len(contents) - len(histories))]  # the fixed batch may be larger
     if cache.update is None:
         text = _pool((_POOL,), dtype, kind, seed, 0.0)
         for row, values in enumerate(contents):
@@ -161,8 +161,8 @@ def drawn_contents(
         first = shift + row * max(1, count // len(histories))
         used = min(tokens, len(target))
         _repeat(target[:used], text, first)
-        # Every other row stays 0, as sessions start: a division by its norm would show; an output may be the last row
-        # alone.
+        # Every other row stays 0, as at the start of a session: a division by the norm of a row would show. In one
+        # batch row the last cache row gets garbage, in the next one it is 0: an output may be this row alone.
         if rest is not None:
             _repeat(target[used + (len(target) - 1 - used + row) % 2 :: 2], rest, first)
     return contents
@@ -178,9 +178,9 @@ def all_contents(
 
 @lru_cache(maxsize=32)
 def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
-    """Rows of a cache: plausible numbers if `garbage` is 0, else numbers of this magnitude."""
+    """Return rows of a cache: plausible numbers if `garbage` is 0, else numbers of this magnitude."""
     rng = np.random.default_rng([number, int(garbage)])
-    if kind.kind == "b" and garbage:  # a few of them may be all alike, and 0 elsewhere
+    if kind.kind == "b" and garbage:  # all True: a few random booleans may all be False
         return np.ones(shape, kind)
     if kind.kind in "iub":  # quantized and raw bytes: the whole range is both plausible and garbage
         low, high = (0, 2) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
@@ -189,7 +189,7 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
     if garbage:
         values = np.copysign(np.float32(garbage), values)
     narrow = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}.get(dtype, kind)
-    return values.astype(narrow).astype(kind, copy=False)  # numbers that the cache itself can hold
+    return values.astype(narrow).astype(kind, copy=False)  # round to numbers that the cache itself can hold
 
 
 def _repeat(target: Array, source: Array, start: int) -> None:
@@ -214,7 +214,7 @@ def _normal() -> Array:
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
-    """Number of rows of each cache input with a fixed length, by name of the past."""
+    """Return the number of rows of each cache input with a fixed length, by name of the past."""
     rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
@@ -225,7 +225,7 @@ def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[s
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
-    """Rows of a cache in the original (`fixed` comes from `fixed_rows`); None if the cache grows."""
+    """Return the rows of a cache in the original (`fixed` comes from `fixed_rows`); None if the cache grows."""
     bound = plan.options.capacity or update.capacity
     if not plan.original:
         return fixed.get(update.past, bound)
@@ -253,12 +253,12 @@ def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longe
 
 
 def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float) -> Array:
-    """The newest tokens of a text at their places in a ring, ``[B, ..., capacity, ...]``.
+    """Return the newest tokens of a text at their places in a ring, ``[B, ..., capacity, ...]``.
 
     Args:
         text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
         cache: the ring.
-        ends: tokens of each row of the batch.
+        ends: number of tokens of each row of the batch.
         garbage: magnitude of garbage in rows without a token.
     """
     assert cache.update is not None
@@ -272,15 +272,15 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
 
 
 def size_of(dim: Dim) -> int | None:
-    """The size of a dimension, even if an exporter wrote the number as a symbol; None if it is open."""
+    """Return the size of a dimension, even if an exporter wrote the number as a symbol; None if it is open."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype of an ONNX dtype name such as ``"float16"``; bfloat16 is float32.
+    """Return the NumPy dtype for an ONNX dtype name such as ``"float16"``; float32 for bfloat16.
 
     Raises:
-        UnsupportedModelError: ONNX Runtime takes no such inputs.
+        UnsupportedModelError: ONNX Runtime takes no inputs of this type.
     """
     if name == "bfloat16":
         return np.dtype(np.float32)

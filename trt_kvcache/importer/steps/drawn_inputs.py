@@ -1,4 +1,4 @@
-"""Values for all inputs of a step except caches. The role of an input decides its values."""
+"""Draws values for all inputs of a step except caches. The role of an input decides its values."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 
-_HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
+_HIDDEN_SHARE = 0.2  # share of visible keys that a mask input hides, to detect a rewrite that drops the mask
 
-ENCODER_TOKENS = 6  # that an encoder has read, in verification
+ENCODER_TOKENS = 6  # length of an encoder's output in verification
 
 SPAN_KINDS = ("tight", "bucketed", "full")
-"""Rows to read, of all that attention may."""
+"""Kinds of spans: how many of the cache rows a step reads; see `span_inputs`."""
 
-_FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
+_FAINT = -20.0  # a float mask's bias for hidden tokens: finite, and exp(-20) is nearly 0
 
 
 class DrawnInputs:
     """Draws values for the inputs of one step.
 
     Args:
-        plan: of the model.
-        limits: of token ids and positions.
-        named: values of inputs by name, used before any role.
-        rng: of tokens, masks and unexplained inputs.
+        plan: plan of the model.
+        limits: limits of token ids and positions.
+        named: given values of inputs by name; they override the values for roles.
+        rng: random generator of tokens, masks and unexplained inputs.
         unknown: size of unexplained axes; None: refuse models with such axes.
         rings: True if windows became rings: valid lengths count all tokens, which the original holds.
         plain: masks hide later tokens only, as in a session.
@@ -52,7 +52,7 @@ class DrawnInputs:
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
     def shared(self, step: Step) -> dict[str, Array]:
-        """Values of the inputs that both models share, by name."""
+        """Return the values of the inputs that both models share, by name."""
         sizes = {
             "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
             "batch+1": len(step.starts) + 1,
@@ -99,7 +99,7 @@ class DrawnInputs:
         return arrange(values, names, shape, tensor.axes).astype(dtype)
 
     def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Adapter inputs: zeros in slot 0, which all sequences choose, and large numbers in all other slots."""
+        """Return an adapter input: zeros in slot 0, which all sequences choose; large numbers in all other slots."""
         if name not in self._adapters:
             self._adapters[name] = np.full(shape, 10, dtype)
             self._adapters[name][0] = 0
@@ -128,19 +128,19 @@ class DrawnInputs:
         return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
-        """Rows of the smallest cache that attention reads under this input (lengths or mask)."""
+        """Return the rows of the smallest cache that attention reads with this input (lengths or mask)."""
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
         return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
 
     def _fixed_keys(self) -> int:
-        """The most rows of an input that may hold keys, in a model without caches."""
+        """Return the most rows of an input that may hold keys, in a model without caches."""
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         return max((n for n in rows if isinstance(n, int)), default=1)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A causal mask over the newest token of each cache row, with a share of the visible keys hidden."""
+        """Return a causal mask over the newest token of each cache row; it also hides a share of the visible keys."""
         keys = shape[-1] if shape else 1
         starts, after = np.array(step.starts)[:, None, None], np.array(step.starts)[:, None, None] + step.length
         query = starts + np.arange(step.length)[None, :, None]
@@ -156,11 +156,11 @@ class DrawnInputs:
         placed = arrange(visible, names, shape, tensor.axes)
         if dtype.kind != "f":
             return placed.astype(dtype)
-        # Hidden rows that hold a token get a finite bias: where lengths or causality leave a query no other key, the
-        # softmax of nothing but lowest values would be an accident of the order in which they were added.
+        # Hidden rows that hold a token get a finite bias: if lengths or causality leave a query no other key, a softmax
+        # of only the lowest values would depend on the order in which they were added.
         token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
         bias = np.where(placed, 0 if self._plain else self._rng.uniform(-1, 1, shape), _FAINT)
-        # Not the lowest finite number: ONNX Runtime takes that for -inf, ONNX's own definition adds it as it stands.
+        # Not the lowest finite number: ONNX Runtime treats it as -inf, but ONNX's definition adds it as a number.
         return np.where(token, bias, -np.inf).astype(dtype)
 
 
@@ -168,10 +168,10 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCO
     """Draw values for constants: inputs that the caller gives once, such as an encoder's output and its mask.
 
     Args:
-        plan: of the model.
-        batch: rows.
-        seed: of the values.
-        length: of an encoder's output, if it is open.
+        plan: plan of the model.
+        batch: number of rows.
+        seed: seed of the values.
+        length: length of an encoder's output, if the model leaves it open.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])
     named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
@@ -184,16 +184,16 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCO
         dtype = numpy_dtype(tensor.dtype)
         values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
         if dtype.kind != "f" and values.ndim:
-            values[..., 0] = 1  # a mask over what an encoder has read hides some of it, never all
+            values[..., 0] = 1  # a mask over an encoder's output hides a part of it, but never all
         drawn[tensor.name] = values.astype(dtype)
     return drawn
 
 
 def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = None) -> dict[str, Array]:
-    """The rewritten model's span inputs.
+    """Return the rewritten model's span inputs.
 
     Args:
-        plan: of the model.
+        plan: plan of the model.
         step: the step.
         kind: one of `SPAN_KINDS`; bucketed: up to the next multiple of 16.
         length: number of last positions whose logits are computed; None: all.
@@ -209,7 +209,7 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 
 
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Values with named axes, as a tensor of `shape` whose axes are called `axes`.
+    """Convert values with named axes to a tensor of `shape` whose axes are called `axes`.
 
     An axis without a name takes the first unused name whose size fits. Axes without a matching name repeat the values.
     If the tensor has no axis for a name, one entry of it is taken: the last one of `sequence`, else the first.
@@ -228,4 +228,4 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     named = [names.index(n) for n in order if n is not None]
     values = values.transpose([*named, *(i for i, n in enumerate(names) if n not in order)])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
-    return np.ascontiguousarray(np.broadcast_to(spread, shape)).reshape(shape)  # which makes an axis of a scalar
+    return np.ascontiguousarray(np.broadcast_to(spread, shape)).reshape(shape)  # turns a scalar into [1]

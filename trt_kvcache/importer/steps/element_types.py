@@ -1,4 +1,4 @@
-"""Element types that a model declares: of tensors, of value infos, and in attributes of operators."""
+"""Finds and replaces the element types that a model declares: in tensors, value infos and attributes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "st
 
 
 def all_types(model: ModelProto) -> set[int]:
-    """Every element type in the model."""
+    """Return every element type in the model."""
     declared = {kind.tensor_type.elem_type for kind in _declared(model)}
     return declared | {t.data_type for t in iter_tensors(model)} | {a.i for a in _attributes(model)}
 

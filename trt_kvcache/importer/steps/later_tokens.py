@@ -1,4 +1,4 @@
-"""Find models whose tokens see later tokens of their step. Splitting a prompt of such a model changes its meaning.
+"""Finds models whose tokens see later tokens of their step. Splitting a prompt of such a model changes its result.
 
     causal      query i sees keys up to its own                any steps give the same numbers
     no mask     query i sees all keys of its step              a prompt has to come in one step
@@ -31,8 +31,8 @@ Array = npt.NDArray[Any]
 
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
 _LONGEST = 4  # tokens of a step
-_HIDDEN = -15.0  # what is added to hidden scores is at most this; `DrawnInputs` gives masks of floats with -20
-_MOST = 1 << 20  # bytes of a constant of a mask; more are weights
+_HIDDEN = -15.0  # a mask adds at most this to hidden scores; float masks of `DrawnInputs` add -20
+_MOST = 1 << 20  # bytes of a constant in a mask; larger constants are weights
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
@@ -40,7 +40,7 @@ def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
 
     Args:
         model: the planned model, canonical, with shapes inferred.
-        plan: of the model.
+        plan: plan of the model.
     """
     lengths = {c.update_length for c in plan.caches if c.carried}
     if lengths <= {1}:
@@ -57,7 +57,7 @@ def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: Mask) -> bool:
         return True
     tensor = next((t for t in plan.tensors if t.name == mask.mask and t.io == "input"), None)
     if tensor is not None and tensor.role is Role.MASK:
-        return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))  # else a session fills it causally
+        return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))  # else sessions make it causal
     return any(_is_open(values, step) for step, values in _values(model, plan, mask.mask))
 
 
@@ -66,7 +66,7 @@ def _is_open(values: Array, step: Step) -> bool:
     visible = values if values.dtype == np.bool_ else values > _HIDDEN
     start = step.starts[0]
     keys = min(visible.shape[-1], start + step.length)
-    if visible.ndim < 2 or visible.shape[-2] == 1:  # the same for all queries
+    if visible.ndim < 2 or visible.shape[-2] == 1:  # one row for all queries
         return bool(visible[..., start + 1 : keys].any())
     queries = np.arange(visible.shape[-2])[:, np.newaxis] + start
     return bool((visible[..., :keys] & (np.arange(keys) > queries)).any())
@@ -79,7 +79,7 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
         return
     part = open_types(part, wide=True)
     caches = {c.role.name: c for c in find_caches(plan)}
-    # Of inputs without a role, such as the types of tokens, 1 may show what 0 hides.
+    # In inputs without a role, such as token types, the value 1 may make tokens visible that 0 hides.
     ones = {
         t.name: np.ones([d if isinstance(d, int) else _LONGEST for d in t.shape])
         for t in plan.tensors
@@ -100,7 +100,7 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
 
 
 def _cone(model: onnx.ModelProto, name: str) -> onnx.ModelProto | None:
-    """The part of a model that computes a tensor; None if it reads weights."""
+    """Return the part of a model that computes a tensor; None if it reads weights."""
     graph = copied(model.graph)
     replace_field(graph.output, [onnx.ValueInfoProto(name=name)])
     drop_dead(graph)

@@ -1,17 +1,17 @@
-"""Run an exported model through the interface of its rewritten form.
+"""Translates between the interfaces of an exported model and of its rewritten form.
 
 Normalization changes the inputs: caches of a fixed capacity with write indices replace growing caches. Padding masks
-and counters disappear. `OriginalInterface` takes the new inputs, makes the original's own inputs of them, and makes the
-new outputs of the original's. So code that runs the rewritten model can run the original, too:
+and counters disappear. `OriginalInterface` computes the original's inputs from the new inputs, and the
+new outputs from the original's outputs. So code that runs the rewritten model can run the original, too:
 
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
-    shifted cache of W rows, masks over W   <->  the newest rows, last in it; masks that hide what is before them
-    where only the newest rows stay         <->  these rows of the cache, and the others as they were
+    shifted cache of W rows, masks over W   <->  the newest rows, at its end; masks that hide all rows before them
+  past of the newest rows only            <->  these rows of the cache; other rows unchanged
     float32 cache that the model casts      <->  cache of the type that it casts to
 
-A growing past has one length for all rows of a batch. So each row runs by itself, unless the model was exported for a
+A growing past has one length for all rows of a batch. So each row runs alone, unless the model was exported for a
 fixed batch larger than one: then all rows must start together.
 """
 
@@ -39,8 +39,8 @@ COUNTED = {
     OriginalRole.PADDING_MASK: None,
     OriginalRole.MASK: Role.MASK,
 }
-"""Roles whose values follow from lengths, and the role that an input of the same name must have in the rewritten model
-to give them: where only the shape of one is still used, its values may be anything."""
+"""Roles of original inputs whose values follow from lengths, and the role of an input of the same name in the rewritten
+model that gives these values. In another role only its shape is used, and its values may be anything."""
 
 
 class OriginalInterface:
@@ -59,7 +59,7 @@ class OriginalInterface:
         self._plan = plan
         self._inputs = [t for t in plan.original if t.io == "input"]
         names = {t.name for t in plan.tensors if t.io == "output"}
-        # Other outputs are not in the rewritten model, such as counters.
+        # The rewritten model lacks the other outputs, such as counters.
         self._outputs = [
             t for t in plan.original if t.io == "output" and (t.role is not OriginalRole.OTHER or t.name in names)
         ]
@@ -86,14 +86,14 @@ class OriginalInterface:
         self.ragged = all(_is_of_rows(t, t.name in self._same) for t in self._inputs)
 
     def _length(self, feeds: Mapping[str, Array]) -> int:
-        """Number of tokens in a step."""
+        """Return the number of tokens in a step."""
         name, axis = self._counted
         return int(feeds[name].shape[axis])
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
-        """Rows that the original runs together, and the number of tokens that each holds before the step.
+        """Return groups of rows that the original runs together, and how many tokens they hold before the step.
 
-        `together`: as many rows as one run can take, even if the original takes each alone.
+        `together`: form groups as large as one run can take, even if the original could take each row alone.
         """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if together and (self.ragged or len(set(starts)) == 1):
@@ -105,7 +105,7 @@ class OriginalInterface:
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
-        """The original's inputs for some rows of a step, which hold `past` tokens before it.
+        """Return the original's inputs for some rows of a step, which hold `past` tokens before it.
 
         `feeds` are the rewritten model's inputs by name, with caches in their logical shape; inputs `without` are left
         out.
@@ -115,7 +115,7 @@ class OriginalInterface:
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs if t.name not in without}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
-        """A size that fits the other inputs: of the axis name, of the same symbol in another input, or 1."""
+        """Return a size that fits the other inputs: from the axis name, from the same symbol in another input, or 1."""
         if isinstance(dim, int) or axis in sizes:
             return dim if isinstance(dim, int) else sizes[axis]
         known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)
@@ -133,10 +133,10 @@ class OriginalInterface:
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             taken = _take(feeds[tensor.name], axes, rows)
-            if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":  # one over the capacity is longer
+            if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":  # a mask over the capacity is longer
                 taken = np.ascontiguousarray(taken[..., : sizes["total"]])
             return taken.astype(dtype)
-        if tensor.role not in COUNTED:  # normalization dropped it, because only a copy reads it
+        if tensor.role not in COUNTED:  # normalization dropped this input, because only a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
             )
@@ -150,7 +150,7 @@ class OriginalInterface:
                 return arrange(values, ("batch", "sequence"), shape, tensor.axes).astype(dtype)
             case OriginalRole.PAST_LENGTH:
                 return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
-        # Where only the newest rows stay, the last column is that of the newest token.
+        # If the past keeps only the newest rows, the last column belongs to the newest token.
         places = np.arange(shape[-1]) + (0 if tensor.window_rows is None else past + length - shape[-1])
         if tensor.role is OriginalRole.PADDING_MASK:
             return np.broadcast_to((places >= 0) & (places < past + length), shape).astype(dtype)
@@ -170,7 +170,7 @@ class OriginalInterface:
         first = 0 if tensor.window_rows is None else max(0, past - tensor.window_rows)
         values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[axis]
-        if isinstance(size, int):  # it is shifted, and always has as many rows: those of no token come first
+        if isinstance(size, int):  # a shifted cache has a fixed number of rows: rows without a token come first
             values = np.pad(values, [(size - values.shape[a], 0) if a == axis else (0, 0) for a in range(values.ndim)])
         return np.ascontiguousarray(values)
 
@@ -197,7 +197,7 @@ class OriginalInterface:
         for tensor in self._outputs:
             name, axes = tensor.name, tensor.axes
             if tensor.role in _CACHES and name in self._past_of:
-                # Rows beyond the tokens have no meaning: operators that make a new cache may leave any numbers there.
+                # Rows after the tokens have no meaning: operators that write a new cache may leave any numbers there.
                 results[name] = feeds[self._past_of[name]].copy()
                 for rows, before, outputs in runs:
                     self._place(tensor, results[name], outputs[name], rows, before + self._length(feeds))

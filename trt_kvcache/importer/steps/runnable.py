@@ -1,4 +1,4 @@
-"""Models in operators and types that run on the CPU, with the same meaning.
+"""Converts models to operators and types that run on the CPU, with the same meaning.
 
 Each function returns a copy, or the model itself if it needs no change.
 """

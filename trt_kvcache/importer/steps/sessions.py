@@ -1,4 +1,4 @@
-"""Sessions on the CPU: ONNX Runtime without optimizations, or ONNX's reference evaluator if ONNX Runtime refuses."""
+"""Runs models on the CPU: in ONNX Runtime without optimizations, or else in ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class ReferenceSession:
         """All outputs by name."""
         dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in self._kinds.items()}
         try:
-            with np.errstate(all="ignore"):  # numbers that are not finite are compared, not warned of
+            with np.errstate(all="ignore"):  # numbers that are not finite are compared, without warnings
                 values = self._evaluator.run(None, {n: np.asarray(feeds[n], dtype) for n, dtype in dtypes.items()})
         except _REFERENCE_ERRORS as error:
             raise RunError(one_line(error)) from None
@@ -71,11 +71,11 @@ def open_session(
     """Open the first session that can run the trial step.
 
     Args:
-        model: to run.
+        model: the model to run.
         trial: inputs of a step.
-        beside: the original's session, if the model is a rewritten one. NumPy accepts mixed types, negative sizes and
-            too many indices. So if ONNX Runtime runs the original, it must also run the rewritten model, unless it
-            lacks an operator; then ONNX's shape inference must accept the model.
+        beside: the original's session, if the model is a rewritten one. The reference evaluator accepts mixed types,
+            negative sizes and too many indices. So if ONNX Runtime runs the original, it must also run the rewritten
+            model, unless it lacks an operator; then ONNX's shape inference must accept the model.
 
     Raises:
         RunError: no session runs it; the message is ONNX Runtime's.
@@ -93,7 +93,7 @@ def open_session(
                 onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
             evaluator = ReferenceSession(model)
             evaluator.run(trial)
-        except (RunError, onnx.shape_inference.InferenceError, ValueError):  # ValueError: a type that there is not
+        except (RunError, onnx.shape_inference.InferenceError, ValueError):  # ValueError: an unknown type
             raise error from None
         return evaluator
     return session

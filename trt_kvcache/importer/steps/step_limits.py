@@ -1,4 +1,4 @@
-"""Steps of a decode loop, and the limits that a model puts on steps."""
+"""Describes steps of a decode loop, and the limits that a model puts on steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.steps.cache_contents import size_of
 
-_ANY_LENGTH = 1 << 20  # of an update, where no cache bounds it
+_ANY_LENGTH = 1 << 20  # tokens of an update, if no cache limits it
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Step:
     valid: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Lengths of the step as text."""
+        """Return the lengths of the step as text."""
         return f"{self.length} tokens from {list(self.starts)}, valid {list(self.valid)}"
 
 
@@ -30,10 +30,10 @@ class Limits:
     """The steps that a model allows.
 
     Attributes:
-        batch: rows.
-        length: the fixed update length, or None.
-        longest: the longest update.
-        linear: the shortest linear cache, or None.
+        batch: number of rows.
+        length: the fixed number of tokens of an update, or None.
+        longest: most tokens of an update.
+        linear: capacity of the shortest linear cache, or None.
         circular: capacities of the circular caches.
         no_straddle: capacities of the circular caches whose contract forbids updates across the wrap.
         indexed: steps write rows at write indices; if False, always from row 0.
@@ -55,7 +55,7 @@ class Limits:
 
 
 def read_limits(plan: CachePlan, batch: int) -> Limits:
-    """The steps that the model allows.
+    """Return the limits of a model's steps.
 
     Raises:
         OptionError: a circular cache is shorter than the model's fixed update.
@@ -75,7 +75,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
     roles = {Role.WRITE_INDICES, Role.VALID_LENGTHS}
-    if plan.original:  # the model as exported runs row by row, with positions and masks of its own for each
+    if plan.original:  # the model as exported runs row by row, with its own positions and masks for each row
         roles |= {Role.POSITIONS, Role.MASK}
     driven = [t for t in plan.tensors if t.io == "input" and t.role in roles]
     return Limits(
@@ -93,7 +93,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
 
 
 def rows_together(original: Iterable[OriginalTensor]) -> int | None:
-    """Rows, all of one length, that one run of an exported model takes; None: one row per run, for any batch."""
+    """Return how many rows of one length a run of the exported model takes; None: one row per run, for any batch."""
     batches = {
         n
         for t in original

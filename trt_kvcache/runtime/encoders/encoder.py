@@ -1,4 +1,4 @@
-"""The encoder of a decoder: it takes audio, images or text, and returns the decoder's constants.
+"""Runs the encoder of an encoder-decoder: it takes audio, images or text, and returns the decoder's constants.
 
 It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder_engine`), or
 on the CPU with ONNX Runtime. `importer.families.encoders.outputs` finds the outputs that become constants.
@@ -209,7 +209,7 @@ class FirstStep:
         wanted: names of outputs; names that the model lacks are left out.
 
     Attributes:
-        path: as the argument.
+        path: path of the model.
         outputs: names of the outputs, in order.
 
     Raises:

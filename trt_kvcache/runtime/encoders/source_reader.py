@@ -22,7 +22,7 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder. A symbol in `shape` has one size in all inputs. For one sequence, size 0 is 1."""
+    """One input of an encoder. A symbol has the same size in all inputs. The first size of a sequence's array is 1."""
 
     name: str
     dtype: np.dtype[Any]

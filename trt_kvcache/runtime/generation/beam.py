@@ -98,7 +98,7 @@ def beam_search(
         for rank, (parent, beam) in enumerate(ranked):
             reason = FinishReason.EOS if beam.tokens[-1] in config.eos_token_ids else at_most
             if reason is FinishReason.EOS or length == most:
-                # Worse ones are candidates only so that enough beams stay live.
+                # Candidates of lower rank are there to keep enough beams live; they do not end.
                 if rank < config.num_beams:
                     score = beam.total / length**config.length_penalty
                     ended.append(Hypothesis(beam.tokens, beam.logprobs, score, reason))
@@ -163,7 +163,7 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
 
 
 def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
-    """Return the indices of the `count` highest values above -inf, highest first; equals in order."""
+    """Return the indices of the `count` highest values above -inf, highest first; equal values by index."""
     if count < values.size:
         bound = np.partition(values, values.size - count)[values.size - count]
         candidates = np.flatnonzero((values >= bound) & (values > -np.inf))

@@ -226,7 +226,7 @@ class GenerationConfig:
         _choice(
             more="Beams are compared by log-probability / length ** length_penalty.",
             metavar="X",
-            least=-32,  # beyond, a power of 16 million tokens is infinite or 0
+            least=-32,  # a larger power of 16 million tokens is infinite or 0
             most=32,
         ),
     ] = 1.0
@@ -443,7 +443,7 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def _several(values: Any) -> Collection[Any]:
-    """Return several values that can be read more than once."""
+    """Return a caller's collection, which can be read more than once; refuse texts, mappings and single values."""
     if (
         isinstance(values, (str, bytes, Mapping))
         or not isinstance(values, Collection)
@@ -468,14 +468,14 @@ def _id_or_ids(value: Any) -> int | tuple[int, ...] | None:
 
 
 def _run(tokens: Any) -> tuple[int, ...]:
-    """Return a run of at least one token."""
+    """Return a run of tokens, which may not be empty."""
     if not (run := _ids(tokens)):
         raise ValueError
     return run
 
 
 def _between(value: float, low: float, high: float = math.inf) -> float:
-    """Return a number above `low`, and up to `high`."""
+    """Return the value if it is above `low` and at most `high`."""
     if not low < value <= high:
         raise ValueError
     return value
@@ -587,7 +587,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 _SAID = {"forced_decoder_ids", "max_length"}
-"""Settings with messages of their own."""
+"""Settings that have their own error messages."""
 
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 _MOST = 1e30
-"""Highest score after a rule: differences of scores must stay finite."""
+"""Rules return no score above this, so that differences of scores stay finite."""
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:

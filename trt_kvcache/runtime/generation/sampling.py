@@ -17,7 +17,7 @@ from trt_kvcache.runtime.generation.token_masks import Mask, ask_mask, keep_allo
 
 
 class Sampler:
-    """The random numbers and the rules of one sequence.
+    """Chooses the tokens of one sequence: by its settings, and by its own random numbers.
 
     The random number of a token follows from the seed, the sequence's index and the position of the token (how many
     tokens come before it). It depends neither on other sequences nor on earlier draws. So a sequence that is continued
@@ -123,7 +123,7 @@ class Sampler:
         return token, float(_logprobs(as_scores(logits), top, np.array([token]))[0])
 
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
-        """Return the most probable tokens under the model's own distribution, highest first; equals by ascending id.
+        """Return the most probable tokens under the model's own distribution, highest first; equal ones by id.
 
         Their number is `GenerationConfig.top_logprobs`; each has the natural logarithm of its probability.
 
@@ -140,7 +140,7 @@ class Sampler:
         return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
-        """Invert the cumulative distribution of the remaining tokens, in the order of their ids."""
+        """Draw a token: invert the cumulative distribution of the remaining tokens, in the order of their ids."""
         scores = left.scores.astype(np.float64)
         sums = np.cumsum(np.exp(scores - scores.max()))
         at = min(int(np.searchsorted(sums, self._number(position) * sums[-1], side="right")), scores.size - 1)
@@ -233,12 +233,12 @@ def keep_top_k(left: Candidates, count: int) -> Candidates:
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of most probable tokens with a probability of at least `mass`; equals by ascending id."""
+    """Keep the smallest set of most probable tokens with a probability of at least `mass`; equal ones by id."""
     scores = left.scores
     weights = np.exp(scores - scores.max())
     enough = mass * weights.sum(dtype=np.float64)
     size, head = scores.size, np.arange(scores.size)
-    for count in (_HEAD, 8 * _HEAD):  # the first tokens nearly always have the mass
+    for count in (_HEAD, 8 * _HEAD):  # nearly always, these first tokens have enough probability
         if 4 * count < size:
             some = highest(scores, count)
             if weights[some].sum(dtype=np.float64) > enough:

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja2 with the settings of transformers, in a sandbox that keeps templates away from Python.
+"""Renders chat templates: Jinja2 with the settings of transformers, in a sandbox without access to Python.
 
 Many templates silently skip messages with unknown roles. So a chat is refused if the template ignores one of its
 messages. Special tokens that a message spells are encoded as text.
@@ -19,7 +19,7 @@ from typing import Any
 from trt_kvcache.errors import OptionError
 
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-_MARK = "\ue0a1trace\ue0a2"  # of the private use area: no text has it
+_MARK = "\ue0a1trace\ue0a2"  # characters of Unicode's private use area, which texts do not contain
 _SPELLED = "\ue0a3{}\ue0a4"
 
 
@@ -47,7 +47,7 @@ class Part:
     """A part of a prompt.
 
     Attributes:
-        text: its text.
+        text: text of the part.
         plain: special tokens spelled in the text are encoded as text.
     """
 
@@ -83,10 +83,10 @@ def render(
 
     Args:
         template: Jinja2.
-        chat: its values.
+        chat: the template's arguments.
         special_tokens: ``bos_token`` and others, for the template.
         special_texts: texts of all special tokens; messages cannot write these tokens.
-        name: of the tokenizer, for messages.
+        name: name of the tokenizer, for error messages.
 
     Raises:
         OptionError: the template is broken, does something that the sandbox forbids, refuses the messages, or ignores
@@ -146,7 +146,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
-    now = datetime.now()  # one for all times that the template runs
+    now = datetime.now()  # the same time in every run of the template
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = now.strftime
@@ -231,7 +231,7 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
         place[key] += f"{_MARK}{number}."
     try:
         seen = write(marked)
-    except OptionError:  # a template may look at its values
+    except OptionError:  # the template may have refused the marks
         seen = ""
     for number, (at, what, _, _) in enumerate(_texts(messages)):
         if f"{_MARK}{number}." in seen:
@@ -240,7 +240,7 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
         if what or messages[at].get("role") != "assistant":
             _, _, place, key = list(_texts(alone))[number]
             place[key] = _MARK
-        else:  # what it said earlier a template may leave out on purpose, but not that it spoke
+        else:  # a template may leave out the text of an earlier answer, but not the whole answer
             del alone[at]
         try:
             if write(alone) != text:
@@ -257,7 +257,7 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
-    """The prompt up to the end of the last message's content.
+    """Return the prompt up to the end of the last message's content.
 
     Raises:
         OptionError: the template does not write the last message.
@@ -281,7 +281,7 @@ def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
         text: the prompt without marks.
         pattern: matches special tokens.
         known: texts of the special tokens.
-        name: of the tokenizer.
+        name: name of the tokenizer, for error messages.
 
     Raises:
         OptionError: the template writes messages with a special token in another way.
@@ -293,7 +293,7 @@ def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
             f"leave {', '.join(dict.fromkeys(pattern.findall(text)))} out of the messages"
         )
     parts: list[Part] = []
-    # From one special token of the template to the next: a text with a spelled one in it is encoded as a whole.
+    # A part reaches from one special token of the template to the next, even if its text spells special tokens.
     for piece in re.split(f"({pattern.pattern})", shown):
         plain = spelled.search(piece) is not None
         written = spelled.sub(lambda match: known[int(match[1])], piece)

@@ -1,4 +1,4 @@
-"""Convert tokens to text as they arrive: no half characters, no text taken back, stop strings across tokens."""
+"""Converts tokens to text as they arrive: whole characters, final text, and stop strings across tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOST_PENDING = 3
 """Bytes of an incomplete UTF-8 character; decoders write U+FFFD for each, or for all of them together."""
 
 _CONTEXT = 8
-"""Tokens that go before what is new: enough for a character, and for decoders that look one token back."""
+"""Earlier tokens that are decoded again with new ones: enough for a character, and for a leading space."""
 
 
 class TokenDecoder(Protocol):
@@ -69,14 +69,14 @@ class TextStream:
         if new:
             self._emitted = complete
         if new and complete == text:
-            # Everything is out: the tokens since the last such moment are context enough, if they make sense alone.
+            # All text was returned. The tokens since this was last so are enough context, if they decode alone.
             recent = self._window[self._settled :]
             alone = self._decode(recent)
             if text.endswith(alone):
                 self._window, self._emitted = recent, alone
             self._settled = len(self._window)
         if len(self._window) > 4 * _CONTEXT:
-            # Bytes that fit no character, one after another: without a bound, each would cost more than the last.
+            # Many bytes that fit no character: without a limit, each decoding would take longer than the last.
             self._window, self._settled = self._window[-_CONTEXT:], 0
             self._emitted = _complete(self._decode())
         return self._stops.push(new)
@@ -107,7 +107,7 @@ def _complete(text: str) -> str:
 
 
 class StopStrings:
-    """Find the first of several texts in a stream; hold back text that may become one of them."""
+    """Finds the first of several texts in a stream; holds back text that may become one of them."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Start without text; `stops` must not be empty texts."""

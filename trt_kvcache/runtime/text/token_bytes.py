@@ -30,11 +30,11 @@ def read_token_bytes(
     Args:
         texts: texts of the tokens by id, as in the file.
         special: ids of special tokens.
-        decoder: of the file.
-        name: of the tokenizer, for messages.
+        decoder: the entry ``decoder`` of the file.
+        name: name of the tokenizer, for error messages.
 
     Raises:
-        OptionError: its decoder joins tokens by other rules than their bytes.
+        OptionError: the decoder does more than join the bytes of the tokens.
     """
     parts = list(each_decoder(decoder))
     kinds = {str(part.get("type")) for part in parts}
@@ -55,7 +55,7 @@ def read_token_bytes(
 def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]) -> bytes:
     if "ByteLevel" in kinds:
         known = [_BYTES.get(character) for character in text]
-        # Of an added token that is not written in this alphabet, the text is meant.
+        # An added token that is not written in this alphabet stands for its own text.
         return text.encode() if None in known else bytes(b for b in known if b is not None)
     if "ByteFallback" in kinds and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
         return bytes.fromhex(text[3:5])

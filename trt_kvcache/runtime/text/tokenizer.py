@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 1 << 28
-"""Bytes of a ``tokenizer.json``; that of Gemma 3, with 262,144 tokens, has 33 MB."""
+"""Most bytes of a ``tokenizer.json``; Gemma 3's, with 262,144 tokens, has 33 MB."""
 
 
 class Tokenizer:
@@ -29,9 +29,9 @@ class Tokenizer:
         """Wrap a tokenizer.
 
         Args:
-            tokenizer: of the ``tokenizers`` library.
+            tokenizer: an object of the ``tokenizers`` library.
             settings: contents of ``tokenizer_config.json``.
-            name: for messages.
+            name: name for error messages.
 
         Raises:
             OptionError: the text of a special token cannot be written as UTF-8.
@@ -80,7 +80,7 @@ class Tokenizer:
             raise OptionError(
                 f"{path} is not a tokenizer.json that this tokenizers library reads: {' '.join(str(error).split())}"
             ) from error
-        # Both are for training; here a prompt is what it is.
+        # Padding and truncation are for training; they would change a prompt.
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return cls(tokenizer, _settings_beside(path), str(path))
@@ -200,7 +200,7 @@ class Tokenizer:
     def _template(self, tools: Sequence[Any] | None) -> str:
         template = self._settings.get("chat_template")
         if isinstance(template, list):
-            # Several by name, as for tool use; the one called "default" is for plain chats.
+            # There may be several templates by name: one for tool use, and "default" for plain chats.
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = named.get("tool_use" if tools and "tool_use" in named else "default")
         if not isinstance(template, str):

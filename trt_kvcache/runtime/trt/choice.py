@@ -2,9 +2,9 @@
 
 Greedy decoding needs only the best token; sampling with `top_k` needs only that many of the highest scores. Masks of
 grammars are copied to the GPU, a bit for each token, and the kernels skip forbidden tokens. NVRTC, an optional package,
-compiles the kernels (``plugins/choice.cu``). Before a session relies on them, they must find the same as the host on
-this GPU, in scores that are hard to choose from. If the kernels are missing or wrong, the host chooses among all
-scores.
+compiles the kernels (``plugins/choice.cu``). Before a session uses them, they are tested on this GPU: with scores that
+are hard to choose from, they must choose as the host does. If the kernels are missing or wrong, the host chooses among
+all scores.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class DeviceChoice:
         rows = min(fit // self._vocab, _PROVED)
         for kind in range(0, _PROVED, rows):
             self._compare(hard_scores(self._dtype, rows, 1, self._vocab, kind), 1, memory, 0, staging)
-        if fit > 6:  # the last two of three positions; an odd vocabulary, so that rows are not aligned
+        if fit > 6:  # choose at the last two of three positions; an odd vocabulary, so that rows are not aligned
             odd = (min((fit - 1) // 6, self._vocab, 1000) - 1) | 1
             for shift in (0, 1):
                 self._compare(hard_scores(self._dtype, 2, 3, odd, shift), 2, memory, shift * itemsize, staging)
@@ -195,7 +195,7 @@ class DeviceChoice:
             if known.any():
                 at, top = best(row[known])
                 there = int(np.flatnonzero(known)[at]), top
-            if here != there and not (math.isnan(score) and math.isnan(there[1])):  # NaN has no token
+            if here != there and not (math.isnan(score) and math.isnan(there[1])):  # NaN: any token
                 raise BackendError(
                     f"of {vocab} scores in {self._dtype.name} the GPU finds token {token} with {score}, and the host "
                     f"token {there[0]} with {there[1]}"

@@ -56,9 +56,9 @@ class Context:
         """
         if shapes is self._last[0] and addresses is self._last[1]:
             return
-        self._last = None, None  # in case TensorRT refuses one
+        self._last = None, None  # unknown until TensorRT has accepted all
         for name, shape in shapes.items():
-            if self._shapes.pop(name, None) != shape:  # removed while it is set: an interrupt may leave it unknown
+            if self._shapes.pop(name, None) != shape:  # unknown while it is set: an interrupt may come
                 self._trt.check(self._context.set_input_shape(name, shape), f"take {name!r} as {list(shape)}")
             self._shapes[name] = shape
         for name, address in addresses.items():

@@ -165,7 +165,7 @@ class Cuda:
         return address
 
     def free(self, address: int) -> None:
-        """Free GPU memory before the end, after all work on the stream is done."""
+        """Free GPU memory before `close`, after all work on the stream is done."""
         self.sync()
         self._check("cuMemFree", self._driver.cuMemFree(address))
         del self._memory[address]
@@ -188,7 +188,7 @@ class Cuda:
         return Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
     def free_pinned(self, memory: Pinned) -> None:
-        """Free page-locked memory before the end; freeing it again does nothing."""
+        """Free page-locked memory before `close`; freeing it again does nothing."""
         if memory.address in self._pinned:
             self.sync()
             self._check("cuMemFreeHost", self._driver.cuMemFreeHost(memory.address))
@@ -239,7 +239,7 @@ class Cuda:
             self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))
             work()
         except BaseException:
-            # fails, too, and its error says less than that of `work`
+            # this call fails, too, and its error says less than that of `work`
             status, graph = driver.cuStreamEndCapture(self.stream)
             if not int(status):
                 driver.cuGraphDestroy(graph)

@@ -27,7 +27,7 @@ class TensorRTEncoder:
     Raises:
         ManifestError: it is not an encoder's engine, or not the one that was built with the decoder's.
         SessionError: it cannot be opened here, or the GPU has too little memory.
-        UnsupportedModelError: it needs a tensor in host memory.
+        UnsupportedModelError: the engine reads a tensor in host memory.
     """
 
     def __init__(self, path: Path, runner: TensorRTRunner, constants: Sequence[TensorRole], guard: Guard) -> None:
@@ -45,7 +45,7 @@ class TensorRTEncoder:
         self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """See `Encoder.encode`; the results are `DeviceArray`, and masks, which the host makes."""
+        """See `Encoder.encode`; the results are `DeviceArray`. Masks are host arrays."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps that repeat.
+"""Records steps that repeat as CUDA graphs.
 
 The key of a step consists of profile, first row, buffers, and the shapes of all inputs, which include the batch and the
 span bucket. The first time, a step runs without a graph. The second time, it gets its own context and runs once more

@@ -1,4 +1,4 @@
-"""The file beside an engine that keeps the kernels TensorRT for RTX compiled for it, so that the next start is fast.
+"""Stores the kernels that TensorRT for RTX compiled in a file beside the engine, so that the next start is fast.
 
 TensorRT for RTX compiles kernels on the GPU for each new shape, and collects them in its runtime cache. When it loads a
 stored cache, it checks the GPU, the driver and its own version (IRuntimeCache.deserialize); if they differ, the cache

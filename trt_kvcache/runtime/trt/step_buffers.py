@@ -1,4 +1,4 @@
-"""Buffers of inputs and outputs other than caches: inputs in pinned memory, span inputs written once, outputs."""
+"""The buffers of a step's inputs and outputs, except caches; and the shapes of steps."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class StepBuffers:
             values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
             _put(self._staging, 0, values)
             self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
-            self._cuda.sync()  # the next one goes through the same pinned memory
+            self._cuda.sync()  # the next span goes through the same pinned memory
 
     def choose(self) -> str:
         """Let the GPU choose tokens when a step needs few scores per position. Return why it cannot, or ""."""
@@ -248,7 +248,7 @@ class StepShapes:
         return kind
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """The largest shapes of all tensors except caches, over all possible steps; TensorRT infers the outputs'.
+        """Return the largest shapes of all tensors except caches in any step. TensorRT infers those of the outputs.
 
         Args:
             contexts: one for each profile.

@@ -292,7 +292,7 @@ class TensorRTRunner:
         except BackendError as error:
             raise SessionError(str(error)) from error
         except BaseException:
-            # wait: work that an interrupt left on the stream may read memory that the next step fills
+            # Wait: work that an interrupted step left on the stream may read memory that the next step fills.
             self._cuda.sync()
             raise
         finally:
