@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import time
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
@@ -161,3 +163,36 @@ def test_an_interrupt_of_publish_at_any_line_leaves_all_old_or_all_new(old: tupl
         assert found in (dict.fromkeys(old, "old"), dict.fromkeys("ab", "new"))
         if left[0] > 0:
             return
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows moves no open file, so that none is locked")
+@pytest.mark.parametrize("name", ["model.engine", "odd[name].engine"])
+def test_what_killed_processes_left_is_removed(name: str, tmp_path: Path) -> None:
+    """Not what somebody writes, what is new, what is of another file, or is nobody's temporary file."""
+    final = tmp_path / name
+    left = [tmp_path / f".{name}.0123abcd.tmp", tmp_path / f".{name}.0123abce.tmp"]
+    others = [tmp_path / n for n in (f".{name}x.0123abcd.tmp", f".{name}.other.tmp", f".{name}.0123abcd.old", "a.tmp")]
+    new = tmp_path / f".{name}.ffffffff.tmp"
+    old = time.time() - 60
+    for path in (*left, *others, new):
+        path.touch()
+        os.utime(path, (old, old) if path != new else None)
+    with temporary_file(final) as mine:
+        os.utime(mine, (old, old))
+        with temporary_file(final) as second:
+            assert mine.exists()
+            assert {*tmp_path.iterdir()} == {*others, new, mine, second}
+    assert {*tmp_path.iterdir()} == {*others, new}
+
+
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(pytest.importorskip("fcntl"), "flock", refuse)
+    left = tmp_path / ".model.engine.0123abcd.tmp"
+    left.touch()
+    os.utime(left, (0, 0))
+    with temporary_file(tmp_path / "model.engine") as path:
+        assert path.exists()
+    assert [*tmp_path.iterdir()] == [left]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import re
 import secrets
 import stat
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +28,10 @@ SETTINGS = 16 << 20
 """Most bytes of files with settings or templates."""
 
 _BLOCK = 1 << 20
+if sys.platform != "win32":
+    import fcntl
+
+_NEW = 10.0  # seconds; a temporary file gets its lock sooner than that after it is created
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # paths of files that are open already
 _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
 
@@ -173,21 +180,57 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 def temporary_file(final: Path) -> Iterator[Path]:
     """Create an empty file in the folder of `final`, to be filled and moved there; if it exists at the end, remove it.
 
-    It is in the same folder, because a file can be moved in one step only within a file system.
+    It is in the same folder, because a file can be moved in one step only within a file system. It is locked as long as
+    this process lives; unlocked ones, left behind by killed processes, are removed. On Windows, where an open file
+    cannot be moved, it is neither kept open nor locked, and files of killed processes stay.
 
     Raises:
-        OutputError: the file cannot be created.
+        OutputError: it cannot be created.
     """
+    _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    refused = False
     try:
-        # Not mkstemp: only the user could ever read its files.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except OSError as error:
-        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-    try:
-        yield path
+        try:
+            # Not mkstemp, whose files are private to the user for good.
+            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        except OSError as error:
+            refused = True
+            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+        with _locked(descriptor):
+            yield path
     finally:
-        path.unlink(missing_ok=True)
+        if not refused:  # otherwise a file of this name belongs to another process
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Lock an open file if the system can, and close it at the end."""
+    if sys.platform == "win32":
+        os.close(descriptor)
+        yield
+    else:
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove temporary files of ended processes; on Windows, where this is unknown, do nothing."""
+    for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
+        if sys.platform != "win32":
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if time.time() - os.fstat(descriptor).st_mtime > _NEW:
+                        path.unlink()
+                finally:
+                    os.close(descriptor)
 
 
 @contextmanager

@@ -66,8 +66,8 @@ def write(folder: Path, after: Callable[[Build, str], str], output: str = "logit
             "logits",
             "none: input 'lora_a' (float [16, 'rank']) is a factor of an adapter as onnxruntime-genai takes",
         ),
-        (indices, "logits", "none: input 'logits_to_keep' (int64 ['kept']) has no known part in decoding"),
-        (at_index, "logits", "none: input 'last_index' (int64 ['batch']) has no known part in decoding"),
+        (indices, "logits", "none: input 'logits_to_keep' (int64 ['kept']) has no known role in decoding"),
+        (at_index, "logits", "none: input 'last_index' (int64 ['batch']) has no known role in decoding"),
         (lambda _, x: x, "next_token", "none: no output has the role 'logits' (outputs: 'next_token' int64"),
     ],
 )
@@ -113,7 +113,7 @@ def test_build_warns_of_an_engine_that_no_session_runs(
     manifest = sample_manifest(plan, FileIdentity("model.engine", 1, "5a" * 32))
     monkeypatch.setattr(trt_kvcache, "build_engine", lambda *_, **__: manifest)
     lines = run("build", model, "-o", tmp_path / "model.engine", "--capacity", 24).stderr.splitlines()
-    said = "warning: no session runs this engine: input 'last_index' (int64 ['batch']) has no known part in decoding"
+    said = "warning: no session runs this engine: input 'last_index' (int64 ['batch']) has no known role in decoding"
     assert [line.startswith(said) for line in lines if "session" in line] == [True] * warned
 
 
@@ -136,7 +136,7 @@ def test_generate_takes_roles(tmp_path: Path) -> None:
     model, config = write(tmp_path, typed), tmp_path / "roles.yaml"
     arguments = ("generate", model, "--tokens", "7,1", "--max-new-tokens", 4, "--capacity", 24)
     refused = run(*arguments)
-    assert "'kind' (int64 ['batch']) has no known part" in refused.stderr
+    assert "'kind' (int64 ['batch']) has no known role" in refused.stderr
     config.write_text("roles: {constant: kind}")
     np.savez(tmp_path / "kind.npz", kind=np.array([3]))
     made = run(*arguments, "--config", config, "--constants", tmp_path / "kind.npz")

@@ -68,7 +68,7 @@ def test_ids_that_nobody_gives_are_refused_by_name(tmp_path: Path, name: str, sh
     assert role(model, name) is Role.OTHER
     said = "constant" if shape in ("row", "one") else "zeros"  # a scalar is nothing that each sequence has
     with pytest.raises(
-        UnsupportedModelError, match=f"input '{name}' .* has no known part .* roles: {{{said}: {name}}}"
+        UnsupportedModelError, match=f"input '{name}' .* has no known role .* roles: {{{said}: {name}}}"
     ):
         tokens(model)
 
@@ -108,7 +108,7 @@ def test_numbers_for_each_token_are_taken_and_refused_by_name(tmp_path: Path, wi
 
     model = write(tmp_path, beside)
     assert role(model, "more") is Role.OTHER
-    with pytest.raises(UnsupportedModelError, match="input 'more' .* has no known part .* roles: {zeros: more}"):
+    with pytest.raises(UnsupportedModelError, match="input 'more' .* has no known role .* roles: {zeros: more}"):
         tokens(model)
     config = tmp_path / "roles.yaml"
     config.write_text("roles: {zeros: more}")

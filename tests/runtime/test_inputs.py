@@ -124,7 +124,7 @@ def test_a_float_mask_hides_with_the_lowest_number_of_its_dtype() -> None:
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        (tensor("x", Role.OTHER, (1,), ("",)), r"input 'x' \(int64 \[1\]\) has no known part in decoding"),
+        (tensor("x", Role.OTHER, (1,), ("",)), r"input 'x' \(int64 \[1\]\) has no known role in decoding"),
         (tensor("x", Role.POSITIONS, ("batch", "q"), ("batch", "?")), "nothing says how large its size 'q' is"),
         (tensor("x", Role.POSITIONS, ("batch",), ("batch",), "float"), "fills it with integers"),
         (tensor("x", Role.CACHE, ("batch", 8), ("batch", "")), "input 'x' is a cache that no update writes"),

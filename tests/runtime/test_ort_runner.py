@@ -168,7 +168,7 @@ def test_an_input_without_a_role_is_refused_by_name(tmp_path: Path) -> None:
     proto.graph.output.append(helper.make_tensor_value_info("scaled_logits", TensorProto.FLOAT, ["batch", "s", 64]))
     onnx.save(proto, tmp_path / "model.onnx")
     with pytest.raises(
-        UnsupportedModelError, match=r"input 'temperature' \(float \[1\]\) has no known part in decoding"
+        UnsupportedModelError, match=r"input 'temperature' \(float \[1\]\) has no known role in decoding"
     ):
         OnnxRuntimeRunner(tmp_path / "model.onnx")
 

@@ -504,7 +504,7 @@ def test_what_a_step_calls_may_not_change_the_session(calls: str, act: str, tmp_
     session.update({slots[2]: [4, 5]})
     caller.ready = True
     tokens: dict[int, list[int | None]] = {}
-    words = "in the middle of a step; .* a logits_processor or a tokenizer, must not change"
+    words = "the session is in a step; .* a logits_processor or a tokenizer, must not change"
     with pytest.raises(SessionError, match=words):
         drain(session, tokens)
     drain_all(session, tokens)

@@ -163,7 +163,7 @@ def test_nothing_is_copied_within_a_step(machine: Machine, tmp_path: Path) -> No
             CONFIG, logits_processor=lambda tokens, scores: (np.asarray(made["encoder_hidden_states"]), scores)[1]
         )
         with pytest.raises(
-            SessionError, match="in the middle of a step; .* or copy what that left on the GPU: do so betw"
+            SessionError, match="the session is in a step; .* or copy its results from the GPU: do this between"
         ):
             session.generate([PROMPTS[0]], peek, [made])
         assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)

@@ -192,7 +192,7 @@ def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:
     words = "input_ids must lie in host memory"
     check_refused(UnsupportedModelError, words, engine, on_host=("input_ids",))
     edit(engine, tensor("position_ids", lambda t: replace(t, role=Role.OTHER)))
-    check_refused(UnsupportedModelError, "input 'position_ids' .* has no known part in decoding", engine)
+    check_refused(UnsupportedModelError, "input 'position_ids' .* has no known role in decoding", engine)
 
 
 @pytest.mark.parametrize(
