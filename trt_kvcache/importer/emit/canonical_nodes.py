@@ -33,7 +33,7 @@ from trt_kvcache.importer.recognize.records import ATTENTION, Array, Attention, 
 
 _INT64 = int(onnx.TensorProto.INT64)
 _AFTER_MASK = 2
-"""qk_matmul_output_mode: scores as the softmax takes them."""
+"""Value of qk_matmul_output_mode: scores after mask and softcap, before the softmax."""
 _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 

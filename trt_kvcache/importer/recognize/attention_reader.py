@@ -39,7 +39,7 @@ from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 
 Scores = tuple[float, Array, Array]
-"""A factor of the queries, the scores that weights then show, ``[b, n, g, s, keys]``, and True where they show one."""
+"""The factor of the queries; the scores computed from weights, ``[b, n, g, s, keys]``; True for visible keys."""
 _BATCHES, _PAST, _NEW = (5, 7, 11), 4, 7
 _SMALL = (0.3, 0.02)  # factors of the queries: scores so small that most softcaps change them little
 _LARGE = 12.0  # the largest score of a step that shows a softcap

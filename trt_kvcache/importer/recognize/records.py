@@ -20,7 +20,7 @@ import onnx_graphsurgeon as gs
 
 Layout = tuple[tuple[str, ...], ...]
 ATTENTION = ("b", "n", "g", "s", "d")
-"""The order of queries and results of an attention, ``[B, H, S, D]``."""
+"""The order of sizes in queries and results of ONNX's Attention, ``[B, H, S, D]``."""
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:

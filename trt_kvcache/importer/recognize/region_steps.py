@@ -36,7 +36,7 @@ _HIDES = -30000.0  # hides a key in an additive mask
 _MISFIT = re.compile(
     r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
 )
-"""The message of ONNX Runtime 1.31 and 1.32."""
+"""ONNX Runtime's message about sizes that do not fit (1.31 and 1.32)."""
 
 
 class Runner:
