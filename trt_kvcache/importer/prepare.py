@@ -95,7 +95,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:
-    """Bring a model into one flat graph of named nodes, opset 13 or later, with repairs of families.
+    """Bring a model into one flat graph of named nodes, opset 24 or later, with edits of families.
 
     Args:
         model: a decoder or an encoder; may be changed.
