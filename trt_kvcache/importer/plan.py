@@ -75,7 +75,7 @@ class OriginalTensor:
 
     Attributes:
         io: ``"input"`` or ``"output"``.
-        shape: as exported; fixed sizes and symbols.
+        shape: shape in the exported model: fixed sizes and symbols.
         axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
         window_rows: for a growing cache that keeps only this many newest rows: it has ``min(P, rows)`` rows in and
@@ -400,7 +400,7 @@ class TensorRole:
     Attributes:
         io: ``"input"`` or ``"output"`` of the rewritten model.
         shape: shape in the rewritten model.
-        found_by: what showed it: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
+        found_by: what showed the role: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
         axes: for dynamic dimensions, which size of a decode loop each axis is: ``"batch"``, ``"sequence"`` (S_new),
             ``"span"``, ``"kept"`` (positions that have logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"``
             (length of a mask), ``"encoder"`` (length of the encoder's output), ``""`` if the size is fixed, or ``"?"``

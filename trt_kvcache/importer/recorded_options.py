@@ -100,7 +100,7 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 
     Args:
         model: the rewritten model.
-        options: of the caller. Limits of the check and the file of patterns are always the caller's.
+        options: the caller's options. Limits of the check, and the file of name patterns, are always taken from these.
         path: path of the model, for messages.
 
     Raises:

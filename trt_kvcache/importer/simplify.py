@@ -126,7 +126,7 @@ def name_nodes(graph: GraphProto) -> None:
 def drop_unused_outputs(graph: GraphProto) -> None:
     """Drop outputs of Attention and LayerNormalization that nothing reads: TensorRT refuses them.
 
-    Must run before shape inference, which from opset 25 on fails at present outputs beside `nonpad_kv_seqlen`.
+    Must run before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
     """
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
@@ -331,7 +331,7 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     part = part_of(model, nodes, [], wanted, initializers)
     try:
         values = UnfusedSession(part).run({})
-    except Exception:  # noqa: BLE001 - as where it has no kernel; these nodes stay as they are
+    except Exception:  # noqa: BLE001 - such as a missing kernel; these nodes stay
         return {}
     return {name: value for name, value in values.items() if _is_small(value.shape)}
 

@@ -43,10 +43,11 @@ def normalize(
     """Bring the caches of a model into canonical form.
 
     Args:
-        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
+            changed.
         weights: the detached weights.
         options: capacity, name patterns, and what to do with windows.
-        usual: the capacity where neither options nor model say it.
+        usual: the capacity if neither options nor model give one.
         folder: folder of the external data.
 
     Returns:

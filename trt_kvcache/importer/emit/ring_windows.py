@@ -77,9 +77,9 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
     """Make the windowed caches of a canonical model circular; returns the model and findings about the change.
 
     Args:
-        model: not changed.
+        model: a canonical model; it is not changed.
         options: capacity, and the longest update.
-        usual: the capacity where neither options nor model say it.
+        usual: the capacity if neither options nor model give one.
     """
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)

@@ -92,7 +92,7 @@ class _Form:
         scale_inside: True if the scale is the last number of the row.
         ranges: the largest magnitude in each cache, for constant scales. None: each row has a scale, inside the row
             or in a separate cache.
-        route: of the caches that hold codes.
+        route: route of the caches that hold codes.
     """
 
     most: int
@@ -134,8 +134,8 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
 
     Args:
         graph: rewritten. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and attention.
-        plan: of the model, with its own caches.
-        plain: for ONNX Runtime instead of the target: ONNX Runtime's own operators write integers.
+        plan: the model's plan, with caches of their own type.
+        plain: True: make the model for ONNX Runtime instead of the target; its own operators write integers.
 
     Raises:
         OptionError: a cache cannot have this type.
@@ -215,8 +215,8 @@ class _Quantized:
 
     Args:
         emitter: adds nodes.
-        form: of the codes.
-        cache: as planned.
+        form: layout of the codes.
+        cache: the cache as planned.
         node: the update, or the attention that contains it.
     """
 

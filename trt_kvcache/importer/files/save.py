@@ -36,8 +36,8 @@ def save_model(
 ) -> None:
     """Write a model derived from `source`; the source and its data files are never touched.
 
-    In the source's own folder, references to external data stay as they are. Anywhere else, the data files are copied
-    beside the new model by the operating system; a file there that already has the same content is used as it is.
+    In the source's own folder, references to external data do not change. In any other folder, the operating system
+    copies the data files beside the new model; an existing file with the same content is kept.
 
     Args:
         proto: the model; its external data references are relative to ``source.path.parent``. The references of

@@ -91,7 +91,7 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
     """Update roles after an edit of the model.
 
     Args:
-        roles: of inputs and outputs before the edit, and of added ones; may contain others.
+        roles: roles of inputs and outputs before the edit, and of added inputs. Roles of removed tensors are dropped.
         model: after the edit, with shapes inferred.
     """
     before = {(r.io, r.name): r for r in roles}

@@ -31,7 +31,7 @@ class Interface:
 
     Attributes:
         tokens: name of the input that brings the new tokens.
-        roles: of all inputs and outputs, from `find_roles`.
+        roles: the roles of all inputs and outputs, from `find_roles`.
         tensors: all inputs and outputs as `OriginalTensor`.
         states: the model's state that is no cache.
 

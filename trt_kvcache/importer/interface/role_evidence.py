@@ -282,7 +282,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
     picks a single token on the way.
 
     Args:
-        index: of the model.
+        index: index of the model's graph.
         logits: name of the output ``[B, ?, V]``.
         tokens: name of the input ``[B, S]`` or ``[B, S, H]``.
     """

@@ -36,7 +36,7 @@ def exact_experts() -> Iterator[None]:
     finally:
         with _lock:
             before = _before.pop()
-            if not _before:  # nobody else is inside this context
+            if not _before:  # no other caller is inside this context
                 del os.environ[ROUNDING]
                 if before is not None:
                     os.environ[ROUNDING] = before

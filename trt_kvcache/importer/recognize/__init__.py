@@ -86,11 +86,12 @@ def recognize(
     """Recognize caches and attentions.
 
     Args:
-        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
+            changed.
         weights: the detached weights.
         options: capacity and name patterns.
-        usual: the capacity where neither options nor model say it.
-        folder: of external data.
+        usual: the capacity if neither options nor model give one.
+        folder: folder of the external data.
 
     Returns:
         What was recognized; None if the model has no input that may be a cache.

@@ -314,7 +314,7 @@ def _run(
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             results = [None if value is None else np.asarray(value) for value in operator(*inputs)]
-    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the step is none for this node
+    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the value is unknown
         return None
     count = len(maker.node.output)
     return [*results, *[None] * count][:count]

@@ -37,7 +37,7 @@ __all__ = ["Contents"]
 Array = npt.NDArray[Any]
 _FEW = 16  # the first numbers of a column, which find a tensor
 _CORNER = 64
-_NEAR = 0.8  # cosine; rows of 4 bits have 0.99, those of other tensors 0.1
+_NEAR = 0.8  # least cosine; the same row in 4 bits has 0.99, rows of other tensors 0.1
 _BITS: dict[int, int] = {TensorProto.UINT4: 4, TensorProto.INT4: 4, TensorProto.UINT8: 8, TensorProto.INT8: 8}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -82,7 +82,7 @@ class Contents:
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
-        """Open `checkpoint` if it is given, else a checkpoint in the model's folder; None if there is none."""
+        """Open `checkpoint` if it is given, else the checkpoint in the model's folder; None if the folder has none."""
         if checkpoint is not None:
             return cls(Path(checkpoint))
         is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
