@@ -1,8 +1,8 @@
-"""The cache-update kernel, its registration as a TensorRT plugin, and the kernels that choose tokens.
+"""Kernels that update caches, their registration as TensorRT plugins, and kernels that choose tokens.
 
 Importing this package imports neither CUDA nor TensorRT.
 
-    spec.py       the kernel that an update needs, its arguments and its launch: plain data
+    spec.py       data classes: the kernel that an update needs, its arguments, its launch
     source.py     the kernel's source: the shared files and one entry function for a configuration
     compile.py    NVRTC: PTX and cubin, resource use, the cache on disk
     ahead.py      the kernels of one model, compiled before a build or a session needs them

@@ -1,4 +1,4 @@
-"""The kernels of one model or engine, compiled before a build or a session needs them."""
+"""Compile the kernels of one model or engine before a build or a session needs them."""
 
 from __future__ import annotations
 

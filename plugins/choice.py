@@ -1,4 +1,4 @@
-"""The kernels that find the best tokens in logits, for the host to choose from: their source, launch and results.
+"""Source, launch and results of kernels that find the best tokens in logits; the host then chooses among these.
 
 The runtime launches them after an engine, without TensorRT. See ``choice.cu``.
 """
@@ -24,7 +24,7 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
 """Types of logits that have kernels."""
 
 KERNELS = ("best_token", "set_maxima", "candidates")
-"""Entry functions: three addresses (`candidates` four), int32 keep, vocab and blocks, int64 pitch.
+"""Names of the entry functions. Arguments: three addresses (`candidates` four), int32 keep, vocab, blocks, int64 pitch.
 
 The second address is the address of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0.
 """
@@ -33,7 +33,7 @@ MOST_TOKENS = 1 << 30
 """Largest vocabulary: positions of 32 bits must not overflow."""
 
 SETS = 8
-"""Sets of scores for each warp of `set_maxima`."""
+"""Number of sets into which each warp of `set_maxima` divides its scores."""
 
 CANDIDATES = 1023
 """Most keys that `candidates` writes for a row, after their count."""
@@ -107,12 +107,12 @@ def blocks_per_row(vocab: int, itemsize: int) -> int:
 
 
 def sets_per_row(vocab: int, itemsize: int) -> int:
-    """Return the count of numbers that `set_maxima` writes for each row."""
+    """Return how many maxima `set_maxima` writes for each row."""
     return blocks_per_row(vocab, itemsize) * (THREADS // 32) * SETS
 
 
 def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Return integers in the order of the scores, as in the kernels."""
+    """Return uint32 numbers that have the same order as the scores, as the kernels compute them."""
     kind = np.dtype(f"u{logits.itemsize}").type
     bits = logits.view(kind)
     sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
@@ -132,7 +132,7 @@ def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.flo
 
 
 def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return tokens and their scores."""
+    """Return the tokens and scores of keys from the kernels."""
     tokens = (~keys & 0xFFFFFFFF).astype(np.int64)
     return tokens, read_scores((keys >> np.uint64(32)).astype(np.uint32), dtype)
 

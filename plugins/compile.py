@@ -25,7 +25,7 @@ CACHE_VARIABLE = "TRT_KVCACHE_KERNELS"
 """Environment variable: the folder of compiled kernels, instead of ``trt_kvcache/kernels`` in the user's cache."""
 
 _WARPS = {75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110: 48, 120: 48, 121: 48}
-"""Warps that a multiprocessor holds, by compute capability (CUDA Programming Guide, technical specifications)."""
+"""The most warps on a multiprocessor, by compute capability (CUDA Programming Guide, technical specifications)."""
 
 _OPTIONS = (
     "--std=c++17",
@@ -38,7 +38,7 @@ _REGISTERS = 65536  # registers of a multiprocessor, on all architectures; a war
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """The resources of one kernel, from ptxas.
+    """The resources of one kernel, as ptxas reports them.
 
     Attributes:
         registers: registers per thread.

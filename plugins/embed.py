@@ -1,4 +1,4 @@
-"""Compiles kernels for the GPU of this machine, which TensorRT embeds in the engine that it builds here."""
+"""Compiles kernels for the GPU of this machine. TensorRT embeds them in the engine that it builds here."""
 
 from __future__ import annotations
 

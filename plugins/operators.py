@@ -80,7 +80,7 @@ class Operator:
 
         Args:
             types: the ONNX type name of each input, by the operator's input names.
-            per_head: there is one scale for each head.
+            per_head: True if each head has a scale.
 
         Raises:
             OptionError: no kernel supports them; the message gives the types and the supported ones.

@@ -193,7 +193,8 @@ def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False)
     Args:
         config: the kernel.
         shapes: sizes of the tensors.
-        copies: the outputs are other buffers than the caches: size the grid by the cache; otherwise by the update.
+        copies: True if outputs and caches are different buffers. Then the grid follows the size of the cache, otherwise
+            the size of the update.
 
     Raises:
         OptionError: the kernel does not support a known size.
@@ -228,5 +229,5 @@ def _row_bytes(bits: int, size: Any) -> Any:
 
 
 def _blocks(size: Any, each: int) -> Any:
-    # One too many if `each` divides the size: never zero, and without negative numbers.
+    # One block too many if `each` divides the size. So the result is never zero, and no number is negative.
     return size // each + 1

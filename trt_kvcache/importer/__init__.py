@@ -1,18 +1,18 @@
-"""ONNX decoder -> plan -> rewritten model.
+"""Turn an ONNX decoder into a plan and a rewritten model.
 
 Nothing here imports TensorRT.
 
     load_source     read the file, check it                           files
-    prepare         fixed capacity, flat, shapes known, caches and    prepare, simplify, recognize, emit
-                    attention in their canonical form
+    prepare         one flat graph, known shapes, fixed capacity;     prepare, simplify, recognize, emit
+                    caches and attention in canonical form
     analyze         -> CachePlan                                      pipeline, planning, interface, plan
     rewrite_graph   edit the graph as the plan says                   rewrite
     check_rewrite   compare the rewritten model with the original     check
     patch_network   set what only TensorRT's parsed network has       patch
 
-`pipeline` calls all but the last, one after the other. `families` are loaded only for models that need them.
+`pipeline` calls all but the last, in this order. It loads `families` only for models that need them.
 
-Names load on first use: the data classes in `trt_kvcache.importer.plan`, and manifests with them, need no ONNX.
+Names load on first use. So the data classes in `trt_kvcache.importer.plan`, which manifests use, need no ONNX.
 """
 
 from __future__ import annotations

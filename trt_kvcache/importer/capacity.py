@@ -10,7 +10,7 @@ from trt_kvcache.files import read_object
 __all__ = ["USUAL", "longest_text", "usual_capacity"]
 
 USUAL = 4096
-"""Tokens: the default, where the model does not take fewer."""
+"""The default capacity in tokens, if the model's longest text is not shorter."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "context_length")
 
 
@@ -18,7 +18,7 @@ def usual_capacity(folder: Path) -> int:
     """Return the default: tokens of the model's longest text, at most 4096.
 
     Args:
-        folder: of the model; see `longest_text`.
+        folder: the model's folder; see `longest_text`.
     """
     longest = longest_text(folder)
     return USUAL if longest is None else min(longest[0], USUAL)
@@ -28,8 +28,8 @@ def longest_text(folder: Path) -> tuple[int, str] | None:
     """Return the tokens of the model's longest text, and the source of that number; None if no config has it.
 
     Args:
-        folder: of the model, with ``config.json`` or ``genai_config.json``, of which an unreadable one says nothing.
-            Those of a folder ``decoder`` lie beside it, too (mobius-onnx).
+        folder: the model's folder, with ``config.json`` or ``genai_config.json``. Unreadable files are ignored. For a
+            folder ``decoder``, the parent folder counts, too (mobius-onnx).
     """
     texts: list[tuple[int, str]] = []
     folders = (folder, folder.parent) if folder.name == "decoder" else (folder,)

@@ -1,4 +1,4 @@
-"""Small tools on an onnx-graphsurgeon graph: reading dimensions and constants, and emitting nodes."""
+"""Functions on onnx-graphsurgeon graphs: read dimensions and constants, emit nodes, sort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.protos import FLOATS as FLOATS
 
-# Every bfloat16 or float8 tensor makes graphsurgeon warn that numpy lacks the type; the type stays all the same.
+# For every bfloat16 or float8 tensor, graphsurgeon would warn that numpy lacks the type. The type is kept.
 G_LOGGER.severity = G_LOGGER.ERROR
 
 _Result = TypeVar("_Result")
@@ -34,7 +34,7 @@ def is_op(node: gs.Node, *op_types: str) -> bool:
 
 
 def elem_type(tensor: gs.Tensor) -> int | None:
-    """The ONNX element type (``onnx.TensorProto.DataType``) of a tensor, or None where the model does not give it."""
+    """The ONNX element type (``onnx.TensorProto.DataType``) of a tensor; None if the model does not give it."""
     dtype = tensor.dtype
     if dtype is None:
         return None
@@ -50,14 +50,14 @@ def dtype_name(tensor: gs.Tensor) -> str:
 
 
 def dims(tensor: gs.Tensor) -> tuple[Dim, ...] | None:
-    """The shape with ``"?"`` for dimensions that the model leaves open; None where the rank is unknown."""
+    """The shape, with ``"?"`` for dimensions without a size or symbol; None if the rank is unknown."""
     if tensor.shape is None:
         return None
     return tuple(d if isinstance(d, int) and d >= 0 else d if isinstance(d, str) and d else "?" for d in tensor.shape)
 
 
 def input_or_none(node: gs.Node, index: int) -> gs.Tensor | None:
-    """Input `index` of a node, or None where it is absent (trailing or empty)."""
+    """Input `index` of a node; None if it is missing or empty."""
     if index >= len(node.inputs):
         return None
     tensor = node.inputs[index]
@@ -65,7 +65,7 @@ def input_or_none(node: gs.Node, index: int) -> gs.Tensor | None:
 
 
 def producer(tensor: gs.Tensor) -> gs.Node | None:
-    """The node that makes a tensor, or None for graph inputs and weights."""
+    """The node that computes a tensor; None for graph inputs and weights."""
     return tensor.inputs[0] if tensor.inputs else None
 
 
@@ -76,7 +76,7 @@ def consumers(tensor: gs.Tensor) -> list[gs.Node]:
 
 
 def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
-    """True if `tensor` itself (not one that compares equal) is in `tensors`."""
+    """True if `tensor` itself is in `tensors`; an equal tensor does not count."""
     return any(t is tensor for t in tensors)
 
 
@@ -148,7 +148,7 @@ class Emitter:
         self._results: dict[object, Any] = {}
 
     def name(self, hint: str) -> str:
-        """A new name in the graph."""
+        """Return a new name in the graph."""
         name, count = NAME_PREFIX + hint, 1
         while name in self._taken:
             count += 1
@@ -165,19 +165,19 @@ class Emitter:
         return output
 
     def ints(self, values: int | Sequence[int]) -> gs.Constant:
-        """An int64 constant: a scalar for an int, 1-D for a sequence."""
+        """Add an int64 constant: a scalar for an int, 1-D for a sequence."""
         return self.constant(np.asarray(values, dtype=np.int64))
 
     def constant(self, values: npt.NDArray[Any]) -> gs.Constant:
-        """A constant of a numpy array."""
+        """Add a constant of a numpy array."""
         return self.tensor(onnx.numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape)))
 
     def scalar(self, value: float, dtype: int) -> gs.Constant:
-        """A rank-0 constant of an ONNX floating-point element type."""
+        """Add a scalar constant of an ONNX floating-point element type."""
         return self.tensor(onnx.helper.make_tensor("", dtype, [], [value]))
 
     def tensor(self, proto: onnx.TensorProto) -> gs.Constant:
-        """A constant of a nameless proto."""
+        """Add a constant from a tensor without a name."""
         key = (proto.data_type, tuple(proto.dims), proto.SerializeToString())
         if key not in self._constants:
             proto.name = self.name("const")
@@ -185,7 +185,7 @@ class Emitter:
         return self._constants[key]
 
     def once(self, key: object, make: Callable[[], _Result]) -> _Result:
-        """The result of the first `make()` for this key."""
+        """Call `make()` once for each key; returns its first result."""
         if key not in self._results:
             self._results[key] = make()
         return cast(_Result, self._results[key])
@@ -206,11 +206,11 @@ def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -
 
 
 def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
-    """Remove the nodes that no output needs, and sort the others: as ``cleanup().toposort()``, and four times as fast.
+    """Remove nodes that no output needs, and sort the others: ``cleanup().toposort()``, but four times faster.
 
     Args:
-        graph: edited, and returned.
-        sort: False: as ``cleanup()`` alone.
+        graph: the graph to edit; it is returned.
+        sort: False: only remove nodes.
     """
     if graph.functions or any(isinstance(v, gs.Graph) for node in graph.nodes for v in node.attrs.values()):
         return graph.cleanup().toposort() if sort else graph.cleanup()
@@ -239,13 +239,13 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
     graph.nodes = needed
     order = _order(needed) if sort else needed
     if order is None:
-        return graph.toposort()  # which says what is wrong
+        return graph.toposort()  # its error names the fault
     graph.nodes = order
     return graph
 
 
 def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
-    """The nodes by the longest way from an input; of one length, as they are met. None: there is a cycle."""
+    """Nodes sorted by their longest distance from an input; None: the graph has a cycle."""
     own = {id(node) for node in nodes}
     before = {id(n): [maker for tensor in n.inputs for maker in tensor.inputs if id(maker) in own] for n in nodes}
     levels: dict[int, int] = {}
@@ -282,9 +282,9 @@ def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
 
 
 def fold_identities(graph: gs.Graph) -> None:
-    """Remove Identity nodes, so that a cache is seen where it is: as a graph input, as a graph output, as K or V.
+    """Remove Identity nodes, so that a cache is directly a graph input, a graph output, K or V.
 
-    An Identity from a graph input (or weight) straight to a graph output stays: it is a copy that the caller asked for.
+    An Identity from a graph input (or weight) to a graph output stays: the model returns this copy.
     """
     identities = [node for node in graph.nodes if is_op(node, "Identity")]
     for node in identities:

@@ -1,29 +1,29 @@
-"""Families of ONNX operators, by their effect on numbers."""
+"""Groups of ONNX operators with the same effect on numbers."""
 
 from __future__ import annotations
 
 RESHAPES = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
-"""The numbers of the first input in their order, in another shape."""
+"""The result has the numbers of the first input, in the same order, in another shape."""
 
 VIEWS = ("Identity", "Transpose", *RESHAPES)
-"""The numbers of the first input, each once."""
+"""The result has each number of the first input once."""
 
 MOVES = (*VIEWS, "Expand", "Tile", "Slice", "Gather")
-"""Numbers of the first input, some of them left out or repeated."""
+"""The result has numbers of the first input; some may be missing or repeated."""
 
 PASSES = (*MOVES, "Split", "Cast")
-"""Nothing comes out but numbers of the first input, maybe in another type."""
+"""The results have only numbers of the first input, possibly in another type."""
 
 ROUNDS = ("QuantizeLinear", "DynamicQuantizeLinear", "Round")
-"""Numbers become the nearest of a few; one scale may be that of all tokens of a step."""
+"""Numbers are rounded; all tokens of a step may share one scale."""
 
 NORMS = ("LayerNormalization", "RMSNormalization")
-"""Numbers along the last axes are divided by their own size."""
+"""Numbers are divided by their norm along the last axes."""
 
 QUANTIZES = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
-"""The operands become integers of 8 bits."""
+"""Operands are rounded to 8-bit integers."""
 
 INTEGER_PRODUCTS = (
     "ConvInteger", "DynamicQuantizeLSTM", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm",
 )  # fmt: skip
-"""Products of integers of 8 bits, beside those whose names begin with QLinear."""
+"""Products of 8-bit integers, except operators whose names begin with QLinear."""

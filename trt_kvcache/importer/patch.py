@@ -1,4 +1,4 @@
-"""Set properties that only TensorRT's network has on the parsed network. So the ONNX model stays standard."""
+"""Set properties on the parsed network that ONNX does not have. So the ONNX model stays standard."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
         network: a parsed ``INetworkDefinition`` of the rewritten model.
         plan: the plan, with the kind of each attention.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
-        decompose_all: let every attention be decomposed, for a TensorRT that lacks a kernel the plan counts on.
+        decompose_all: let every attention be decomposed, if a kernel that the plan expects is missing in this TensorRT.
 
     Raises:
         BuildError: the network lacks an attention layer that the plan names.

@@ -85,7 +85,8 @@ class ImportedModel:
 def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> CachePlan:
     """Plan a model without writing it: the dry run of `rewrite_model` and of a build.
 
-    Neither TensorRT nor the weights are needed. A model that TensorRT cannot round like is refused; the CPU runs it.
+    Neither TensorRT nor the weights are needed. If a model rounds numbers in a way that TensorRT cannot, it is refused;
+    the CPU can run it.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -99,7 +100,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     prepared, plan, rewritten = _rewrite(source, options)
     plan = _check(source, options, prepared, plan, rewritten).on(plan)
     plan = _adapt(source, prepared, plan, rewritten)
-    families.for_tensorrt(rewritten, source.path.parent)  # refuses some rounding; nobody gets the model
+    families.for_tensorrt(rewritten, source.path.parent)  # may refuse; the edited model is not used
     return _quantize(plan, rewritten)[0]
 
 
@@ -111,7 +112,7 @@ def import_model(
     Args:
         model: path of the ``.onnx`` file.
         options: target and choices.
-        thorough: also compare the rewritten model with the original after every past up to 4,096.
+        thorough: also compare the rewritten model with the original after every past of up to 4,096 tokens.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
@@ -132,7 +133,7 @@ def import_unchecked(
     Args:
         model: path of the ``.onnx`` file.
         options: target and choices.
-        default_capacity: where neither options nor model say it; None: `usual_capacity`.
+        default_capacity: the capacity if neither options nor model give one; None: `usual_capacity`.
 
     Returns:
         The model, and a future of the check: its result is facts for the plan, or the error that `import_model` raises.
@@ -142,7 +143,7 @@ def import_unchecked(
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
-    checked, verdict = copied(rewritten), Future[Checked]()  # its weights are stand-ins
+    checked, verdict = copied(rewritten), Future[Checked]()  # a small copy: weights are stand-ins
 
     def work() -> None:
         try:
@@ -150,7 +151,7 @@ def import_unchecked(
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             verdict.set_exception(error)
 
-    # Nobody waits for it where the caller fails: a pool's threads are waited for when Python ends.
+    # A daemon thread, so that Python can exit if the caller fails. It would wait for threads of a pool.
     threading.Thread(target=copy_context().run, args=(work,), name="trt-kvcache-verdict", daemon=True).start()
     return _whole(source, prepared, plan, rewritten), verdict
 
@@ -168,7 +169,7 @@ def rewrite_model(
 
     Raises:
         ModelError, OptionError: see `plan_model`.
-        UnsupportedModelError: TensorRT does not take the scales of quantized weights, which only this reads.
+        UnsupportedModelError: TensorRT does not support the scales of quantized weights. Only this function reads them.
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
@@ -197,7 +198,7 @@ def _rewrite(
 
 @contextmanager
 def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn MemoryError into an error that names the model, whose fixed sizes are too large."""
+    """Turn MemoryError into an error that names the model: its fixed sizes are too large."""
     try:
         yield
     except MemoryError:
@@ -208,7 +209,7 @@ def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
-    """Add to an error about the capacity that it is the default."""
+    """Add to an error about the capacity that the default was used."""
     try:
         yield
     except OptionError as error:
@@ -275,7 +276,7 @@ def _check(
                 prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough
             )
     except UnsupportedModelError:
-        source.check_unchanged()  # weights that changed meanwhile differ, too
+        source.check_unchanged()  # a difference may come from files that changed meanwhile
         raise
 
 
@@ -283,12 +284,12 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
     """Complete a rewritten model: add adapters, restore weights, and quantize caches as the options ask."""
     plan = _adapt(source, prepared, plan, rewritten)
     attach_weights(rewritten, prepared.weights)
-    take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
+    take_readable(rewritten, source.path.parent)  # tables that became integers, as load_source would
     return quantize_caches(ImportedModel(source, plan, rewritten))
 
 
 def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
-    """Let a rewritten model take adapters, where the options ask for them; edited in place. Weights are counted."""
+    """Add adapters, in place, to a rewritten model if the options ask for them; also counts weights in the plan."""
     plan = replace(plan, weights=weights_read(rewritten))
     if plan.options.lora_rank is None:
         return plan
@@ -300,8 +301,8 @@ def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> Imported
     """The model with caches in the type that its options ask for; the same object if they ask for none.
 
     Args:
-        imported: with its own caches.
-        plain: for ONNX Runtime, not for the target, with `PlanOptions.cache_ranges`.
+        imported: a model with caches of its own type.
+        plain: make the model for ONNX Runtime, not for the target; needs `PlanOptions.cache_ranges`.
 
     Raises:
         OptionError: a cache cannot have this type.
@@ -324,13 +325,13 @@ def _quantize(plan: CachePlan, model: onnx.ModelProto, *, plain: bool = False) -
 
 def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     model: onnx.ModelProto = gs.export_onnx(graph)
-    del model.graph.value_info[:]  # intermediates changed shape; whoever needs them infers them
+    del model.graph.value_info[:]  # shapes of intermediates changed; later code infers them if needed
     model.ir_version = max(source.ir_version, 10)
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         setattr(model, field, getattr(source, field))
     model.graph.doc_string = source.graph.doc_string
     replace_field(model.metadata_props, source.metadata_props)
-    del model.functions[:]  # those that are left define updates outside of ONNX, in the words of the model
+    del model.functions[:]  # they define updates outside of ONNX, as the source has them
     return families.define(model)
 
 
@@ -351,7 +352,7 @@ def analyze(
     """Plan a prepared model.
 
     Raises:
-        UnsupportedModelError: the model has no cache update, or one without a route.
+        UnsupportedModelError: the model has no cache update, or an update without a route.
         AmbiguousRoleError: the role of an input is ambiguous.
     """
     if options.target is Target.TENSORRT_RTX:
@@ -410,7 +411,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Warn of position tables shorter than the caches: a lookup beyond their end reads their last row."""
+    """Warn of position tables that are shorter than the caches: lookups after their end read the last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
@@ -444,7 +445,7 @@ _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
-    """Describe the first sign of a cache that is written in an unsupported way; else an empty text."""
+    """Describe the first sign of a cache with an unsupported update; an empty text if there is none."""
     for node in graph.nodes:
         if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
             return f"{node.op} '{node.name}' on '{past}'"
@@ -452,7 +453,7 @@ def _foreign_cache(graph: gs.Graph) -> str:
 
 
 def _holder(graph: gs.Graph) -> str:
-    """Describe the first operator that may contain a cache or the decoder, or that ONNX lacks; else an empty text."""
+    """Describe the first operator that may contain a cache or the decoder, or that ONNX lacks; or an empty text."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
             contents = "its cache itself, if there is one"
@@ -547,7 +548,7 @@ def check_unique_outputs(graph: gs.Graph) -> None:
     """Refuse a graph in which two outputs share a name, which ONNX forbids and TensorRT reports late.
 
     Raises:
-        InvalidModelError: naming the tensor.
+        InvalidModelError: there are such outputs; the message gives their name.
     """
     seen: set[str] = set()
     for tensor in graph.outputs:

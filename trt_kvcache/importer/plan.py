@@ -1,7 +1,7 @@
-"""The plan of all changes to a model: plain data, printable, readable from JSON and writable as JSON.
+"""The plan of all changes to a model: plain data, printable, and convertible to and from JSON.
 
-`CachePlan` is the dry run of a build: the rewrites, the network patch, the manifest and the runtime follow it and never
-decide again. Nothing here imports ONNX or TensorRT.
+`CachePlan` is the dry run of a build. Rewrite, network patch, manifest and runtime follow it, and never repeat its
+decisions. Nothing here imports ONNX or TensorRT.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Dim = int | str
 
 
 class OriginalRole(str, Enum):
-    """The part that an input or output plays in a model whose interface normalization changed."""
+    """The role of an input or output of the exported model, if normalization changes the interface."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -35,19 +35,19 @@ class OriginalRole(str, Enum):
     PADDING_MASK = "padding_mask"
     """Ones for every token of the past and of the update: integer or bool ``[B, P + S]``."""
     PAST_LENGTH = "past_length"
-    """Tokens in the cache before the step: ``P``, a scalar or one per row."""
+    """Number of tokens in the cache before the step: ``P``, a scalar or one number per sequence."""
     MASK = "mask"
     """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
     GROWING_CACHE = "growing_cache"
-    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that."""
+    """A cache with ``P`` rows in, ``P + S`` rows out; or with fewer rows, if it keeps only the newest."""
     FIXED_CACHE = "fixed_cache"
     """A cache of fixed capacity, the same length in and out."""
     CONSTANT = "constant"
-    """Given once and only read, such as the output of an encoder or its keys and values."""
+    """Given once, and then constant, such as the output of an encoder or its keys and values."""
     STATE = "state"
     """State of fixed shape that every step replaces."""
     SWITCH = "switch"
-    """Chooses between the branches of a merged export, or only the one without a past reads it: all ones."""
+    """Chooses between the branches of a merged export; or all ones, and only the branch without a past reads it."""
     LOGITS = "logits"
     OTHER = "other"
 
@@ -58,9 +58,9 @@ class InterfaceChange:
 
     Attributes:
         io: ``"input"`` or ``"output"``.
-        old: name and shape in the model as exported, such as ``"attention_mask [batch, P + S]"``; empty: it is new.
-        new: name and shape in the rewritten model; empty: it is gone.
-        why: what it becomes, or what the caller gives instead.
+        old: name and shape in the exported model, such as ``"attention_mask [batch, P + S]"``; empty: it is new.
+        new: name and shape in the rewritten model; empty: it was removed.
+        why: what replaces it, or what the caller gives instead.
     """
 
     io: str
@@ -75,14 +75,14 @@ class OriginalTensor:
 
     Attributes:
         io: ``"input"`` or ``"output"``.
-        shape: as exported; fixed sizes and symbols.
+        shape: shape in the exported model: fixed sizes and symbols.
         axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        window_rows: rows, at most, of a growing cache of which only the newest ones stay: ``min(P, rows)`` in,
-            ``min(P + S, rows)`` out; of a padding mask over it, which has ``min(P, rows) + S`` columns; None: it is as
-            long as the text. Where the axis of the past has a fixed size, the cache is shifted: it always has as many
-            rows, and a mask over it as many columns, those of tokens last.
-        on: of a switch: what takes the branch with a past.
+        window_rows: for a growing cache that keeps only this many newest rows: it has ``min(P, rows)`` rows in and
+            ``min(P + S, rows)`` rows out, and a padding mask over it has ``min(P, rows) + S`` columns. If the past's
+            axis has a fixed size, the cache is shifted: it always has this many rows, a mask over it this many columns,
+            and tokens have the last ones. None: it keeps all rows.
+        on: for a switch: the value that chooses the branch with a past.
     """
 
     name: str
@@ -113,7 +113,7 @@ class StateUpdate:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Columns ``start .. stop - 1`` of a product, which one module of the checkpoint makes."""
+    """Columns ``start .. stop - 1`` of a product, which one module of the checkpoint computes."""
 
     module: str
     start: int
@@ -127,11 +127,11 @@ class AdapterProduct:
     Attributes:
         a: name of the input A ``[slots + 1, inputs, rank]``.
         b: name of the input B ``[slots + 1, rank, outputs]``.
-        dtype: of both.
-        rank: of all parts together: each has `AdapterPlan.rank` columns at least.
-        parts: modules, of which an adapter may change any: one, or several that were fused.
-        whole: name of the fused module, which an adapter may change as well; None: there is one part.
-        found_by: what said which module it is.
+        dtype: ONNX name of the type of A and B.
+        rank: rank of all parts together; each part has at least `AdapterPlan.rank`.
+        parts: the module, or the modules that were fused; an adapter may change any of them.
+        whole: name of the fused module, which an adapter may also change; None: there is only one part.
+        found_by: what showed which module it is.
     """
 
     a: str
@@ -150,10 +150,10 @@ class AdapterPlan:
     """The adapters that a model takes as inputs.
 
     Attributes:
-        rank: of the largest adapter.
-        slots: adapters at a time, in slots 1 to `slots`. Slot 0 holds zeros: the model itself.
+        rank: rank of the largest adapter.
+        slots: number of adapters at a time, in slots 1 to `slots`. Slot 0 holds zeros: the model without an adapter.
         index: name of the int64 input ``[B]``, the slot of each sequence.
-        products: that adapters change.
+        products: the products that adapters may change.
     """
 
     rank: int
@@ -163,7 +163,7 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """The way on which a cache update reaches the engine, with its promises, and who enforces them."""
+    """How a cache update reaches the engine, what this guarantees, and who enforces it."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address; TensorRT enforces it, and
@@ -194,7 +194,7 @@ class UpdateForm(str, Enum):
 
 
 class PhysicalLayout(str, Enum):
-    """The order of a cache's bytes in the engine, against the model's logical shape."""
+    """The order of a cache's bytes in the engine, compared with the model's logical shape."""
 
     AS_IS = "as-is"
     """Logical and physical shape are the same."""
@@ -205,7 +205,7 @@ class PhysicalLayout(str, Enum):
 
 
 class AttentionKind(str, Enum):
-    """The way on which an Attention node reaches the engine."""
+    """How an Attention node reaches the engine."""
 
     FUSED = "fused"
     """IAttention with a dedicated kernel."""
@@ -216,7 +216,7 @@ class AttentionKind(str, Enum):
 
 
 class Role(str, Enum):
-    """The part that an input or output of the model plays in a decode loop."""
+    """The role of an input or output of the model in a decode loop."""
 
     TOKENS = "tokens"
     POSITIONS = "positions"
@@ -228,11 +228,11 @@ class Role(str, Enum):
     SPAN = "span"
     STATE = "state"
     CONSTANT = "constant"
-    """Given once per sequence and only read: the output of an encoder, its keys and values, its mask."""
+    """Given once per sequence, and then constant: the output of an encoder, its keys and values, its mask."""
     ZEROS = "zeros"
     """Always 0, such as the token types of a text that has one kind."""
     ADAPTER = "adapter"
-    """The slot of each sequence's adapter; 0: none."""
+    """The slot of each sequence's adapter; 0: no adapter."""
     ADAPTER_WEIGHTS = "adapter_weights"
     """The factors A or B of one product's adapters, of all slots."""
     LOGITS = "logits"
@@ -241,7 +241,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class UpdateContract:
-    """A contract that the caller must keep to, because the engine cannot: TensorRT would drop the write silently.
+    """A contract that the caller must keep. The engine cannot enforce it: TensorRT would drop the write silently.
 
     Attributes:
         no_straddle: no update may cross the end of the buffer: ``write_index mod capacity + S_new <= capacity``.
@@ -254,14 +254,14 @@ class UpdateContract:
 
 @dataclass(frozen=True)
 class CacheUpdate:
-    """One cache written by the model, and how.
+    """One cache of the model, and how the model writes it.
 
     Semantics: https://onnx.ai/onnx/operators/onnx__TensorScatter.html and the TensorRT header of IKVCacheUpdateLayer.
 
     Attributes:
         node: name of the node that updates the cache.
-        past, present: names of the cache tensor before and after; the graph's input and output where the route is in
-            place.
+        past, present: names of the cache tensor before and after the update; if the route is in place, of the graph's
+            input and output.
         update: name of the tensor ``[B, ..., S_new, ...]`` that is written (packed: ``[T, N, H]``).
         write_indices: name of the int64 ``[B]`` tensor of first positions, or None (zeros).
         update_lengths: packed form only: name of the cumulative lengths ``[B + 1]``.
@@ -272,7 +272,7 @@ class CacheUpdate:
         update_length: ``S_new``: a size, or a symbol.
         readers: names of the Attention nodes that read `present`.
         carried: past is an input and present an output of the graph, so the caller keeps it from step to step.
-        idiom: how the model as exported writes this cache, such as ``"Concat"``; ``"TensorScatter"`` as it stands.
+        idiom: how the exported model writes this cache, such as ``"Concat"``; ``"TensorScatter"`` needs no change.
     """
 
     node: str
@@ -336,7 +336,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """The treatment of one Attention node.
+    """How one Attention node is computed.
 
     Attributes:
         caches: names of the past tensors of the caches that it reads.
@@ -374,15 +374,15 @@ class SpanInput:
 
 @dataclass(frozen=True)
 class LogitsSpan:
-    """An added int64 input ``[span]``: its *shape* says of how many of the last positions of a step the logits are.
+    """An added int64 input ``[span]``: its *shape* is the number of last positions of a step that get logits.
 
-    From 1 to S; more than S is S. The contents do not matter.
+    The number is from 1 to S; a larger number means S. The contents do not matter.
 
     Attributes:
         output: name of the logits, ``[B, span, V]``.
         tensor: name of the value ``[B, S, ...]`` that is sliced to its last positions.
-        axis: of the positions in it.
-        readers: names of the nodes that read what is left of it; others read all of it.
+        axis: axis of the positions in this tensor.
+        readers: names of the nodes that read the slice; other nodes read the whole tensor.
     """
 
     name: str
@@ -395,16 +395,16 @@ class LogitsSpan:
 
 @dataclass(frozen=True)
 class TensorRole:
-    """The part that one graph input or output plays.
+    """The role of one graph input or output.
 
     Attributes:
         io: ``"input"`` or ``"output"`` of the rewritten model.
-        shape: of the rewritten model.
-        found_by: what showed it: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
+        shape: shape in the rewritten model.
+        found_by: what showed the role: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
         axes: for dynamic dimensions, which size of a decode loop each axis is: ``"batch"``, ``"sequence"`` (S_new),
-            ``"span"``, ``"kept"`` (positions that logits are of), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"``
-            (length of a mask), ``"encoder"`` (length of what the decoder attends beside its own text), or ``""`` where
-            it is fixed, or ``"?"`` where nothing says.
+            ``"span"``, ``"kept"`` (positions that have logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"``
+            (length of a mask), ``"encoder"`` (length of the encoder's output), ``""`` if the size is fixed, or ``"?"``
+            if unknown.
     """
 
     name: str
@@ -423,21 +423,22 @@ class TensorRole:
 
 @dataclass(frozen=True, repr=False)
 class CachePlan:
-    """All that is done to one model.
+    """All changes to one model.
 
     Attributes:
-        schema_version: of this data, written into JSON.
-        opset: of the model's default domain.
+        schema_version: version of this data, written into JSON.
+        opset: the model's opset of ONNX's own domain.
         warnings: what the user should know before building.
         notes: what normalization did, such as what a circular window saves.
-        changes: inputs and outputs of the model as exported that change or disappear.
-        original: the interface of the model as exported; empty where normalization left it as it is.
+        changes: inputs and outputs of the exported model that change or disappear.
+        original: the interface of the exported model; empty if normalization did not change it.
         states: state that is no attention cache.
-        logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
-        prefill_in_one_step: tokens of one step depend on each other, so that a prompt must come in one step.
-        adapters: what adapters (LoRA) change; None: the model takes none.
-        weights: bytes that a step of one token reads of them: a table that is looked up, such as that of embeddings,
-            counts with the rows that a token takes. 0: not counted.
+        logits_span: the input that chooses the number of positions with logits; None: the same positions as in the
+            exported model.
+        prefill_in_one_step: True if tokens of one step depend on each other, so that a prompt must be one step.
+        adapters: the products that adapters (LoRA) change; None: the model takes no adapters.
+        weights: bytes of weights that a step of one token reads. A lookup table, such as embeddings, counts with the
+            rows for one token. 0: not counted.
     """
 
     options: PlanOptions
@@ -477,23 +478,23 @@ class CachePlan:
         return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Bytes of all carried caches and states for `batch` sequences; what is not in place counts twice."""
+        """Bytes of all carried caches and states for `batch` sequences. Those that are not in place count twice."""
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
 
     def adapter_bytes(self) -> int:
-        """Bytes of the weights of one adapter, as an engine holds them; of all: times its slots and one."""
+        """Bytes of the weights of one adapter in an engine. An engine needs them `slots` + 1 times."""
         products = () if self.adapters is None else self.adapters.products
         return sum((p.inputs + p.outputs) * p.rank * _BITS[p.dtype] // 8 for p in products)
 
     @property
     def double_buffered(self) -> dict[str, str]:
-        """Present -> past of all that is carried from step to step in two buffers."""
+        """Present -> past of all caches and states that are carried from step to step in two buffers."""
         caches = {c.present: c.past for c in self.caches if c.carried and not c.in_place}
         return caches | {s.present: s.past for s in self.states}
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
-        """The only tensor with this role, or None. Caches and spans may be several: filter `tensors` for those."""
+        """The only tensor with this role, or None. For roles of several tensors (caches, spans) filter `tensors`."""
         matches = [t for t in self.tensors if t.role is role and t.io == io]
         return matches[0] if len(matches) == 1 else None
 
@@ -502,7 +503,7 @@ TENSORRT_DTYPES = {
     "float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "uint8": "UINT8", "int32": "INT32",
     "int64": "INT64", "bool": "BOOL", "float8e4m3fn": "FP8", "int4": "INT4", "float4e2m1": "FP4",
 }  # fmt: skip
-"""TensorRT's names of the ONNX dtypes that inputs and outputs of its engines have."""
+"""TensorRT's names of the ONNX dtypes that inputs and outputs of its engines may have."""
 
 _BITS = {
     "float": 32, "float16": 16, "bfloat16": 16, "double": 64, "int8": 8, "uint8": 8, "bool": 8, "int16": 16,
@@ -518,7 +519,7 @@ def dtype_bits(dtype: str) -> int:
 
 
 def cache_bytes(cache: CacheUpdate, batch: int) -> int:
-    """Bytes of one buffer of this cache for `batch` sequences (a fixed batch size in the model wins)."""
+    """Bytes of one buffer of this cache for `batch` sequences, or for the model's batch size if it is fixed."""
     return _bytes(cache.dtype, cache.physical_shape, batch)
 
 

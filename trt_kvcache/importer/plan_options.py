@@ -1,4 +1,4 @@
-"""The choices that a caller has about a plan.
+"""Define the options of a plan.
 
 Nothing here imports ONNX or TensorRT.
 """
@@ -39,7 +39,7 @@ class Fallback(str, Enum):
     """`Route.PLUGIN` on TensorRT. On TensorRT for RTX, which has no plugins: `CONTRACT` where that is possible, else
     `FUNCTIONAL`."""
     CONTRACT = "contract"
-    """Native with a modulo on the write index, under the contract that no update straddles the wrap."""
+    """Native, with a modulo on the write index. The caller must ensure that no update crosses the end of the ring."""
     FUNCTIONAL = "functional"
     """Plain operators, no contract, not in place."""
 
@@ -48,22 +48,22 @@ class Sliding(str, Enum):
     """The option ``--sliding``: how to hold a cache of which attention only sees a window."""
 
     LINEAR = "linear"
-    """All tokens up to the capacity, as the model has it."""
+    """The cache holds all tokens up to the capacity, as in the exported model."""
     CIRCULAR = "circular"
-    """A circular buffer of the window and one update: memory and step time stop growing with the text."""
+    """A circular buffer for the window and one update: memory and step time do not grow with the number of tokens."""
 
 
 class LogitPositions(str, Enum):
-    """The option ``--logits``: of which positions of a step are they computed?"""
+    """The option ``--logits``: for which positions of a step are logits computed?"""
 
     LAST = "last"
-    """As many of the last ones as the caller asks for (adds an input, see `LogitsSpan`): prefill needs one."""
+    """The last positions, as many as the caller asks for (adds an input, see `LogitsSpan`). Prefill needs one."""
     ALL = "all"
-    """Those that the model as exported gives."""
+    """The same positions as in the exported model."""
 
 
 class CacheDtype(str, Enum):
-    """The option ``--cache-dtype``: what rows of a cache of floats are quantized to."""
+    """The option ``--cache-dtype``: the type to which rows of float caches are quantized."""
 
     INT8 = "int8"
     INT4 = "int4"
@@ -72,7 +72,7 @@ class CacheDtype(str, Enum):
 
 
 _MOST_ADAPTERS = 4096
-_LEAST, _MOST = 1e-30, 3e38  # of ranges: their scales are normal numbers in float32
+_LEAST, _MOST = 1e-30, 3e38  # limits of ranges: scales must be normal numbers in float32
 
 
 class PlanValues(TypedDict, total=False):
@@ -103,10 +103,10 @@ class PlanValues(TypedDict, total=False):
 @described
 @dataclass(frozen=True)
 class PlanOptions:
-    """The choices that a caller has about a plan.
+    """The options of a plan. Values of enums may also be given as text.
 
     Raises:
-        OptionError: a value is none of its enum's, or of another type. Those of enums may be text.
+        OptionError: a value has another type, is not in its enum, or is out of range.
     """
 
     if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class PlanOptions:
             object.__setattr__(self, "cache_ranges", _checked_ranges(self.cache_ranges, self.cache_dtype))
 
     def unquantized(self) -> PlanOptions:
-        """The same with the caches that the model has."""
+        """The same options without quantized caches."""
         return replace(self, cache_dtype=None, cache_ranges=None)
 
 

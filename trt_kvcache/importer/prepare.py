@@ -1,7 +1,7 @@
 """Bring a model into the form that the analysis reads: fixed capacity, flat, named nodes, known shapes.
 
-The result is a working copy. Large inline weights are replaced by empty stand-ins meanwhile (`detach_weights`), so that
-copies, shape inference and graph edits cost the graph's size, not the weights'.
+The result is a working copy, in which empty stand-ins replace large inline weights (`detach_weights`). So the time for
+copies, shape inference and edits does not depend on the size of weights.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, i
 from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify
 from trt_kvcache.importer.weights import detached, stand_in
 
-_MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed
-_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
+_MOST_TOKENS = 1 << 24  # models may compute with positions in float32, which holds no larger integers exactly
+_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and stay
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Prepared:
     """A flat model with a fixed capacity.
 
     Attributes:
-        reference: the model as read and inlined, before anything is recognized; its weights are stand-ins, too.
-        options: of the caller, with the capacity that was chosen where the model leaves it open.
-        model: the working copy; its large inline weights are stand-ins until `attach_weights`.
-        weights: the detached weights by name, as they stand in the source proto (not copied).
+        reference: the exported model with inlined functions, for the check; its weights are stand-ins, too.
+        options: the caller's options; the capacity is filled in if the model leaves it open.
+        model: the working copy; its large inline weights stay stand-ins until `attach_weights`.
+        weights: the detached weights by name; the source proto's own tensors, not copies.
         inlined: names of functions and control-flow nodes that were inlined.
         findings: results of normalization; empty if the caches were already canonical.
-        finishes: what families add to the plan.
+        finishes: functions of families that add facts to the plan.
     """
 
     reference: onnx.ModelProto
@@ -54,16 +54,16 @@ class Prepared:
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None) -> Prepared:
-    """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity and shapes.
+    """Copy a model, inline functions, bring caches into canonical form, and fix capacity and shapes.
 
     Args:
-        source: not changed.
-        options: of the plan.
-        usual: the capacity where neither options nor model say it.
-        folder: of external data.
+        source: the model as read; not changed.
+        options: options of the plan.
+        usual: the capacity if neither options nor model give one.
+        folder: folder of the external data.
 
     Raises:
-        UnsupportedModelError: a cache update sits in a body that cannot be inlined, or cannot be normalized.
+        UnsupportedModelError: a cache update cannot be normalized, or lies in a body that cannot be inlined.
         OptionError: the capacity is out of range, or contradicts the model.
     """
     asked = options.capacity or usual
@@ -72,7 +72,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, chosen = families.edit("choose", model)
-    if chosen:  # its weights were inside of branches
+    if chosen:  # weights of the chosen branch are now in the main graph
         model, more = detach_weights(model)
         weights |= more
     model, functions = inline_functions(model)
@@ -85,7 +85,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
-    # Normalization has compared the capacity with the model's; circular windows are shorter than it.
+    # Normalization has checked the capacity. Circular windows may be shorter.
     bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
     findings = recognized or Findings({})
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
@@ -95,10 +95,10 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:
-    """The model without functions, with named nodes, of opset 13 at least, in operators that the importer knows.
+    """Bring a model into one flat graph of named nodes, opset 24 or later, with edits of families.
 
     Args:
-        model: an encoder, too; may be changed.
+        model: a decoder or an encoder; may be changed.
 
     Returns:
         The model, names of what was inlined, and notes for the plan.
@@ -121,7 +121,7 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Note operators in double. TensorRT computes them in float32 without a message (measured on RTX 1.7.1)."""
+    """Note operators that compute in double: TensorRT uses float32 without a message (measured on RTX 1.7.1)."""
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
     nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
     if not nodes:
@@ -141,7 +141,7 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
     weights: dict[str, onnx.TensorProto] = {}
     for tensor in source.graph.initializer:
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if external or math.prod(tensor.dims) <= _INLINE_LIMIT:  # not ByteSize, which encodes the tensor to count
+        if external or math.prod(tensor.dims) <= _INLINE_LIMIT:  # ByteSize would serialize the tensor
             model.graph.initializer.append(tensor)
             continue
         weights[tensor.name] = tensor
@@ -157,7 +157,7 @@ def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto])
 
 
 def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
-    """Every dimension that a graph states: of inputs, outputs, intermediates."""
+    """All stated dimensions of inputs, outputs and intermediates."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         yield from value.type.tensor_type.shape.dim
 
@@ -173,16 +173,16 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
     """Give every cache a fixed sequence length, which TensorRT needs.
 
     Args:
-        graph: edited in place.
+        graph: the graph to edit in place.
         wanted: tokens per sequence, or None.
-        usual: the same where `wanted` is None.
-        fits: `wanted` is known not to contradict the model.
+        usual: tokens per sequence if `wanted` is None.
+        fits: True if `wanted` is known to fit the model.
 
     Returns:
-        The length that caches with a symbolic one get; None where there are none.
+        The length of caches whose length was symbolic; None if there are no such caches.
 
     Raises:
-        OptionError: it is fixed at another value than `wanted`.
+        OptionError: the model fixes the length at another value than `wanted`.
     """
     capacity = wanted or usual
     values = {value.name: value for value in (*graph.output, *graph.input)}

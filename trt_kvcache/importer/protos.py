@@ -1,4 +1,4 @@
-"""Walks over ONNX protos: graphs within graphs, nodes, tensors, shapes. Nothing here reads weights."""
+"""Read and walk over ONNX protos: nested graphs, nodes, tensors, shapes. Nothing here reads weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def copied(proto: _Message) -> _Message:
 
 
 def replace_field(field: Any, values: Iterable[Any]) -> None:
-    """Replace the entries of a repeated field; new entries may be old ones."""
+    """Replace the entries of a repeated field. The new entries may include old entries of the field."""
     entries = list(values)
     del field[:]
     field.extend(entries)
@@ -72,13 +72,13 @@ def part_of(
 
 
 def iter_scopes(model: ModelProto) -> Iterator[Scope]:
-    """The main graph, every model-local function, and every graph inside of one of their nodes, outermost first."""
+    """Yield the main graph, all model-local functions, and all graphs nested in their nodes, outer graphs first."""
     for top in (model.graph, *model.functions):
         yield from nested_scopes(top)
 
 
 def nested_scopes(scope: Scope) -> Iterator[Scope]:
-    """A scope and every graph inside of its nodes, outermost first."""
+    """Yield a scope and all graphs nested in its nodes, outer graphs first."""
     yield scope
     for node in scope.node:
         for attribute in node.attribute:
@@ -87,19 +87,19 @@ def nested_scopes(scope: Scope) -> Iterator[Scope]:
 
 
 def all_nodes(scope: Scope) -> Iterator[NodeProto]:
-    """Every node, those in bodies of control flow too, which may read what is outside."""
+    """Yield all nodes of a scope, also in bodies of control flow."""
     for inner in nested_scopes(scope):
         yield from inner.node
 
 
 def captured_names(body: GraphProto) -> set[str]:
-    """Names that a body may take from outside; ONNX forbids a body to reuse them."""
+    """Names that a body reads and does not define: tensors of outer graphs. ONNX forbids a body to redefine them."""
     scopes = [s for s in nested_scopes(body) if isinstance(s, GraphProto)]
     return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
 
 
 def names_read(node: NodeProto) -> set[str]:
-    """Tensors that a node reads, and that its bodies may take from outside."""
+    """Names of tensors that a node reads, also inside its bodies."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     return {*node.input}.union(*map(captured_names, bodies)) - {""}
 
@@ -112,7 +112,7 @@ def attribute_graphs(attribute: AttributeProto) -> Iterable[GraphProto]:
 
 
 def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Every tensor of the model: initializers (sparse ones as values and indices) and tensor attributes, nested too."""
+    """Yield all tensors of the model, nested ones too: initializers (sparse: values and indices), tensor attributes."""
     for scope in iter_scopes(model):
         if isinstance(scope, GraphProto):
             yield from scope.initializer
@@ -128,7 +128,7 @@ def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """The value of a Constant, of any name; None for other nodes, and for texts and sparse values."""
+    """The value of a Constant node; its name may be any. None for other nodes, texts and sparse values."""
     if not is_op(node, "Constant") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
@@ -138,13 +138,13 @@ def constant_value(node: NodeProto) -> TensorProto | None:
 
 
 def constants_of(scope: Scope) -> dict[str, TensorProto]:
-    """Initializers and values of Constant nodes, by name; the tensors themselves may have another one."""
+    """Initializers and values of Constant nodes, by name in the graph; the tensor's own name may differ."""
     constants = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
     return constants | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
 
 
 def readers_of(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
-    """The nodes that read a tensor, by its name; one that reads it twice is there twice."""
+    """The nodes that read each tensor, by its name. A node that reads it twice is listed twice."""
     readers: dict[str, list[NodeProto]] = {}
     for node in nodes:
         for name in node.input:
@@ -153,12 +153,12 @@ def readers_of(nodes: Iterable[NodeProto]) -> dict[str, list[NodeProto]]:
 
 
 def int_attribute(node: NodeProto, name: str, default: int = 0) -> int:
-    """A whole number that a node states, or its default."""
+    """The value of an integer attribute, or the default."""
     return next((int(a.i) for a in node.attribute if a.name == name), default)
 
 
 def opset_version(model: ModelProto | FunctionProto) -> int | None:
-    """The imported version of the ONNX operators, or None where they are not imported."""
+    """The imported version of ONNX's own operators; None if they are not imported."""
     versions = [entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS]
     return max(versions) if versions else None
 
@@ -169,14 +169,14 @@ def is_op(node: NodeProto, op_type: str) -> bool:
 
 
 def describe(node: NodeProto) -> str:
-    """The node in a message: operator and name, or what it writes where it has no name."""
+    """A node in words, for messages: its operator, and its name or, without a name, its output."""
     return f"{node.op_type} '{node.name}'" if node.name else f"{node.op_type} writing '{', '.join(node.output)}'"
 
 
 def shape_of(info: ValueInfoProto | None) -> Shape | None:
-    """The shape of a tensor value: sizes, symbols, ``"?"`` for unknown; None where even the rank is unknown.
+    """The shape of a tensor value: sizes, symbols, ``"?"`` for unknown; None if even the rank is unknown.
 
-    Some exporters write a size as a symbol of digits; it counts as the size it spells.
+    Some exporters write a size as a symbol of digits; this function returns the number.
     """
     if info is None or not info.type.HasField("tensor_type") or not info.type.tensor_type.HasField("shape"):
         return None
@@ -205,7 +205,7 @@ def byte_size(tensor: TensorProto) -> int | None:
     """Bytes of the tensor's data as stored raw, from its dtype and dims alone; None for strings.
 
     Raises:
-        ValueError: the element type is none of ONNX's, or a dim is negative.
+        ValueError: ONNX does not define the element type, or a dimension is negative.
     """
     name = TensorProto.DataType.Name(tensor.data_type)
     if name == "UNDEFINED" or any(dim < 0 for dim in tensor.dims):
@@ -217,7 +217,7 @@ def byte_size(tensor: TensorProto) -> int | None:
 
 
 def sliced_squares(graph: GraphProto) -> frozenset[str]:
-    """Names of initializers ``[T, T]`` that nothing reads but Slice: masks over a context, and no weights."""
+    """Names of initializers ``[T, T]`` that only Slice reads: these are masks, not weights."""
     squares = {t.name for t in graph.initializer if len(t.dims) == 2 and t.dims[0] == t.dims[1]}
     sliced = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}
     others = {n for node in graph.node for i, n in enumerate(node.input) if i or not is_op(node, "Slice")}
@@ -225,6 +225,6 @@ def sliced_squares(graph: GraphProto) -> frozenset[str]:
 
 
 def may_be_bias(tensor: TensorProto) -> bool:
-    """True for the shape of a bias or a mask of scores, one row ``[.., 1, T]`` or all ``[1, H, T, T]``."""
+    """True if the shape is that of a bias or mask of scores: one row ``[.., 1, T]`` or all rows ``[1, H, T, T]``."""
     dims = list(tensor.dims)
     return len(dims) >= 3 and (dims[-2] == 1 or (len(dims) == 4 and dims[0] == 1 and dims[-2] == dims[-1]))

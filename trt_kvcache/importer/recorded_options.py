@@ -1,7 +1,7 @@
-"""Files that this package rewrote, and the options that they were rewritten with.
+"""Record the options of a rewrite in the rewritten file, and recognize such files.
 
-`rewrite_model` writes its options into the metadata, and nothing else: no plan is read from a file. A rewritten file is
-the end of the way, for TensorRT and other runtimes. Plans come from its source, which `verify` can compare it with.
+`rewrite_model` writes only its options into the metadata, not the plan. A rewritten file is for TensorRT and other
+runtimes, and cannot be planned again. To get the plan, this package plans the source; `verify` can compare both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 _RECORD = "trt_kvcache.options"
 _TAIL = 1 << 16  # bytes
-_KEYS = (_RECORD, "trt_kvcache.plan")  # the second one: older files had a plan
+_KEYS = (_RECORD, "trt_kvcache.plan")  # the second key: older versions stored the plan
 
 
 def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
@@ -30,10 +30,10 @@ def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
 
 
 def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
-    """Refuses a model that was rewritten already: its added inputs and masks would be taken for its own.
+    """Refuse a model that was rewritten already: its added inputs and masks would be taken for the model's own.
 
     Raises:
-        UnsupportedModelError: it says so in its metadata.
+        UnsupportedModelError: its metadata say that it was rewritten.
     """
     if any(entry.key in _KEYS for entry in model.metadata_props):
         raise UnsupportedModelError(
@@ -79,7 +79,7 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
 
 
 def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if both have one rank, and no two sizes that differ."""
+    """True if both have the same rank, and no known sizes differ."""
     return (
         declared is not None
         and len(planned) == len(declared)
@@ -90,7 +90,7 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if a size is open in the plan, and fixed in the model: an engine would take the one size alone."""
+    """True if a size is open in the plan, but fixed in the model: an engine would support only this size."""
     pairs = zip(planned, declared or (), strict=False)
     return any(isinstance(b, int) and not isinstance(a, int) and not a.isdecimal() for a, b in pairs)
 
@@ -100,8 +100,8 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 
     Args:
         model: the rewritten model.
-        options: of the caller. Limits of the check and the file of patterns are always the caller's.
-        path: of the model, for messages.
+        options: the caller's options. Limits of the check, and the file of name patterns, are always taken from these.
+        path: path of the model, for messages.
 
     Raises:
         InvalidModelError: the model has no record, or it is unreadable.
@@ -133,7 +133,7 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 
 
 def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Refuses a rewritten model that takes or gives something else than a fresh rewrite of its source.
+    """Refuse a rewritten model whose interface differs from that of a fresh rewrite of its source.
 
     Raises:
         InvalidModelError: an input, an output or a function differs.
@@ -142,7 +142,7 @@ def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, pat
     written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
     for function in rewritten.functions:
         if function.SerializeToString(deterministic=True) not in written:
-            raise InvalidModelError(f"{path}: defines {function.name} otherwise than a rewrite of {source}; {again}")
+            raise InvalidModelError(f"{path}: defines {function.name} differently from a rewrite of {source}; {again}")
     for io in ("input", "output"):
         sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, rewritten)]
         for name in dict.fromkeys((*sides[0], *sides[1])):

@@ -1,7 +1,7 @@
-"""A model as bytes, weight by weight where its weights are inside.
+"""Serialize a model, weight by weight.
 
-A protobuf message that is written in parts is the message that holds them all: the graph without its large weights
-first, then one more ``graph { initializer }`` for each. Writing 0.5 GB in one go took 1.6 to 3.6 s, in a buffer that
+Protobuf merges messages that are written one after the other. So the graph without its large weights is written first,
+then one more ``graph { initializer }`` for each weight. Writing 0.5 GB in one go took 1.6 to 3.6 s, in a buffer that
 grows by copying; weight by weight it took 0.75 to 1.5 s (protobuf's upb, two cores of a shared machine).
 """
 

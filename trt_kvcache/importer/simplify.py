@@ -1,9 +1,9 @@
-"""Bring a model into one form before anything is recognized in it.
+"""Simplify a model before recognition: one flat graph of opset 24, with constants folded.
 
     function calls                            their bodies                 onnx.inliner
     opset 11 to 23                            opset 24                     onnx.version_converter
     operators of ONNX Runtime                 their bodies                 lower
-    what constants and known sizes make       constants                    onnx.shape_inference, ONNX Runtime
+    values computed from constants and sizes  constants                    onnx.shape_inference, ONNX Runtime
     If of a constant                          the branch that is taken     onnx.compose
     equal nodes                               one node
     shapes                                                                 onnx.shape_inference
@@ -54,17 +54,17 @@ from trt_kvcache.importer.protos import (
 )
 
 OPSET = 24
-"""The version that the canonical form needs at least: TensorScatter, Attention with `nonpad_kv_seqlen`."""
+"""The lowest opset with TensorScatter, and Attention with `nonpad_kv_seqlen`."""
 
-_OLDEST = 13  # before, Softmax goes over its axis and all that follow
+_OLDEST = 13  # earlier, Softmax normalizes over its axis and all later axes
 _PARKED = "trt_kvcache.parked"
-_LARGEST = 1024  # elements of a constant that may be a shape, an axis or a factor
+_LARGEST = 1024  # the most elements of a constant that may be a shape, an axis or a factor
 _HIDDEN = ("TensorScatter", "Attention")
 _PREFIX = "trt_kvcache/simplify/"
 _MOST_ROUNDS = 8
-_NAME = 200  # characters of what names inside a branch start with
+_NAME = 200  # the most characters of a prefix for names inside a branch
 _STAY = frozenset((
-    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",  # TensorRT reads them as they are
+    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",  # TensorRT needs these operators, not their results
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
     "RegexFullMatch", "If", "Loop", "Scan", "TensorScatter", "Attention",
 ))  # fmt: skip
@@ -85,8 +85,8 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
 
     Raises:
         InvalidModelError: the shapes that the model states contradict each other.
-        UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once, or
-            the opset cannot be raised.
+        UnsupportedModelError: a cache update or an attention lies in a body that may not run exactly once, or the opset
+            cannot be raised.
     """
     model, inlined = inline_functions(model)
     name_nodes(model.graph)
@@ -113,7 +113,7 @@ def infer_shapes(model: ModelProto) -> ModelProto:
 
 
 def name_nodes(graph: GraphProto) -> None:
-    """Give every node a name of its own: plans and messages name nodes, TensorRT names layers after them."""
+    """Give every node a unique name: plans and messages name nodes, and TensorRT names layers after them."""
     taken: set[str] = set()
     for index, node in enumerate(graph.node):
         name = node.name or f"{node.op_type}_{index}"
@@ -124,9 +124,9 @@ def name_nodes(graph: GraphProto) -> None:
 
 
 def drop_unused_outputs(graph: GraphProto) -> None:
-    """Drop outputs of Attention and LayerNormalization that nothing reads: exporters list them, TensorRT refuses them.
+    """Drop outputs of Attention and LayerNormalization that nothing reads: TensorRT refuses them.
 
-    Before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
+    Must run before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
     """
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
@@ -138,10 +138,10 @@ def drop_unused_outputs(graph: GraphProto) -> None:
 
 
 def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """The model without functions: TensorRT's parser prefers an operator of its own to a function of the same name.
+    """Inline functions: TensorRT's parser prefers its own operator to a function of the same name.
 
-    A function ``my::Relu`` that squares is built as a ReLU, without a word (measured, TensorRT for RTX 1.7.1).
-    A function that only says what TensorRT's own update of the caches means stays.
+    For example, it builds a function ``my::Relu`` that squares as a ReLU, without a message (measured on TensorRT for
+    RTX 1.7.1). A function that defines TensorRT's own cache update stays.
     """
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
@@ -149,7 +149,7 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
         if function.name == TENSORRT_UPDATE:
             continue
         done.append((function.domain, function.name))
-        for entry in function.opset_import:  # ONNX's inliner knows no operators of two versions
+        for entry in function.opset_import:  # ONNX's inliner does not support two opsets
             if (of_model := known.get(entry.domain, entry.version)) != entry.version:
                 raise UnsupportedModelError(
                     f"the function {function.domain}::{function.name} is of opset {entry.version} of "
@@ -158,18 +158,18 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
                 )
     if done:
         model = inliner.inline_selected_functions(model, done)
-        for node in model.graph.node:  # inputs that calls leave out: empty ones kill ONNX Runtime 1.31 in its fusions
+        for node in model.graph.node:  # drops omitted inputs: trailing empty names crash fusions of ONNX Runtime 1.31
             while node.input and not node.input[-1]:
                 del node.input[-1]
     return model, [f"function {domain}::{name}" for domain, name in done]
 
 
 def raise_opset(model: ModelProto) -> ModelProto:
-    """A model without functions at opset 24; a model at 24 or beyond is returned as it is.
+    """Raise a model without functions to opset 24. A model at 24 or later is returned unchanged.
 
-    ONNX's converter aborts at operators that the source version lacks, which exporters write into the default domain
-    (SimplifiedLayerNormalization). They wait in a domain of their own meanwhile. It forgets metadata, functions and
-    stated shapes, so that of its result only the nodes and new constants are taken.
+    ONNX's converter fails at operators that the old opset lacks, and exporters write such operators into the default
+    domain (SimplifiedLayerNormalization). So these are in another domain during conversion. The converter loses
+    metadata, functions and stated shapes, so only nodes and new constants are taken from its result.
 
     Raises:
         UnsupportedModelError: the version is below 13, or ONNX's converter cannot raise an operator.
@@ -206,7 +206,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
     for entry in result.opset_import:
         if entry.domain in DEFAULT_DOMAINS:
             entry.version = OPSET
-    result.ir_version = max(model.ir_version, 10)  # the IR that opset 24's element types need
+    result.ir_version = max(model.ir_version, 10)  # element types of opset 24 need this IR version
     return result
 
 
@@ -221,7 +221,7 @@ def _culprit(model: ModelProto, words: str) -> str:
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """Fold tensors computed from constants and known sizes; returns the model with shapes, and the branches taken."""
     taken: list[str] = []
-    stated = list(model.graph.output)  # what they say is a promise to callers; inference would write over it
+    stated = list(model.graph.output)  # callers rely on stated outputs; inference would overwrite them
     for _ in range(_MOST_ROUNDS):
         model = lower(infer_shapes(model))
         graph = model.graph
@@ -244,13 +244,13 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
-    """True if the shape that an exporter states of an output has the rank that the graph gives it."""
+    """True if the stated shape of an output has the rank that inference finds."""
     of_graph, of_exporter = shape_of(inferred), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
-    """The small constants by name. Constant nodes become initializers."""
+    """Collect small constants by name, and turn Constant nodes into initializers."""
     outputs = {v.name for v in graph.output}
     others = []
     for node in graph.node:
@@ -262,8 +262,8 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
             graph.initializer[-1].name = node.output[0]
     if len(others) < len(graph.node):
         replace_field(graph.node, others)
-        _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
-    inputs = {v.name for v in graph.input}  # an initializer that is also an input is only a default
+        _drop_shapes(graph)  # onnxruntime-genai states wrong shapes of constants
+    inputs = {v.name for v in graph.input}  # an initializer with an input's name is only a default
     return {name: value for name, value in _small_values(graph).items() if name not in inputs}
 
 
@@ -277,9 +277,11 @@ def _is_small(dims: Iterable[int]) -> bool:
 
 
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Integers computed from known sizes, by name. ONNX propagates them, and shows them in shapes of filled tensors.
+    """Integers computed from known sizes, by name.
 
-    Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape of 64 elements: the Gather gives 64
+    ONNX's shape inference computes such integers, but shows them only in shapes. So each goes into a ConstantOfShape:
+
+    Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: the result of the Gather is 64
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
@@ -308,7 +310,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """The results of nodes over small constants, by name, as ONNX Runtime computes them, that other nodes read."""
+    """Run nodes over small constants in ONNX Runtime; returns the results that other nodes read, by name."""
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -322,14 +324,14 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     wanted = [name for node in nodes for name in node.output if name in read]
     if not wanted:
         return {}
-    from trt_kvcache.cpu import UnfusedSession  # not before there is something to run
+    from trt_kvcache.cpu import UnfusedSession  # slow to import: only if needed
 
     used = {name for node in nodes for name in node.input}
     initializers = [numpy_helper.from_array(v, n) for n, v in constants.items() if n in used]
     part = part_of(model, nodes, [], wanted, initializers)
     try:
         values = UnfusedSession(part).run({})
-    except Exception:  # noqa: BLE001 - as where it has no kernel; these nodes stay as they are
+    except Exception:  # noqa: BLE001 - such as a missing kernel; these nodes stay
         return {}
     return {name: value for name, value in values.items() if _is_small(value.shape)}
 
@@ -347,7 +349,7 @@ def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bo
 
 
 def _shapes(model: ModelProto) -> dict[str, Any]:
-    """Element type and shape by name, as far as they are known."""
+    """Known element types and shapes, by name of the tensor."""
     return {v.name: (v.type.tensor_type.elem_type, shape_of(v)) for v in model.graph.value_info}
 
 
@@ -363,7 +365,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace, in place, the node at `index` by a branch of it. Names inside get the node's name in front."""
+    """Replace, in place, the node at `index` with a branch of it; names in the branch get the node's name as prefix."""
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
@@ -371,10 +373,10 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
     copies = []
     for value, name in zip(body.output, node.output, strict=False):
         if value.name in inner_names and value.name not in names:
-            names[value.name] = name or prefix + value.name  # at once the name outside
-        elif name:  # passed through, or an output twice
+            names[value.name] = name or prefix + value.name  # the branch writes the node's output
+        elif name:  # passed through, or used for two outputs
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
-    # Inference writes shapes of tensors from outside into a body, too: these keep their names.
+    # Inference also writes shapes of outer tensors into a body: names of outer tensors stay.
     inner = compose.add_prefix_graph(
         body, prefix, rename_inputs=False, rename_outputs=False, rename_value_infos=False, name_map=names
     )
@@ -385,12 +387,12 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
 
 
 def _short(name: str) -> str:
-    """A name of bounded length. A branch in a branch has the outer name in its own, and would double it each time."""
+    """Bound the length of a name. Each nested branch would otherwise double it."""
     return name if len(name) <= _NAME else f"{name[:_NAME]}~{hashlib.sha1(name.encode()).hexdigest()[:12]}"
 
 
 def _merge_equal(graph: GraphProto) -> None:
-    """Let one node stand for those that do the same to the same."""
+    """Merge nodes with the same operator, attributes and inputs."""
     outputs = {v.name for v in graph.output}
     constants = {name: (v.dtype.str, *v.shape, v.tobytes()) for name, v in _small_values(graph).items()}
     fixed = outputs.union(*(names_read(node) - {*node.input} for node in graph.node))
@@ -413,7 +415,7 @@ def _merge_equal(graph: GraphProto) -> None:
 
 
 def drop_dead(graph: GraphProto) -> None:
-    """Remove what no output needs: nodes, initializers and the shapes of what went."""
+    """Remove nodes, initializers and stated shapes that no output needs."""
     used = {v.name for v in graph.output}
     needed = []
     for node in reversed(graph.node):
@@ -421,7 +423,7 @@ def drop_dead(graph: GraphProto) -> None:
             needed.append(node)
             used |= names_read(node)
     replace_field(graph.node, needed[::-1])
-    for index in reversed(range(len(graph.initializer))):  # weights may be large: no copies
+    for index in reversed(range(len(graph.initializer))):  # in place, to copy no large weights
         if graph.initializer[index].name not in used:
             del graph.initializer[index]
     _drop_shapes(graph)
@@ -433,7 +435,7 @@ def _drop_shapes(graph: GraphProto) -> None:
 
 
 def _refuse_hidden(node: NodeProto) -> None:
-    """Refuse control flow that holds a cache update or an attention: TensorRT's cache layer runs in every step."""
+    """Refuse control flow that contains a cache update or an attention: TensorRT's cache layer runs in every step."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     inner = [n for body in bodies for n in all_nodes(body)]
     hidden = {n.op_type for n in inner if n.op_type == "TRT_KVCacheUpdate"}

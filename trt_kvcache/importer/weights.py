@@ -2,8 +2,7 @@
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
-Data outside of the model, and weights that `prepare.detach_weights` keeps aside, stay where they are: only the
-reference to them is copied.
+External data, and weights that `prepare.detach_weights` keeps aside, stay where they are. Only the reference is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _OF = "trt_kvcache:of"
 
 
 def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """A tensor without data in the place of one whose data are elsewhere."""
+    """Make a tensor without data, in the place of a tensor whose data are elsewhere."""
     empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     empty.data_location = onnx.TensorProto.EXTERNAL
     empty.external_data.add(key="location", value=STAND_IN)
@@ -35,7 +34,7 @@ def is_stand_in(tensor: onnx.TensorProto) -> bool:
 
 
 def storage(tensor: onnx.TensorProto) -> str | None:
-    """A text for the data that a tensor reads, one for all views of them; None: they lie in the tensor itself."""
+    """A text that identifies a tensor's data, equal for all views of them; None: the tensor itself holds them."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
     entries = {e.key: e.value for e in tensor.external_data}
@@ -45,7 +44,7 @@ def storage(tensor: onnx.TensorProto) -> str | None:
 
 
 def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:
-    """The tensor that a stand-in stands for, reinterpreted or not; None for any other tensor."""
+    """The tensor that a stand-in replaces, reinterpreted if the stand-in was; None for other tensors."""
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") != STAND_IN:
         return None
@@ -55,7 +54,7 @@ def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) 
 
 
 def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
-    """The bytes of `tensor`, little-endian as ONNX stores them, read as another type and shape.
+    """Reinterpret the bytes of `tensor`, little-endian as in ONNX, in another type and shape.
 
     Raises:
         ValueError: the shape needs another number of bytes.
@@ -75,7 +74,7 @@ def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequ
 
 
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:
-    """The data of a tensor inside the model as ONNX stores them raw: some exporters use the typed fields."""
+    """The data of an inline tensor in ONNX's raw form; some exporters store them in the typed fields."""
     if tensor.HasField("raw_data"):
         return bytes(tensor.raw_data)
     return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)

@@ -1,9 +1,9 @@
-"""The canonical form of a model whose caches and attentions were recognized.
+"""Edit a model into canonical form: TensorScatter caches, and Attention over them.
 
-    the canonical form, with its masks and biases       canonical_nodes
-    keys and values that are computed from caches       computed_keys
-    what else depends on the length of the past         past_lengths
-    windows as circular buffers                         ring_windows
+    canonical_nodes    the nodes of the canonical form, with masks and biases
+    computed_keys      keys and values that are computed from caches
+    past_lengths       positions, and other tensors that depend on the length of the past
+    ring_windows       caches of windows as circular buffers
 
 Models without caches, or with canonical caches, stay unchanged.
 """
@@ -43,11 +43,12 @@ def normalize(
     """Bring the caches of a model into canonical form.
 
     Args:
-        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
+            changed.
         weights: the detached weights.
         options: capacity, name patterns, and what to do with windows.
-        usual: the capacity where neither options nor model say it.
-        folder: of external data.
+        usual: the capacity if neither options nor model give one.
+        folder: folder of the external data.
 
     Returns:
         The new model and findings; the same object and None if the model needs no change.
@@ -84,7 +85,7 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, samples.capacity, options.window_chunk)
-    # Inputs that nothing reads only served the caches as exported, or nothing from the start.
+    # Drop inputs that nothing reads any more: only the exported caches needed them.
     graph.inputs = [t for t in graph.inputs if consumers(t) or contains(graph.outputs, t) or t is tokens]
 
     model: onnx.ModelProto = gs.export_onnx(graph)
@@ -136,7 +137,7 @@ def _narrower(attentions: Sequence[Attention]) -> list[str]:
 
 
 def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
-    """Remove outputs that count the tokens in the cache, which the caller knows; returns their names."""
+    """Remove outputs that return the number of tokens in the cache, which the caller knows; returns their names."""
 
     def counts(tensor: gs.Tensor) -> bool:
         values = [(step, step.probe.value(tensor.name)) for step in samples.plain]

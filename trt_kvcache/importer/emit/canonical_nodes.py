@@ -1,22 +1,19 @@
-"""Emit the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
+"""Emit the nodes of the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
 
     write_indices [B]        first row that this step writes, per sequence
     nonpad_kv_seqlen [B]     rows that hold tokens after this step: write_indices + S
     present = TensorScatter(past [B, N, L, D], update [B, N, S, D], write_indices, axis=2)
     output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
 
-    with sinks [Hq], logits beside the scores of all keys:
+    with sinks [Hq], one more logit in each head's softmax:
     y, scores = Attention(..., qk_matmul_output_mode=2)
     output    = y * Sigmoid(ReduceLogSumExp(scores) - sinks)
 
 mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
 https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer plans it. It is standard ONNX.
 
-Emit masks and biases that an Attention of the canonical form needs beside its attributes.
-
-Bring tensors from one layout of the sizes of an attention into another.
-
-The work of normalization on a model, for the plan.
+This module also emits masks and biases that the attributes of Attention cannot express, brings tensors from one layout
+into another, and defines `Findings`: what normalization tells the plan.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from trt_kvcache.importer.recognize.records import ATTENTION, Array, Attention, 
 
 _INT64 = int(onnx.TensorProto.INT64)
 _AFTER_MASK = 2
-"""qk_matmul_output_mode: scores as the softmax takes them."""
+"""Value of qk_matmul_output_mode: scores after mask and softcap, before the softmax."""
 _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
@@ -44,9 +41,9 @@ class Canonical:
     """Emits into one graph. Inputs are added to the graph when the first node needs them.
 
     Args:
-        graph: edited in place.
-        tokens: the graph input ``[B, S, ...]`` of the new tokens: its shape gives B and S.
-        cache: one of the caches: its first dimension is the batch.
+        graph: the graph to edit in place.
+        tokens: the graph input ``[B, S, ...]`` of the new tokens; its shape gives B and S.
+        cache: one of the caches; its first dimension is the batch.
         capacity: tokens per sequence.
 
     Attributes:
@@ -61,7 +58,7 @@ class Canonical:
         self.batch = "batch" if first == "?" else first
         self.capacity = capacity
         self.idioms: dict[str, str] = {}
-        self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types that shape inference may not find
+        self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # type, shape: inference may miss them
         self.added: list[TensorRole] = []
         self.opset = 24
         self._taken = set(graph.tensors())
@@ -77,7 +74,7 @@ class Canonical:
         return self._input("nonpad_kv_seqlen", Role.VALID_LENGTHS)
 
     def positions(self) -> gs.Variable:
-        """int64 ``[B, S]``: position of each new token."""
+        """Emit the position of each new token, int64 ``[B, S]``."""
         emit = self.emit
 
         def make() -> gs.Variable:
@@ -91,7 +88,7 @@ class Canonical:
         return positions
 
     def write(self, cache: Cache) -> None:
-        """Make `cache.present` with a TensorScatter into `cache.past`, in place of its old producer."""
+        """Make a TensorScatter into `cache.past` that produces `cache.present`, in the place of its old producer."""
         update, perm, axis = cache.update, cache.perm, cache.axis
         assert update is not None
         if perm != tuple(range(len(perm))):
@@ -99,11 +96,11 @@ class Canonical:
         mode = "circular" if cache.circular or cache.shifted else "linear"
         past, present = cache.past, cache.present
         present.inputs.clear()
-        if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
+        if elem_type(update) not in (None, 0, elem_type(past)):  # some converters leave only the caches in a wider type
             past.dtype = update.dtype
             for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
                 replace_uses(cast.outputs[0], past)
-        if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
+        if not isinstance(past.shape[axis], int):  # other inputs may have the same symbol
             past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
         present.shape, present.dtype = past.shape, past.dtype
         name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
@@ -111,7 +108,7 @@ class Canonical:
         self.idioms[past.name] = cache.idiom
 
     def attend(self, attention: Attention) -> None:
-        """Make `attention.result` with an Attention over caches, in place of its old producer."""
+        """Make an Attention over caches that produces `attention.result`, in the place of its old producer."""
         emit, mask, sizes = self.emit, attention.mask, attention.sizes
         kind = elem_type(attention.key.past) or attention.query_type
         kind = FLOAT if attention.wide and kind in _HALVES else kind
@@ -137,7 +134,7 @@ class Canonical:
         if attention.softcap:
             attrs["softcap"] = float(np.float32(attention.softcap))
         if mask.window is not None:
-            attrs["left_window_size"] = mask.window - 1  # ONNX counts the keys before the query's own
+            attrs["left_window_size"] = mask.window - 1  # ONNX does not count the query's own key
             self.opset = 25
         nothing = gs.Variable.empty()
         inputs = [
@@ -159,7 +156,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Emit how sinks take a share of the weights of keys; returns the outputs of the attention without them."""
+        """Scale an attention's output by the weight that sinks leave to keys; returns the Attention node's outputs."""
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
@@ -172,7 +169,7 @@ class Canonical:
         return [plain, nothing, nothing, scores]
 
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
-        """The mask of an attention, bool or in the type of its queries; None if its attributes say all."""
+        """The mask of an attention, bool or in the type of its queries; None if attributes of the node suffice."""
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
         if attention.key.shifted and (rows := attention.key.window_rows) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
@@ -228,12 +225,12 @@ def emit_visible(
     """Emit the rows of a ring that queries see, bool ``[B, 1, S, R]``, once for all equal attentions.
 
     Args:
-        emit: of the graph.
-        write_indices: int64 ``[B]``, tokens before the step.
+        emit: emitter of the graph.
+        write_indices: int64 ``[B]``, the number of tokens before the step.
         lengths: int64 ``[B]``, 0 for a batch row that takes no part in the step; None: all batch rows take part.
-        query: ``[B, H, S, D]``, or a tensor with S as its axis 1. Equal symbols for S, or equal names, share a mask.
-        window: W.
-        rows: R.
+        query: ``[B, H, S, D]``, or a tensor with S as its axis 1. Queries with the same symbol for S share a mask.
+        window: keys that a query sees, its own included.
+        rows: R, rows of the ring.
     """
     length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
 
@@ -267,12 +264,12 @@ def emit_visible(
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
     """Emit a bias by distance over all rows of the caches, float32 ``[B, H, S, L]``, once for all equal layers.
 
-    The rewrite slices it to the rows in use, see `rows_in_use`.
+    The rewrite later slices the bias to the rows in use; see `rows_in_use`.
 
     Args:
-        emit: of the graph.
-        bias: float32 ``[L, H]``, for distances of key and query ``-(L - 1) .. 0``.
-        positions: int64 ``[B, S]``.
+        emit: emitter of the graph.
+        bias: float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``.
+        positions: int64 ``[B, S]``, positions of the new tokens.
     """
     rows = len(bias)
 
@@ -287,13 +284,13 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
 
 
 def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
-    """Emit slopes times distances, as `emit_bias`: in float32, where distances are exact.
+    """Emit slopes times distances, float32 ``[B, H, S, L]``, once for all equal layers. Distances are exact in float32.
 
     Args:
-        emit: of the graph.
+        emit: emitter of the graph.
         slopes: float32 ``[H]``.
-        positions: int64 ``[B, S]``.
-        rows: L.
+        positions: int64 ``[B, S]``, positions of the new tokens.
+        rows: L, rows of the caches.
     """
 
     def make() -> gs.Variable:
@@ -330,15 +327,15 @@ def relaid(
     """Reshape and transpose a tensor into another layout.
 
     Args:
-        emit: of the graph.
+        emit: emitter of the graph.
         tokens: the input of the new tokens; its shape gives B and S.
-        tensor: in the layout `old`.
+        tensor: the tensor to change.
         old: its layout.
         new: the layout of the result.
-        sizes: of heads (n), queries for each (g), and numbers of a head (d).
+        sizes: number of key heads (n), of query heads for each of them (g), and of numbers in a head (d).
     """
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
-    both = set(order_of(old)).intersection(order_of(new))  # sizes of 1 are in neither
+    both = set(order_of(old)).intersection(order_of(new))  # a layout has no sizes of 1
     before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
     if before != after:
         shape = emit_sizes(emit, tokens, tuple(named[n] for n in before))
@@ -349,7 +346,7 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """The size of an axis with these parts; "?" if it combines batch or new tokens with another part."""
+    """The size of an axis that is the product of `axis`; "?" if it combines batch or new tokens with another size."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
@@ -375,15 +372,17 @@ def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Te
 
 @dataclass(frozen=True)
 class Findings:
-    """The work of normalization on a model, for the plan.
+    """What normalization did to a model, for the plan.
 
     Attributes:
-        idioms: by name of the cache input.
-        original: inputs and outputs as exported; empty: the model was canonical already.
-        roles: the same, and those of the inputs that normalization added, for the canonical model.
+        idioms: how the exported model writes each cache, such as ``"Concat"``, by name of the cache input.
+        changes: changes of inputs and outputs.
+        original: inputs and outputs of the exported model; empty if the model was canonical already.
+        roles: roles of these inputs and outputs, and of inputs that normalization added.
         states: state that is no cache.
-        longest: the most tokens of one update, of caches that became circular.
-        capacity: tokens per sequence, where the model leaves them open.
+        notes: texts for the plan's reader.
+        longest: the most tokens of one update for each cache that became circular, by name of the cache input.
+        capacity: tokens per sequence, if the model leaves the capacity open; else None.
     """
 
     idioms: dict[str, str]

@@ -3,8 +3,8 @@
     latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
-Once caches have a fixed capacity, the graph computes keys and values again from constants and the cache rows in use.
-Plain attention over these keys and values remains.
+Once caches have a fixed capacity, the graph computes keys and values from constants and the cache rows in use. An
+ordinary attention reads these keys and values.
 
 This module follows tensors forward from the caches, operator by operator, and reads no values. Shapes in a few samples
 show the axis of rows: one axis is as long as the text, another one as the batch. An operator may still mix rows, as a
@@ -32,7 +32,7 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """An operator mixes rows. The text is the reason; it may be empty."""
+    """An operator mixes rows. The message is the reason; it may be empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,11 +40,11 @@ class RowFunction:
     """One tensor that is computed row by row.
 
     Attributes:
-        tensor: as exported.
-        axes: of the batch and of the rows.
-        caches: those from which the tensor is computed.
-        node: the node that makes it; None: it is a cache.
-        shape: shape operand of a Reshape or Expand, with 0 and -1 as Reshape defines them; None for other operators.
+        tensor: the tensor in the exported graph.
+        axes: its axes of the batch and of the rows.
+        caches: the caches from which the tensor is computed.
+        node: the node that makes the tensor; None: the tensor is a cache.
+        shape: new shape operand if the node is a Reshape or Expand, with 0 and -1 as Reshape defines them; else None.
     """
 
     tensor: gs.Tensor
@@ -58,14 +58,14 @@ class Computed:
     """Computes keys and values from canonical caches.
 
     Args:
-        graph: sorted, as exported.
-        caches: from which keys and values are computed.
-        samples: of the model.
+        graph: the exported graph, sorted.
+        caches: the caches from which keys and values are computed.
+        samples: makes steps of the model.
     """
 
     def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
         self._broken = ""
-        self._fixed: dict[str, Array] = {}  # integers that are computed, and the same in all samples
+        self._fixed: dict[str, Array] = {}  # values of integer tensors that are equal in all samples, by name
         self._every = (*samples.plain, *samples.twins)
         some = [s for s in samples.plain if s.length and s.total > 1]
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
@@ -79,7 +79,7 @@ class Computed:
                     self._broken = self._broken or str(error)
 
     def place(self, attention: Attention, canonical: Canonical) -> Attention:
-        """Emit the keys and values of an attention; returns the plain attention over them.
+        """Emit the keys and values of an attention; returns the same attention, which reads them.
 
         Raises:
             UnsupportedModelError: keys or values are not computed row by row.
@@ -111,7 +111,7 @@ class Computed:
         return replace(cache, past=tensor, present=tensor, axis=2)
 
     def _emit(self, name: str, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """Compute a tensor from the rows in use of canonical caches; `emitted` holds what is there already."""
+        """Emit a tensor, computed from the rows in use of canonical caches; `emitted` holds earlier results."""
         if name in emitted:
             return emitted[name]
         function, emit = self._known[name], canonical.emit
@@ -148,7 +148,7 @@ class Computed:
         shaped = is_op(node, "Reshape", "Expand")
         for tensor in node.inputs[:1] if shaped else node.inputs:
             if not (tensor.name in self._known or tensor.is_empty() or self._is_constant(tensor)):
-                # Of a MatMul: queries, or what a softmax makes of their scores.
+                # In a MatMul, the other operand may be queries or attention weights.
                 words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
                 raise MixedError("" if is_op(node, "MatMul") else words)
         caches = tuple(dict.fromkeys(c for source in sources for c in source.caches))
@@ -178,12 +178,12 @@ class Computed:
             MixedError: no axis has the length of the rows.
         """
         rank = len(self._shapes(before.tensor)[0])
-        if is_op(node, "Transpose"):  # sizes of 1 would not say
+        if is_op(node, "Transpose"):  # sizes of 1 would not show the new places of axes
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
             return tuple(perm.index(axis) for axis in before.axes)
         shapes = self._shapes(tensor)
         near = before.axes[1] + len(shapes[0]) - rank
-        fixed = any(not cache.growing for cache in before.caches)  # it has a row for every token of the capacity
+        fixed = any(not cache.growing for cache in before.caches)  # a cache with one row for each token of the capacity
         sizes = [s.capacity if fixed else s.total for s in self._samples]
         row = min(_axes_of(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
         batch = [axis for axis in _axes_of(shapes, [s.batch for s in self._samples]) if axis != row]
@@ -194,7 +194,7 @@ class Computed:
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
         """Make a shape operand for a Reshape or Expand that fits every batch and length."""
         shape = list(self._shapes(tensor)[0])
-        for i, axis in enumerate(after):  # 0 is the same size as before, along the same axis
+        for i, axis in enumerate(after):  # 0: this axis keeps its size
             if is_op(node, "Expand"):
                 shape[axis] = 1
             else:

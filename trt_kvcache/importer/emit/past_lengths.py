@@ -7,12 +7,14 @@ length of the text. Some exporters count positions from the length of a cache, a
     Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
-onnxruntime-genai's Whisper cuts rows out of a table, torch looks up Marian's for all sequences at once, and M2M-100
-counts no pads. If another tensor still depends on the length, the import fails and names the tensor. Samples that
-differ only in P show which tensors depend on it.
+The exports of Whisper by onnxruntime-genai have the second form: they slice a table. The export of M2M-100 has the
+third: positions do not count padding. torch's export of Marian looks up the rows once for all sequences. If another
+tensor still depends on the length, the import fails and names the tensor. Samples that differ only in P show which
+tensors depend on P.
 
-This module also removes outputs that return an input unchanged (caches of cross-attention). It replaces shapes that
-are read off removed inputs (``Shape(attention_mask)`` becomes ``Shape(tokens)``).
+This module also removes outputs that return an input unchanged (caches of cross-attention). If the graph reads the
+shape of an input that will be removed, it now reads the shape of the tokens (``Shape(attention_mask)`` becomes
+``Shape(tokens)``).
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ NOTE = (
     "of earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
 )
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
-_FAR = 1 << 31  # no position
+_FAR = 1 << 31  # numbers from here on are no positions
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
@@ -60,13 +62,13 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     """Replace positions counted from the past, and refuse any other tensor that depends on its length.
 
     Args:
-        graph: its caches and attention are canonical already; dead nodes are gone.
-        canonical: of the graph.
-        interface: of the model as exported.
-        samples: of the model as exported.
+        graph: a graph with canonical caches and attention, without dead nodes.
+        canonical: emits into this graph.
+        interface: inputs and outputs of the exported model.
+        samples: makes steps of the exported model.
 
     Returns:
-        True if positions are counted with the tokens of a step.
+        True if the model itself computes positions from the tokens of a step.
 
     Raises:
         UnsupportedModelError: a live node computes with the length of the past.
@@ -85,7 +87,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
             if contains(caches, tensor) and _is_view(node):
-                caches += node.outputs  # a view has the same length
+                caches += node.outputs  # a view of a cache has the cache's length
                 queue += node.outputs
                 continue
             if contains(caches, tensor) and not is_op(node, "Shape", "Size"):
@@ -107,13 +109,13 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
 
 def check_readers(graph: gs.Graph) -> None:
-    """Refuse a cache that another node than attention reads.
+    """Refuse a cache that a node reads which is neither its update nor an attention.
 
     Args:
         graph: canonical; dead nodes are gone.
 
     Raises:
-        UnsupportedModelError: naming the reader.
+        UnsupportedModelError: there is such a reader; the message names it.
     """
     for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
         for tensor in (update.inputs[0], update.outputs[0]):
@@ -127,7 +129,7 @@ def check_readers(graph: gs.Graph) -> None:
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
-    """A node that reads a cache, or a view of it, and is neither its update nor an attention over it."""
+    """The first node that reads a cache or a view of it, and is neither its update nor an attention over it."""
     for node in consumers(tensor):
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
@@ -214,7 +216,7 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """True if tensors computed from `output` still have to be looked at."""
+    """Handle a tensor that depends on P; True if tensors computed from `output` still have to be handled."""
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
             return False
@@ -230,7 +232,8 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
         )
     place = _place(output, samples)
     if place is not None:
-        # As late as possible: what follows may still spread [1, S] over the batch, which positions per row are already.
+        # Replace the last tensor that holds positions: nodes before it may repeat [1, S] for the batch, and would
+        # repeat positions [B, S] again.
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
@@ -249,7 +252,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
     """True if a tensor has the same value after every sampled past, up to the longest that fits.
 
-    Short pasts are not enough: they give the same step of positions, such as floor(p / 16).
+    Short pasts alone are not enough: for example, floor(p / 16) is the same for many of them.
     """
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
@@ -268,10 +271,10 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
 
 
 def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Replace a tensor computed from a padding mask with a constant, if it holds one number for all tokens of a step.
+    """Replace a tensor computed from a padding mask with a constant, if all its numbers are the same in all samples.
 
-    For example, some models multiply inputs of states by the newest columns of the mask. A mask over the rows of the
-    caches has these columns elsewhere.
+    For example, some models multiply inputs of states by the last columns of the mask, which belong to the new tokens.
+    In a mask over the rows of caches of fixed capacity, the new tokens have other columns.
     """
     values = [(s, s.probe.value(output.name)) for s in (*samples.plain, *samples.twins)]
     first = values[0][1]
@@ -288,7 +291,7 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
-    """The number that a tensor adds to P + arange(S), and the axis of the new tokens; None for other tensors."""
+    """For a tensor that equals P + arange(S) + offset: the offset and the axis of the new tokens. Else None."""
     counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
     return counts.pop() if len(counts) == 1 else None
 
@@ -332,7 +335,7 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
     """Replace a node that takes the new tokens' rows of a table with a Gather by position.
 
-    An offset to P stays: a table may have other rows before the row of the first position, as BART's has.
+    A constant offset of the rows stays: a table may have other rows before the row of the first position (BART).
     """
     rows = node.outputs[0]
     taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
@@ -347,10 +350,10 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     (chain, readers), emit = found, canonical.emit
     gathered = emit.op("Gather", [node.inputs[0], _shifted(canonical, offset)], "position_rows", axis=0)
     if not one and all(tensor is rows and not before and len(after) == 1 for _, tensor, before, after in readers):
-        replace_uses(rows, gathered)  # [B, S, H] already
+        replace_uses(rows, gathered)  # the result [B, S, H] fits its readers
         return True
     width = (samples.twins[0].probe.shape(rows.name) or (1,))[-1]
-    flat = emit.op("Reshape", [gathered, emit.ints([-1, width])], "position_rows")  # of all sequences, [B * S, H]
+    flat = emit.op("Reshape", [gathered, emit.ints([-1, width])], "position_rows")  # rows of all sequences, [B * S, H]
     replace_uses(rows, flat)
     for between, shape in chain:
         if is_op(between, "Reshape"):
@@ -366,7 +369,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """The distance from P of the rows ``[S, H]`` that a node takes from a table; found with a table of row numbers."""
+    """First row of the rows ``[S, H]`` that a node takes from a table, minus P. Found with a table of row numbers."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -383,12 +386,12 @@ _Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
 
 
 def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
-    """The nodes that bring rows ``[S, H]`` together with what has a batch; None if rows cannot be of each sequence.
+    """The nodes that combine rows ``[S, H]`` with tensors of a batch; None if rows cannot differ between sequences.
 
     Returns:
-        The nodes between, which compute row by row from these and constants, with the shapes that they make (-1 for the
-        rows); and for each reader the operand, how many axes its result has between batch and tokens, and the sizes of
-        the operand after that of tokens.
+        First, the nodes before these readers, which compute row by row, each with its output's shape (-1 for the rows).
+        Second, for each reader: the node, its operand, the number of axes of its result between batch and tokens, and
+        the operand's sizes after the axis of tokens.
     """
     chain: _Chain = []
     readers: _Readers = []
@@ -421,7 +424,7 @@ def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]
 
 
 def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
-    """The axis of the new tokens in a tensor whose first other axes are 1; None if there is none."""
+    """The axis of the new tokens in a tensor whose axes before it have size 1; None if the tensor has another form."""
     shape = sample.probe.shape(tensor.name) or ()
     first = next((a for a, d in enumerate(shape) if d != 1), len(shape))
     axis = first - (sample.length == 1)
@@ -429,7 +432,7 @@ def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
 
 
 def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
-    """How many axes lie between batch and tokens where a node reads rows, and the sizes after that of tokens."""
+    """For a node that reads rows: the number of its axes between batch and tokens, and the rows' other sizes."""
     own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
     axis = _axis_of_rows(rows, sample)
     if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
@@ -440,7 +443,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """If a node adds P (and a constant) to integers ``[B, S]`` of tokens, make it add each sequence's own length."""
+    """If a node adds P (and a constant) to integers ``[B, S]``, make it add each sequence's own length."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

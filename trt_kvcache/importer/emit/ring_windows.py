@@ -1,4 +1,4 @@
-"""Windows as circular buffers (``--sliding circular``).
+"""Turn caches of windowed attention into circular buffers (``--sliding circular``).
 
     present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
     output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
@@ -8,9 +8,9 @@
     present = TensorScatter(past [B, N, R, D], update, w, mode=circular)
     output  = Attention(q, k, v, visible [B, 1, S, R])
 
-with ``R = W + C - 1`` rows for updates of up to C tokens: the first token of an update still sees its W keys after the
-last one is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the position of
-the first new token, and the step has S new tokens:
+with ``R = W + C - 1`` rows for updates of up to C tokens. So the first token of an update still finds its W keys after
+the last token is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the
+position of the first new token, and the step has S new tokens:
 
     newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
@@ -18,8 +18,8 @@ the first new token, and the step has S new tokens:
 If a model has its own lengths, each sequence has w + S valid tokens, or 0: then its queries see nothing. Lengths
 between are not allowed: the ring may have overwritten rows that the first queries of such a step need.
 
-Memory and step time stop growing with the text. A cache stays linear if one attention sees all of it. The check refuses
-a model that reads the length of a cache elsewhere, or computes its lengths or write indices.
+Memory and step time stop growing with the number of tokens. A cache stays linear if one attention sees all of it. The
+check refuses a model that reads the length of a cache elsewhere, or computes its lengths or write indices.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Rings:
 
     Attributes:
         longest: the most tokens of one update, by name of the cache input.
-        notes: what it saves, or why nothing changed.
+        notes: texts for the plan: what the change saves, or why nothing changed.
     """
 
     longest: dict[str, int]
@@ -77,9 +77,9 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
     """Make the windowed caches of a canonical model circular; returns the model and findings about the change.
 
     Args:
-        model: not changed.
+        model: a canonical model; it is not changed.
         options: capacity, and the longest update.
-        usual: the capacity where neither options nor model say it.
+        usual: the capacity if neither options nor model give one.
     """
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
@@ -101,11 +101,11 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
     """Make every windowed cache of a canonical graph circular.
 
     Args:
-        graph: edited in place.
-        emit: of the graph.
-        capacity: of linear caches.
+        graph: the graph to edit in place.
+        emit: emitter of the graph.
+        capacity: tokens per sequence of linear caches.
         chunk: the most tokens of one update.
-        idle: the lengths are the model's own, and may be 0: the row takes no part in a step.
+        idle: True if the model has its own lengths. A length of 0 then means that the row takes no part in a step.
     """
     longest: dict[str, int] = {}
     notes: list[str] = []
@@ -181,16 +181,16 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if a node sees a window of the newest tokens. It needs lengths: else causality starts at the first row."""
+    """True if a node attends to a window of the newest tokens. Without lengths, ONNX counts queries from row 0."""
     if reads_columns(graph, node):
-        return False  # a column of the scores is a row of the cache
+        return False  # the graph reads scores, whose columns belong to rows of the linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
     plain = input_or_none(node, 3) is None
     return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
 
 
 def _readers(present: gs.Tensor) -> list[gs.Node]:
-    """The nodes that read a cache, through views of it."""
+    """The nodes that read a cache or a view of it."""
     readers: dict[int, gs.Node] = {}
     for node in consumers(present):
         if is_op(node, *VIEWS) and node.inputs[0] is present:
@@ -211,7 +211,7 @@ def _bound(indices: gs.Tensor) -> gs.Node | None:
 
 
 def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
-    """A node that reads a cache before its update, or gives it to the caller in another shape."""
+    """The first node that reads a cache before its update, or returns it to the caller in another shape."""
     for update in (pair.keys, pair.values):
         for node in consumers(update.inputs[0]):
             if node is not update and not is_op(node, "Shape"):
@@ -229,13 +229,13 @@ def _views(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
-    """Views that spell how many rows a cache has, with the shape for `rows` of them; None: it cannot be told."""
+    """Yield Reshapes whose shape states the number of rows, with the shape for `rows` rows (None: it is ambiguous)."""
     is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
     before = _rows(update, capacity)
     for node in _views(update.outputs[0]):
         spelled = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
         sizes = [] if spelled is None else [int(n) for n in spelled.ravel()]
-        others = (dims(node.inputs[0]) or ()).count(before) - (not is_open)  # axes of the same size
+        others = (dims(node.inputs[0]) or ()).count(before) - (not is_open)  # other axes that have the same size
         if (count := sizes.count(before)) > max(others, 0):
             yield node, [rows if n == before else n for n in sizes] if count == 1 else None
 

@@ -1,20 +1,21 @@
 """Support for rare families of models. Each family has its own module, which loads only for a model of that family.
 
-To add a family, write a module with a function for each station that it needs, named after the station. Add a test for
-each of these stations to `FAMILIES`, below.
+To add a family, write a module with a function for each station at which the family has something to do. The function
+has the station's name. Add a test for each of these stations to `FAMILIES`, below.
 
-    read(model)                 edits a file's model before it is checked            -> whether it did
+    read(model)                 edits a file's model before it is checked            -> True if it changed the model
     choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
-    standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
-    define(model)               says in ONNX what nodes outside of it mean           -> another model, None
+    standardize(model)          edits a model (or an encoder) after inlining         -> the model, notes for the plan
+    define(model)               adds ONNX functions that define nodes outside ONNX   -> another model, None
     rewrite(model)              edits a decoder before recognition                   -> the model, Finish or None
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it     -> nothing
-    for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
+    for_cpu(model)              replaces operators that ONNX Runtime does not run    -> another model, notes
 
-`folder` holds the external data. The rewrite loads `plugin_route` if a cache takes the plugin's route. The pipeline
-loads `quantized_caches` for ``--cache-dtype`` and `adapters` for ``--lora-rank``. Builds and sessions load `encoders`
-if an encoder lies beside the decoder. These modules load as attributes of this package.
+`folder` holds the external data. `Finish` is a function that adds facts to the plan. The rewrite loads `plugin_route`
+if a cache takes the plugin's route. The pipeline loads `quantized_caches` for ``--cache-dtype`` and `adapters` for
+``--lora-rank``. Builds and sessions load `encoders` if an encoder lies beside the decoder. These modules load as
+attributes of this package.
 """
 
 from __future__ import annotations
@@ -77,11 +78,11 @@ def _at(station: str, model: onnx.ModelProto) -> Iterator[Callable[..., Any]]:
 
 
 def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Any]]:
-    """Run every extension that applies at a station; returns the model and their further results (see the module).
+    """Run every extension that applies at a station; returns the model and the second results (see the module).
 
     Args:
         station: "choose", "standardize", "define", "rewrite" or "for_cpu".
-        model: may be changed at the first two stations.
+        model: the model; "choose" and "standardize" may change it.
     """
     more = []
     for name, stations in FAMILIES.items():
@@ -92,10 +93,10 @@ def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[An
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Edit a model in place after reading it; True if its operators now read other tensors than those of the file.
+    """Edit a model in place after reading it; True if operators now read other tensors than in the file.
 
     Raises:
-        ModelError: the model belongs to a family, but has an unsupported form. The other functions raise it, too.
+        ModelError: the model belongs to a family, but has an unsupported form. Other functions here also raise it.
     """
     edited = [function(model) for function in _at("read", model)]
     return any(edited)
@@ -107,7 +108,7 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
-    """Notes for the plan, from the planned model; its external data lie in `folder`."""
+    """Collect notes for the plan from the planned model; its external data lie in `folder`."""
     return tuple(note for function in _at("note", model) for note in function(model, folder))
 
 
@@ -115,7 +116,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> None:
     """Edit, in place, a rewritten model before TensorRT reads it; its external data lie in `folder`.
 
     Raises:
-        UnsupportedModelError: TensorRT does not support a rounding of the model, and no edit can help.
+        UnsupportedModelError: the model rounds numbers in a way that TensorRT does not support.
     """
     for function in _at("for_tensorrt", model):
         function(model, folder)
@@ -202,7 +203,7 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
 
 
 def _is_in_parts(model: onnx.ModelProto) -> bool:
-    """True if the model may assign to slices of zeros, by ScatterND and ConstantOfShape."""
+    """True if the model may write slices into zeros, by ScatterND and ConstantOfShape."""
     return {"ScatterND", "ConstantOfShape"} <= _operators(model)
 
 
@@ -222,4 +223,4 @@ FAMILIES: dict[str, dict[str, Test]] = {
     "plugin_route": {"define": _updates_outside_onnx},
     "kept_logits": {"rewrite": _keeps_logits},
 }
-"""By the name of a module, tests by station."""
+"""Module name -> station -> test."""

@@ -32,7 +32,7 @@ from trt_kvcache.importer.simplify import drop_dead, infer_shapes
 
 __all__ = ["rewrite"]
 
-_END = (1 << 31) - 1  # where a Slice that takes all to the end ends, at least
+_END = (1 << 31) - 1  # a Slice that goes to the end has at least this end
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:

@@ -1,4 +1,4 @@
-"""Cache updates without an ONNX operator: nodes of the project's own plugin update in place on full TensorRT.
+"""Replace cache updates on the plugin's route with nodes of the project's own plugin, for TensorRT.
 
 TensorScatter(past, update, write_indices, mode="circular")
     -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
@@ -7,15 +7,15 @@ TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
 two updates of one layer, at the same write indices
     -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
 
-The nodes carry their meaning as ONNX functions, as TensorRT's own packed updates do. TensorRT's parser
-prefers a registered plugin to a model-local function of that name (its source, ModelImporter.cpp:
-``isNodeInPluginRegistry``).
+`define` adds an ONNX function for each of these operators, and for TensorRT's own update, so that ONNX Runtime can run
+the model. TensorRT's parser prefers a registered plugin to a model-local function of the same name (its source,
+ModelImporter.cpp: ``isNodeInPluginRegistry``).
 
-The functions define the plugin's operators by plain operators. For sequence ``b`` with tokens ``start[b] .. end[b]``
-of its update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row
-``write_indices[b] + t - start[b]``, circular: modulo the capacity, where the last tokens win. A sequence whose bounds
-lie outside the update writes nothing, nor does a linear one that does not fit into the cache; packed lengths that do
-not ascend write nothing at all.
+The functions define the plugin's operators by plain operators. For sequence ``b`` with tokens ``start[b] .. end[b]`` of
+its update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row
+``write_indices[b] + t - start[b]``, circular: modulo the capacity, where the last tokens win. A sequence writes nothing
+if its bounds lie outside the update, or if it is linear and does not fit into the cache. If packed lengths do not
+ascend, no sequence writes anything.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Update:
     """One update in the form of the plugin's single-cache operators.
 
     Attributes:
-        scale: float32 where the update is quantized on write.
+        scale: the float32 scales if the update is quantized on write; else None.
         scales: number of scales: 1 or N; 0 without quantization.
     """
 
@@ -73,7 +73,7 @@ class _Update:
 
     @property
     def shared(self) -> list[gs.Tensor]:
-        """Inputs that the K and V of a pair have in common: write indices, and lengths."""
+        """Inputs that the K and V of a pair share: write indices and lengths."""
         return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
@@ -81,7 +81,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     """Replace every update of the route `PLUGIN`, already 4-D in its physical layout, by a node of the plugin.
 
     Raises:
-        UnsupportedModelError: rows of 4-bit elements that do not end on a byte; types that one definition cannot cover.
+        UnsupportedModelError: rows of 4-bit elements do not end on a byte, or one function cannot have all cache types.
     """
     nodes = {node.name: node for node in graph.nodes}
     planned = [c for c in plan.caches if c.route is Route.PLUGIN]
@@ -99,8 +99,8 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
     """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
 
-    TensorRT's own update gets this project's domain and write indices: TensorRT's parser takes it in any domain, and
-    prefers its own layer to a model-local function of that name (measured, TensorRT for RTX 1.7.1).
+    TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts it in any
+    domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX 1.7.1).
     """
     defined = {(f.domain, f.name) for f in model.functions}
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
@@ -129,7 +129,7 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
-    """The plugin's operator that is equal to TensorRT's own update."""
+    """The plugin's operator with the same meaning as TensorRT's own update."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
     return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
@@ -149,7 +149,7 @@ def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProt
 
 
 def _check_types(graph: gs.Graph) -> None:
-    """Refuse cache types that one ONNX definition of an operator cannot cover."""
+    """Refuse caches of types that one ONNX function cannot handle together."""
     types: dict[str, set[int]] = {}
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
@@ -183,9 +183,9 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
     """Let the kernel quantize if the update comes from a suitable QuantizeLinear; returns the scales and their number.
 
-    Exactly: float32 scales, so that the division is in float32; zero point 0; one scale, or one for each head.
+    It is suitable with float32 scales (the division is then in float32), zero point 0, and one scale or one per head.
     """
-    between: list[gs.Tensor] = []  # results of the reshape and the transpose that the physical layout asks for
+    between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
     while update.name != cache.update:
         between.append(update)
@@ -238,8 +238,7 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 def _is_pair(a: _Update, b: _Update) -> bool:
     """True if one node can do two updates: same kernel, same write indices, and neither depends on the other.
 
-    The readers do not include attention that reads caches through DequantizeLinear. Then the K and V of a layer are
-    found by their independence.
+    This does not look at the attentions that read both caches: a plan does not know attentions behind DequantizeLinear.
     """
     one, other = a.cache, b.cache
     return (
@@ -255,7 +254,7 @@ def _is_pair(a: _Update, b: _Update) -> bool:
 
 
 def _depends(node: gs.Node, on: gs.Node) -> bool:
-    """True if `node` needs a result of `on`."""
+    """True if `node` depends on a result of `on`."""
     seen: set[int] = set()
     queue = [node]
     while queue:
@@ -286,7 +285,7 @@ def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
         graph.nodes.remove(update.node)
 
 
-_OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # they say nothing about the meaning
+_OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # attributes that do not change the meaning
 
 
 class _Body:
@@ -307,11 +306,10 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
     """Make the function of one operator, for a model of this opset.
 
     Args:
-        operator: which one.
-        opset: of the model.
-        through_float: values go through float32, unchanged: for caches of 8-bit and 4-bit floats and 4-bit integers,
-            which ONNX's GatherND and ScatterND do not take (float32 holds all of theirs, and those of the other types
-            but int32 and int64).
+        operator: the plugin's operator.
+        opset: opset of the model.
+        through_float: cast values to float32 and back. ONNX's GatherND and ScatterND do not support 8-bit and 4-bit
+            floats and 4-bit integers. float32 holds all numbers of these types exactly, but not all of int32 and int64.
     """
     body = _Body()
     for value in (0, 1):
@@ -335,7 +333,7 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 
 
 def _bounds(body: _Body, operator: Operator, suffix: str) -> None:
-    """``first``, ``start``, ``end`` and ``count`` [B]; ``length`` and ``capacity`` [1]."""
+    """Emit ``first``, ``start``, ``end`` and ``count`` [B], ``length`` and ``capacity`` [1]."""
     axis = 0 if operator.packed else 2
     body.add("Shape", [f"update_0{suffix}"], "length", start=axis, end=axis + 1)
     body.add("Shape", [f"cache_0{suffix}"], "capacity", start=2, end=3)

@@ -7,24 +7,26 @@ calibration:
     scale = max(|turned|) / M                   M: 127 for int8, 7 for int4, 448 for fp8
     codes = round(turned / scale)
 
-Trained models have a few large numbers in each row, which R spreads over all (QuaRot, https://arxiv.org/abs/2404.00456).
+Trained models have a few large numbers in each row; R spreads them over the whole row (QuaRot,
+https://arxiv.org/abs/2404.00456).
 Attention gives the same numbers if its queries are rotated too and its result is rotated back; R is its own inverse:
 
     softmax(Q K') V = softmax((Q R) (K R)') (V R) R
 
-Other readers read rows that are rotated back.
+For other readers of a cache, the graph rotates rows back.
 
 With `PlanOptions.cache_ranges`, a cache has one constant scale: its range / M. Codes saturate as in QuantizeLinear:
 integers at -M - 1 and M.
 
-This module edits a model after the rewrite and the check, which use the original caches:
+This module edits a model after rewrite and check, which work on the original caches:
 
     past [B, N, S_max, H]  -- update(new rows) -- present  -- Slice(rows in use) -- reader
 becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
-TensorRT for RTX has no plugins, and its layer moves only floats. So a float32 holds codes in the 24 bits that it stores
-exactly: three codes of 8 bits, or six of 4. The scale is the last number of the row. Arithmetic separates the codes
+TensorRT for RTX has no plugins, and its cache layer supports only floats. So each float32 of a cache holds a whole
+number of 24 bits, which float32 stores exactly: three codes of 8 bits, or six of 4. The last number of a row is its
+scale. Arithmetic separates the codes
 exactly, since a float32 times a power of two, and its Floor, are exact.
 
 On TensorRT the plugin writes codes into a cache of int8 or float8 (4 bits: two codes in an int8). A separate cache
@@ -66,7 +68,7 @@ from trt_kvcache.importer.planning.cache_plans import NATIVE_DTYPES
 
 _ROW = 2
 """Axis of the rows in every cache of a rewritten model; the numbers of a row follow."""
-_LEAST = float(np.finfo(np.float32).tiny)  # by which a row of zeros is divided
+_LEAST = float(np.finfo(np.float32).tiny)  # the smallest divisor, for rows of zeros
 _IN_ATTENTION = "GroupQueryAttention"
 _MOST = {CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 448}
 _BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
@@ -90,7 +92,7 @@ class _Form:
         scale_inside: True if the scale is the last number of the row.
         ranges: the largest magnitude in each cache, for constant scales. None: each row has a scale, inside the row
             or in a separate cache.
-        route: of the caches that hold codes.
+        route: route of the caches that hold codes.
     """
 
     most: int
@@ -132,8 +134,8 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
 
     Args:
         graph: rewritten. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and attention.
-        plan: of the model, with its own caches.
-        plain: for ONNX Runtime instead of the target: ONNX Runtime's own operators write integers.
+        plan: the model's plan, with caches of their own type.
+        plain: True: make the model for ONNX Runtime instead of the target; its own operators write integers.
 
     Raises:
         OptionError: a cache cannot have this type.
@@ -173,7 +175,7 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
                 f"cache_dtype is {wanted.value}, which the plugin writes on TensorRT, and fallback "
                 f"{plan.options.fallback.value} does without it: leave one of them out"
             )
-        if wanted is CacheDtype.FP8:  # of which ONNX Runtime's TensorScatter has no kernel (1.32.0)
+        if wanted is CacheDtype.FP8:  # ONNX Runtime's TensorScatter has no float8 kernel (1.32.0)
             return _Form(most, _FLOAT8, 1, 0, scale_inside=False, ranges=ranges, route=Route.PLUGIN)
         each, bits, route = 8 // _BITS[wanted], _BITS[wanted], Route.NATIVE if plain else Route.PLUGIN
         return _Form(most, "int8", each, bits, scale_inside=False, ranges=ranges, route=route)
@@ -213,8 +215,8 @@ class _Quantized:
 
     Args:
         emitter: adds nodes.
-        form: of the codes.
-        cache: as planned.
+        form: layout of the codes.
+        cache: the cache as planned.
         node: the update, or the attention that contains it.
     """
 
@@ -223,7 +225,8 @@ class _Quantized:
         self._form = form
         self._cache = cache
         self._node = node
-        # Past and present are the first ones of an update. GroupQueryAttention has Q, K, V and its result before them.
+        # An update has past and present first. GroupQueryAttention has Q, K, V before pasts, and its result before
+        # presents.
         self._at = next(i for i, tensor in enumerate(node.inputs) if tensor.name == cache.past)
         self._past, self._present = node.inputs[self._at], node.outputs[max(0, self._at - 2)]
         shape = cache.physical_shape
@@ -360,7 +363,7 @@ class _Quantized:
         )
         placed = self._op("Mul", [parts, self._powers(0)], "placed")
         total = self._op("ReduceSum", [placed, self._emitter.ints([-2])], "packed", keepdims=0)
-        # Codes of both signs, each with half of its range added, are whole numbers from 0 on.
+        # With half of the range added to each code, codes of both signs become whole numbers from 0 on.
         return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
 
     def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
@@ -369,7 +372,7 @@ class _Quantized:
         if self._shift:
             numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
         each = self._op("Unsqueeze", [numbers, self._emitter.ints([-2])], "each")
-        # A number without its lower bits, and without those of the code: their difference is the code.
+        # The code is the difference of two numbers: one without the lower bits, one also without the code's bits.
         low = self._op("Floor", [self._op("Mul", [each, self._powers(0, -1)], "lower")], "from_code")
         high = self._op("Floor", [self._op("Mul", [each, self._powers(1, -1)], "upper")], "behind_code")
         above = self._op("Mul", [high, self._number(1 << form.bits)], "above_code")
@@ -407,7 +410,7 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Make a reader of codes read values, rotated back unless the reader is an attention that rotates, too."""
+        """Make a reader of codes read values, rotated back. An attention is rotated instead."""
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]

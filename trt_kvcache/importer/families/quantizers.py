@@ -1,14 +1,15 @@
-"""Quantizers other than those of weights in 4 and 8 bits: how their operators become those of ONNX and TensorRT.
+"""Replace or refuse operators of quantizers, except weights in 4 and 8 bits, which `lower` replaces.
 
 See `trt_kvcache.importer.families` for when each function is called.
 
 `standardize` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
 
     quantize_dynamic    DynamicQuantizeLinear, MatMulInteger and what ONNX Runtime fuses of them; tables of 8 bits
-    quantize_static     QLinear operators; rounding around another number than 0, to uint8, to 16 bits; biases of int32
+    quantize_static     QLinear operators; rounding to uint8, to 16 bits, or with a zero point; int32 biases
 
-Scales of `quantize_dynamic` follow from the whole batch, so that sequences change each other's numbers. TensorRT for
-RTX 1.7.1 takes uint8 for int8 without a word. Rounding to int8 or float8 around 0, as NVIDIA ModelOpt does, stays.
+`quantize_dynamic` computes scales from the whole batch, so that sequences change each other's numbers. TensorRT for RTX
+1.7.1 reads uint8 as int8 without a message. Rounding to int8 or float8 with zero point 0 stays, as NVIDIA ModelOpt
+writes it.
 
 `read` renames operators that NVIDIA ModelOpt writes in the domain ``trt``.
 
@@ -16,9 +17,9 @@ RTX 1.7.1 takes uint8 for int8 without a word. Rounding to int8 or float8 around
     TRT_FP8DequantizeLinear(q, scale)         ->  DequantizeLinear(q, scale)
     QuantizeLinear, DequantizeLinear          ->  the operators of the same name
 
-TensorRT's parser looks operators up by name alone and takes both forms for the same (measured on TensorRT for RTX
-1.7.1); ONNX and ONNX Runtime know no operator of this domain. ModelOpt 0.47 leaves the domain where it turns the
-operators of its exports from torch into ONNX's. Operators that quantize in blocks, NVFP4 and MXFP8, stay as they are:
+TensorRT's parser ignores the domain of operators and treats both forms alike (measured on TensorRT for RTX 1.7.1). ONNX
+and ONNX Runtime know no operator of this domain. ModelOpt 0.47 converts its exports from torch to ONNX's operators, but
+some keep the domain. Operators that quantize in blocks, NVFP4 and MXFP8, stay unchanged:
 
     q, s = TRT_FP4DynamicQuantize(x, scale, axis, block_size)     float4 numbers, a float8 scale for each block
     y = DequantizeLinear(q, DequantizeLinear(s, scale), axis, block_size)
@@ -26,19 +27,19 @@ operators of its exports from torch into ONNX's. Operators that quantize in bloc
     q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
     y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         of weights as well
 
-ONNX has no operator that chooses scales while it runs, and none of exponents in uint8. TensorRT's parser knows
-them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then infers the shapes of
-what they make; their kernels are in no package that runs without a GPU.
+ONNX has no operator that chooses scales at run time in float4 or float8, and no scales that are uint8 exponents.
+TensorRT's parser knows these operators (measured on TensorRT for RTX 1.7.1). Importing this module registers them with
+ONNX, so that it infers the shapes of their outputs. No package that runs without a GPU has kernels for them.
 
 `for_cpu` replaces operators that quantize in blocks, for ONNX Runtime on the CPU.
 
-    weights of float4       numbers  -> their doubles in int8, by a table of 16; scales  -> half of them
-    weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
-    what a step computes    y        -> x, in the type of y
+    float4 weights          numbers  -> doubled, in int8, by a table of 16; scales -> halved
+    MXFP8 weights           y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
+    activations             y        -> x, in the type of y
 
-ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Weights are exact. Numbers
-that a step computes are not rounded in either model: scales depend on the numbers of each block, so that the smallest
-difference would move many numbers by up to a quarter.
+ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Weights are exact. For
+comparisons, activations are not rounded in either model: their scales depend on the numbers of each block, so the
+smallest difference could change many numbers by up to a quarter.
 """
 
 from __future__ import annotations
@@ -75,17 +76,18 @@ def standardize(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
     """Refuse models that are quantized for CPUs.
 
     Raises:
-        UnsupportedModelError: an operator computes with integers of 8 bits, or rounds in a way that TensorRT lacks.
+        UnsupportedModelError: an operator computes with 8-bit integers, or rounds in a way that TensorRT does not
+            support.
     """
     refuse_integers(model)
     return model, ()
 
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Copy the model for ONNX Runtime, without rounding that the rewritten model or the CPU lacks.
+    """Copy the model for ONNX Runtime on the CPU, with plain operators in the place of block operators.
 
     Raises:
-        UnsupportedModelError: operators that quantize in blocks stand in another form than ModelOpt writes.
+        UnsupportedModelError: operators that quantize in blocks have another form than ModelOpt's.
     """
     notes = list[str]()
     if steps := block_steps(model):
@@ -100,20 +102,20 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 class Writer:
-    """Collects `nodes`; constants go into the main graph, where bodies read them too."""
+    """Collects new nodes in `nodes`; adds constants to the main graph, where bodies of control flow can read them."""
 
     def __init__(self, graph: GraphProto, prefix: str) -> None:
         self.nodes: list[NodeProto] = []
         self._graph, self._prefix, self._count = graph, prefix, 0
 
     def op(self, op: str, inputs: Sequence[str], output: str = "", name: str = "", **attributes: Any) -> str:
-        """Adds a node; returns its output, which is `output` or has a new name."""
+        """Add a node; returns its output, which is `output` or has a new name."""
         output = output or self.name(op.lower())
         self.nodes.append(helper.make_node(op, inputs, [output], name or output, **attributes))
         return output
 
     def constant(self, value: Any, kind: int | None = None) -> str:
-        """A constant, of the ONNX element type `kind`, or of its array's."""
+        """Add a constant of the ONNX element type `kind`, or of its array's type; returns its name."""
         name = self.name("constant")
         array = np.asarray(value)
         self._graph.initializer.append(
@@ -129,7 +131,7 @@ class Writer:
         return f"trt_kvcache/{self._prefix}_{hint}_{self._count}"
 
     def taken(self) -> list[NodeProto]:
-        """The nodes, which others follow."""
+        """Return the nodes collected so far, and start a new list."""
         nodes, self.nodes = self.nodes, []
         return nodes
 
@@ -142,10 +144,10 @@ _ADVICE = (
 
 
 def refuse_integers(model: ModelProto) -> None:
-    """Refuse what ONNX Runtime's quantizers write for CPUs.
+    """Refuse operators that ONNX Runtime's quantizers write for CPUs.
 
     Raises:
-        UnsupportedModelError: naming the first operator.
+        UnsupportedModelError: there is such an operator; the message names the first one.
     """
     for scope in iter_scopes(model):
         constants = constants_of(scope)
@@ -197,10 +199,10 @@ def is_block_operator(node: NodeProto) -> bool:
 
 
 def read(model: ModelProto) -> bool:
-    """Replace, in place, ModelOpt's operators that ONNX has; True if there were any.
+    """Replace, in place, ModelOpt's operators of the domain ``trt`` that ONNX also has; True if there were any.
 
     Raises:
-        UnsupportedModelError: the model's opset lacks the operator of ONNX, or a scale is no single number.
+        UnsupportedModelError: the model's opset lacks ONNX's operator, or a scale is not a single number.
     """
     operators = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
     version = opset_version(model) or 0
@@ -220,7 +222,7 @@ def read(model: ModelProto) -> bool:
 
 
 def _check_scale(scope: Scope, node: NodeProto) -> None:
-    """Refuse a scale that is not one constant number: the zero point gets the scale's shape."""
+    """Refuse a scale that is not one constant number: the new zero point needs the scale's shape."""
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
@@ -230,7 +232,7 @@ def _check_scale(scope: Scope, node: NodeProto) -> None:
 
 
 def _register() -> None:
-    """Add the operators to ONNX's list, which is one for the whole process."""
+    """Register the operators with ONNX, for the whole process."""
     for name, (reads, makes, infer) in _OPERATORS.items():
         if defs.has(name, 1, DOMAIN):
             continue
@@ -291,14 +293,14 @@ _OPERATORS: dict[str, tuple[int, int, Callable[[InferenceContext], None]]] = {
     MX_QUANTIZE: (1, 2, partial(_infer_blocks, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8, 32)),
     MX_DEQUANTIZE: (2, 1, _infer_dequantized),
 }
-"""Numbers of inputs and of outputs, and shape inference."""
+"""Block operators: number of inputs, number of outputs, function for shape inference."""
 _register()
 
 
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # float4, by its bits
-_BIAS = 127  # of exponents
-_BLOCK = 32  # of MXFP8
-_CPU_OPSET = 21  # of DequantizeLinear with blocks
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # of float4, by bits
+_BIAS = 127  # bias of MXFP8's exponents
+_BLOCK = 32  # numbers in a block of MXFP8
+_CPU_OPSET = 21  # the first with blocks in DequantizeLinear
 
 
 def block_steps(model: ModelProto) -> int:
@@ -310,7 +312,7 @@ def with_plain_blocks(model: ModelProto) -> ModelProto:
     """Copy the model and replace its block operators for ONNX Runtime.
 
     Raises:
-        UnsupportedModelError: the operators stand in another form than ModelOpt writes.
+        UnsupportedModelError: the operators have another form than ModelOpt's.
     """
     if (opset_version(model) or 0) < _CPU_OPSET:
         model = raise_opset(model)
@@ -327,9 +329,9 @@ class _Editor:
         self._weights = {t.name: t for t in model.graph.initializer}
         self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
         self._write = Writer(model.graph, "blocks")
-        self._plain: dict[str, str] = {}  # numbers, and their sources
-        self._gone: set[str] = set()  # what only scales of numbers that are not rounded go through
-        self._scaled: dict[str, str] = {}  # doubles of weights and halves of scales, by their names
+        self._plain: dict[str, str] = {}  # name of quantized activations -> activations before quantizing
+        self._gone: set[str] = set()  # tensors computed from scales of activations, which are no longer needed
+        self._scaled: dict[str, str] = {}  # name of weights or scales -> doubled weights or halved scales
 
     def edit(self) -> None:
         for node in self._graph.node:

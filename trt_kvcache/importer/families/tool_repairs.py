@@ -1,33 +1,34 @@
 """Repair models of exporters and optimizers that break rules of ONNX, or that ONNX Runtime cannot load later.
 
 nodes in any order              ONNX Runtime's float16 converter appends the Casts of inputs and of operators in float32
-the domain ai.onnx              another name of ONNX's own, which is empty; ONNX's checker finds no operator there
-no import of com.microsoft      its quantizers add operators of it
+the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
+no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without an import
 shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which its optimizer makes an initializer
-values that are stated twice    ONNX Runtime's float16 converter states outputs once more, without their shapes
-names of its own casts          its optimizer saves them, and gives them again when it loads what became of the model:
+values that are stated twice    ONNX Runtime's float16 converter states outputs twice, the second time without shapes
+names of its own casts          its optimizer saves casts, and uses their names again when it loads the model:
                                 "Duplicate definition of name" (1.32)
-scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
-two steps in one model          optimum joins the first step and all others
+scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX requires lists
+two steps in one model          optimum merges the first step and all other steps
 slices that are assigned to     torch.onnx writes parts of keys into zeros by ScatterND
 
 Merged exports: one model contains the first step and all other steps, and an input chooses.
 
     use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
 
-A past of no tokens makes the branch with a past the first step, too, so it is the only one that decodes. The condition
-becomes a constant and its input disappears, with the inputs that only the other branch reads, and the outputs that the
-branch with a past leaves empty: an encoder's keys and values, which optimum's other branch computes once.
+With a past of no tokens, the branch with a past also computes the first step, so the other branch is not needed. The
+condition becomes a constant, and its input disappears. Inputs that only the other branch reads disappear, too, and so
+do outputs that the branch with a past leaves empty: keys and values of an encoder, which optimum's other branch
+computes.
 
-The branch with a past is the one that reads inputs of rank 4, as caches are, where the other reads none.
+The branch with a past is the one that reads inputs of rank 4 (caches), if the other branch reads no such input.
 
-Replace parts that are written side by side into zeros with one Concat.
+Assignments to slices: parts that ScatterND writes side by side into zeros become one Concat.
 
     zeros [B, H, T, 24] -- Transpose -> ScatterND(rows 0..15 of axis 0: Transpose(a)) -> Transpose, Transpose ->
         ScatterND(rows 16..23: Transpose(b))                      becomes           Transpose(Concat(a, b, axis=-1))
 
 torch.onnx exports assignments to slices in this form (``k[..., :16] = a; k[..., 16:] = b``), as in transformers' latent
-attention. If the parts cover all zeros, the zeros, whose shape is as long as the text, are not needed.
+attention. If the parts cover all zeros, the zeros are not needed. Their shape depends on the number of tokens.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
-    """Replace assignments to slices with one Concat. This is a guess, which the check tests."""
+    """Replace each group of assignments to slices with a Concat. This is a guess, which the check tests."""
     return join_slices(model), None
 
 
 def read(model: ModelProto) -> bool:
-    """Repair a model in place; True if operators now read other tensors than those of the file.
+    """Repair a model in place; True if operators now read other tensors than in the file.
 
-    Other faults stay for ONNX's checker to name.
+    Other faults stay; ONNX's checker then names them.
     """
     _unalias(model)
     for scope in iter_scopes(model):
@@ -96,7 +97,7 @@ def read(model: ModelProto) -> bool:
 
 
 def _unalias(model: ModelProto) -> None:
-    """Write ONNX's own domain in its short form. Two versions of it stay for the checker."""
+    """Write ONNX's own domain in its short form. The checker later refuses models that import it in two versions."""
     for owner in (model, *model.functions):
         versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
         if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
@@ -176,7 +177,7 @@ def _sort(scope: Scope) -> None:
 
 
 def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
-    """A graph and the bodies in it, which may read what `outer` has."""
+    """Turn scalars into lists in a graph and its bodies. `outer`: constants of the graphs around it."""
     constants = [
         (n.output[0], a.t) for n in graph.node if is_op(n, "Constant") for a in n.attribute if a.name == "value"
     ]
@@ -208,7 +209,7 @@ _FIRST_ONLY = "only the branch without a past computes it: run the export as it 
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Replace the branches of a merged export with the branch with a past. `model` is changed."""
+    """Replace the If nodes of a merged export with their branch with a past. `model` is changed."""
     graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
@@ -234,24 +235,24 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _finish(
     inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
 ) -> CachePlan:
-    """Add inputs and outputs that only the other branch has to the plan."""
+    """Add to the plan the inputs and outputs that only the other branch has."""
     original = (*plan.original, *tensors) if plan.original else ()
     return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
 
 def take_first_branch(graph: onnx.GraphProto) -> None:
-    """Replace the branches of a merged export with the branch without a past, in place; the interface stays."""
+    """Replace, in place, the If nodes of a merged export with their branch without a past; the interface stays."""
     _take(graph, {name: not value for name, value in _choices(graph).items()})
 
 
 def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
-    """The inputs that choose, and the values that take the branches with a past."""
+    """Inputs that choose between branches, each with the value for the branch with a past."""
     inputs = {v.name: v for v in graph.input}
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 
 
 def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
-    """Put the chosen branches in place; returns what they replaced."""
+    """Replace If nodes with the chosen branches; returns the names of the replaced nodes."""
     inputs = {v.name: v for v in graph.input}
     values = {name: np.full(_size(inputs[name]), value) for name, value in chosen.items()}
     inlined = take_branches(graph, values)
@@ -260,7 +261,7 @@ def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
 
 
 def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
-    """The input that decides between a branch with and one without a past, and the value that takes the former."""
+    """The input that chooses between a branch with and one without a past, and its value for the branch with a past."""
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
     caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
@@ -294,7 +295,7 @@ def _tensor(value: onnx.ValueInfoProto, io: str, role: OriginalRole) -> Original
 
 
 _Part = tuple[int, int, str, list[int]]
-"""First row, the row after the last, what is written there, and how that is transposed into the layout of the whole."""
+"""One part: first row, row after the last, name of the written tensor, permutation into the layout of the whole."""
 
 
 def join_slices(model: ModelProto) -> ModelProto:

@@ -1,11 +1,10 @@
 """Check the rules of ONNX that a graph must follow before planning.
 
-Weights are left out of every check: large initializers are replaced by typed inputs, so the checks cost what the graph
-costs. Shapes come from ONNX's own shape inference, through If and Loop bodies and model-local functions.
+No check reads weights: large initializers are replaced by typed inputs, so the time depends only on the graph. Shapes
+come from ONNX's own shape inference, also in If and Loop bodies and model-local functions.
 
-Defaults of inputs: an initializer of the same name.
-
-Old exporters list weights in this form; these stay constants. Positions or a past must not become constants.
+`drop_defaults` removes defaults of inputs: initializers with an input's name. Old exporters list weights in this form,
+and these stay constants. Positions or a past must not become constants.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
 _MOST_NODES, _MOST_CALLS = 1 << 20, 100
 _MOST_NUMBERS, _MOST_LISTED = 1 << 22, 1 << 20
-"""In a tensor of rank 1 of which only the size is stated, and in a list: ONNX's shape inference makes an object of 80
-bytes and more for each number of the one (measured, 1.23.2), and Python one for each of the other."""
+"""Most numbers of a rank-1 tensor of which only the size is stated, and of a list. ONNX's shape inference allocates 80
+bytes or more for each number of the tensor (measured, 1.23.2). Python makes an object for each number of the list."""
 _SMALL_BYTES = 1024  # constants up to this size stay: shape inference reads shapes from them
 _UNNATURAL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # Unicode's categories Cc, Zl and Zp
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
@@ -68,11 +67,11 @@ _FUSED: dict[str, tuple[int, ...]] = {
     "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
     "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
 }  # fmt: skip
-"""Operands of one type of ONNX Runtime's own operators: its optimizers make caches of float32 for float16."""
+"""Operands of ONNX Runtime's operators that must have one type; its optimizers may mix float32 with float16."""
 _ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
-"""In the words of ONNX's shape inference: operator, node, rule."""
+"""Matches messages of ONNX's shape inference: operator, node, rule."""
 
 
 def check_graph(model: ModelProto, source: str) -> None:
@@ -94,7 +93,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(f"{source}: not valid ONNX: {_one_line(error)}; export the model again") from None
     try:
         flat = onnx.inliner.inline_local_functions(skeleton)
-        _check_sizes(onnx.shape_inference.infer_shapes(flat), source)  # which makes nothing of these sizes
+        _check_sizes(onnx.shape_inference.infer_shapes(flat), source)  # allocates nothing of the stated sizes
         inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
         _check_no_optional(inferred, source)
         _check_element_types(inferred.graph, opset_version(inferred), source)
@@ -143,7 +142,7 @@ def _check_updates(model: ModelProto, source: str) -> None:
 def _check_flags(model: ModelProto, source: str) -> None:
     """Refuse flags of attention that are neither 0 nor 1.
 
-    Measured: ONNX Runtime 1.31.1 takes is_causal=5 as 0, ONNX's reference evaluator as 1.
+    Measured: ONNX Runtime 1.31.1 reads is_causal=5 as 0, ONNX's reference evaluator as 1.
     """
     for scope in iter_scopes(model):
         for node in scope.node:
@@ -156,7 +155,7 @@ def _check_flags(model: ModelProto, source: str) -> None:
 
 
 def _check_functions(model: ModelProto, source: str) -> None:
-    """Refuse functions that call themselves, or that become more nodes than any model has when they are inlined."""
+    """Refuse functions that call themselves, or that inlining would expand to far too many nodes."""
     functions = {(f.domain, f.name, f.overload): f for f in model.functions}
     sizes: dict[tuple[str, str, str], int] = {}
 
@@ -202,7 +201,7 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
         if tensor.name in inputs:
             _check_default(tensor, inputs[tensor.name], source)
             if any(isinstance(dim, str) for dim in shape_of(inputs[tensor.name]) or ()):
-                continue  # a step brings other numbers, of another shape
+                continue  # steps give other values, of other shapes
         weights[tensor.name] = tensor
         if _is_small(tensor):
             graph.initializer.append(tensor)
@@ -233,11 +232,11 @@ def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> No
 
 
 def _is_small(tensor: TensorProto) -> bool:
-    """True if the data are inside the model and few."""
+    """True if the data are small, and inside the model."""
     try:
         size = byte_size(tensor)
     except ValueError:
-        return True  # the checker words what is wrong
+        return True  # the checker will name the error
     return tensor.data_location != TensorProto.EXTERNAL and size is not None and size <= _SMALL_BYTES
 
 
@@ -245,7 +244,8 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
     """Move operators that ONNX does not define to a separate domain, which the checker ignores.
 
     TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
-    ``SimplifiedLayerNormalization``), and exporters write them so. An operator that nobody knows is refused there.
+    ``SimplifiedLayerNormalization``), and exporters write them there. They later refuse operators that they do not
+    know.
     """
     for owner, top in [(skeleton, skeleton.graph), *((function, function) for function in skeleton.functions)]:
         nodes = [node for scope in nested_scopes(top) for node in scope.node]
@@ -257,7 +257,7 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
 
 
 def _without_stated_shapes(model: ModelProto) -> ModelProto:
-    """Drop stated shapes, except those of outputs of other domains' operators: exporters state some wrongly."""
+    """Drop stated shapes, since exporters state some wrongly. Shapes of outputs of other domains' operators stay."""
     stated = {info.name: info for info in model.graph.value_info}
     foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
     replace_field(model.graph.value_info, [stated[name] for name in foreign if name in stated])
@@ -277,7 +277,7 @@ def _without_external_data(skeleton: ModelProto) -> ModelProto:
 
 
 def check_text(message: Message, source: str) -> None:
-    """Refuse names that are not UTF-8, which protobuf hands out as bytes, or that would break a line of text."""
+    """Refuse names with line breaks or control characters, and names that are not UTF-8 (protobuf returns bytes)."""
     # Looking at a tensor's other fields would copy its data.
     wanted = ("name", "doc_string", "external_data") if isinstance(message, TensorProto) else None
     fields = message.DESCRIPTOR.fields_by_name
@@ -301,7 +301,7 @@ def check_text(message: Message, source: str) -> None:
 
 
 def _check_are_tensors(graph: GraphProto, source: str) -> None:
-    """Refuse inputs and outputs that are sequences, maps or optional, or of sizes that no engine counts."""
+    """Refuse inputs and outputs that are sequences, maps or optional, or have sizes too large for an engine."""
     for info in (*graph.input, *graph.output):
         kind = info.type.WhichOneof("value")
         if kind not in (None, "tensor_type"):
@@ -340,7 +340,7 @@ def _check_types(model: ModelProto, source: str) -> None:
                 )
         types = set(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
         for node in (node for node in scope.node if is_op(node, "Cast")):
-            for a in node.attribute:  # a function's caller may give it
+            for a in node.attribute:  # the caller of a function may give the attribute
                 if a.name == "to" and not a.ref_attr_name and a.i not in types:
                     raise InvalidModelError(
                         f"{source}: {describe(node)} casts to element type {a.i}, which ONNX does not define; "
@@ -349,7 +349,7 @@ def _check_types(model: ModelProto, source: str) -> None:
 
 
 def _check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
-    """Refuse element types that contradict each other, which ONNX's checker lets pass and ONNX Runtime does not load.
+    """Refuse element types that contradict each other: ONNX's checker accepts them, but ONNX Runtime cannot load them.
 
     Converters to float16 leave such models: onnxconverter-common (1.16) and what is built on it keep a Cast to float32
     and state its result as float16, or add float32 to float16.
@@ -378,7 +378,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
 
 
 def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
-    """Pairs of operands that must be of one type."""
+    """Pairs of operands that must have the same type."""
     if node.domain == "com.microsoft":
         names = [node.input[i] for i in _FUSED.get(node.op_type, ()) if i < len(node.input) and node.input[i]]
         yield from ((names[0], name) for name in names[1:])
@@ -395,22 +395,22 @@ def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]
 
 
 def _one_line(error: Exception) -> str:
-    """ONNX's words without line breaks and without the dump of the node that follows them."""
+    """ONNX's message without line breaks, and without the dump of the node at its end."""
     return " ".join(str(error).split("\n\n==> Context")[0].split()).rstrip(".")
 
 
 _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
-"""Inputs of operators that no default can stand for: a cache, where it is written, how much of it is valid."""
+"""Inputs of operators that need a value in each step: a cache, its write indices, its valid lengths."""
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
     """Remove, in place, defaults of inputs that each step provides.
 
-    These are inputs with an open dimension, with a name that has a role, and caches, their indices and lengths.
+    These are inputs with an open dimension, inputs whose name has a role, caches, write indices and lengths.
 
     Args:
-        graph: edited.
-        named: the caller's own names of roles, beside the shipped ones.
+        graph: the graph to edit.
+        named: the caller's own name patterns, used beside the shipped ones.
 
     Returns:
         True if anything was changed.
@@ -440,11 +440,11 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
 
 
 def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
-    """Give inputs without a shape the shape of their default, since readers need one."""
+    """Give inputs without a shape the shape of their default; True if there were any."""
     shapes = {tensor.name: tensor.dims for tensor in constants}
     bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
     for value in bare:
         shape = value.type.tensor_type.shape
-        shape.SetInParent()  # of no axes, too
+        shape.SetInParent()  # also for shapes without axes
         shape.dim.extend(TensorShapeProto.Dimension(dim_value=size) for size in shapes[value.name])
     return bool(bare)

@@ -1,4 +1,4 @@
-"""Weights in files whose bits have to be flipped on the way to TensorRT; see `signed`. Needs neither ONNX nor numpy."""
+"""Read weights whose bits must be flipped for TensorRT; see `signed_weights`. Needs neither ONNX nor numpy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Flipped:
     """External data of one weight, whose bits still have to be flipped.
 
     Attributes:
-        name: of the initializer.
-        location: file, relative to the model's folder.
-        offset, length: in bytes.
-        mask: to xor every byte with.
+        name: name of the initializer.
+        location: path of the file, relative to the model's folder.
+        offset, length: place of the weight in the file, in bytes.
+        mask: number with which every byte is combined by xor.
     """
 
     name: str
@@ -29,7 +29,7 @@ class Flipped:
     mask: int
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """The flipped bytes, piece by piece.
+        """Yield the flipped bytes, piece by piece.
 
         Raises:
             OSError: the file cannot be read, or is too short.
@@ -46,5 +46,5 @@ class Flipped:
 
 
 def flip(data: bytes, mask: int) -> bytes:
-    """Every byte of `data` xor `mask`."""
+    """Return every byte of `data` xor `mask`."""
     return data.translate(bytes(byte ^ mask for byte in range(256)))

@@ -1,8 +1,8 @@
-"""Read external data behind links, which some libraries refuse; `load_source` has checked the links.
+"""Read external data through links, which some libraries refuse; `load_source` has checked the links.
 
-ONNX Runtime (1.31.1), with a model that is no file, takes data only from within the folder that it is told: symbolic
-links of the Hugging Face cache lead out of it. ONNX's own loader (1.23) refuses these as well, and files with several
-names (hard links), as deduplication, DVC and ``cp -al`` leave them. So nothing reads data by it.
+If a model is no file, ONNX Runtime (1.31.1) reads data only from inside a given folder, and symbolic links of the
+Hugging Face cache lead out of it. ONNX's own loader (1.23) also refuses such links, and files with several names (hard
+links), which deduplication, DVC and ``cp -al`` make. So this package never uses ONNX's loader for data.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def read_data(tensor: TensorProto, folder: Path) -> None:
     """Read external data into a tensor; tensors without external data stay unchanged.
 
     Raises:
-        OSError: they cannot be read.
-        ValueError: the file became shorter meanwhile.
+        OSError: the data cannot be read.
+        ValueError: the file is shorter than it was when it was checked.
     """
     if tensor.data_location != TensorProto.EXTERNAL:
         return
@@ -52,7 +52,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
     """Resolve links of external data; returns a model with the real locations, and their common folder.
 
-    If no link leads out of the folder of the model, both are returned unchanged; else a copy of the model.
+    If no link leads out of the model's folder, model and folder are returned unchanged; else a copy of the model.
     """
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):
@@ -71,7 +71,7 @@ def _locations(model: ModelProto) -> Iterator[StringStringEntryProto]:
 
 
 def for_session(model: ModelProto, folder: Path, options: Any) -> bytes:
-    """Serialize the model for a session of ONNX Runtime; `options` get the folder of its external data."""
+    """Serialize the model for a session of ONNX Runtime; sets the folder of its external data in `options`."""
     linked, folder = without_links(model, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return bytes(linked.SerializeToString())

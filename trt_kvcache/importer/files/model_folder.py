@@ -1,13 +1,13 @@
-"""The file of an export that is the decoder to take: exporters write prefill and decode in two, in one, or both.
+"""Find the decoder among the files of an export: exporters write prefill and decoding as two files, one, or three.
 
     decoder_model.onnx              the first step alone: no past in, caches out
-    decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
-    decoder_model_merged.onnx       both, chosen by an input; see the extension `tool_repairs`
+    decoder_with_past_model.onnx    every step; with a past of no tokens, also the first
+    decoder_model_merged.onnx       both, and an input that chooses; see the family `tool_repairs`
     decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
     encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
-                                    what stands before the decoder
+                                    models whose outputs the decoder reads
 
-The one with a past does all that the others do, so the others are never needed beside it.
+The file with a past does all that the two others do. So it is taken if it is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
 from trt_kvcache.importer.recorded_options import was_rewritten
 
-# The better file, and what it makes superfluous: of optimum, of transformers' own exporter.
+# A file, and the files that are not needed beside it: optimum's, then those of transformers' own exporter.
 _INSTEAD_OF = {
     "decoder_with_past_model.onnx": ("decoder_model.onnx", "decoder_model_merged.onnx"),
     "decoder_model_merged.onnx": ("decoder_model.onnx",),
@@ -34,10 +34,10 @@ _CACHE_RANK = 4
 
 
 def find_model(folder: Path) -> Path:
-    """The decoder in a folder that an exporter wrote, without what stands before it and what `rewrite` wrote there.
+    """The decoder in the folder of an export. Models before it, and files that `rewrite` wrote, are ignored.
 
     Raises:
-        InvalidModelError: there is no model, or there are several and nothing says which one is meant.
+        InvalidModelError: there is no model, or several models may be meant.
     """
     files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
     if not files and (folder / "decoder").is_dir():
@@ -59,13 +59,13 @@ def find_model(folder: Path) -> Path:
 
 
 def check_takes_past(graph: GraphProto, path: Path) -> None:
-    """Refuse the export of the first step alone: caches come out of it, and none go in.
+    """Refuse an export of the first step alone: it has caches as outputs, but not as inputs.
 
     Raises:
-        UnsupportedModelError: with the name of the file to take instead, where it lies beside this one.
+        UnsupportedModelError: it is such an export. The message names the right file, if it is in the same folder.
     """
     if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
-        return  # of more axes: the caches of several layers
+        return  # an input with more axes holds the caches of several layers
     floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]
     presents = [v.name for v in floats if _CACHE_NAME.search(v.name)]
     if len(presents) < 2:

@@ -1,7 +1,6 @@
 """Write a rewritten model completely, or not at all.
 
-Weights stay where they are, or the operating system copies them. Only changed weights are written anew; other data of
-their file are copied.
+Weights stay in their files, or the operating system copies the files. Only changed weights are written by this module.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ def save_model(
 ) -> None:
     """Write a model derived from `source`; the source and its data files are never touched.
 
-    In the source's own folder, references to external data stay as they are. Anywhere else, the data files are copied
-    beside the new model by the operating system; a file there that already has the same content is used as it is.
+    In the source's own folder, references to external data do not change. In any other folder, the operating system
+    copies the data files beside the new model; an existing file with the same content is kept.
 
     Args:
-        proto: the model; its external data references are relative to ``source.path.parent``. Those of `flipped`
-            will name the new file.
+        proto: the model; its external data references are relative to ``source.path.parent``. The references of
+            `flipped` are changed to the new file.
         output: the ``.onnx`` file; replaced if it exists.
-        source: of the model.
-        flipped: weights that change on the way; they go to a file of their own, ``<output>.signed``.
+        source: the source of the model.
+        flipped: weights whose bits change; they go to a new file, ``<output>.signed``.
 
     Raises:
-        OutputError: the file cannot be written, is one of the source's own, or a different file stands where a data
-            file must be copied. Nothing is left behind.
-        InvalidModelError: a file of the source has changed since it was read: the copy may be of two states of it.
+        OutputError: the file cannot be written, belongs to the source, or a different file has the name of a data file
+            to copy. Nothing is left behind.
+        InvalidModelError: a file of the source changed after it was read, so that a copy may mix two states.
     """
     target = check_output(output)
     _check_target(target, source)
@@ -76,7 +75,7 @@ def save_model(
             place(target, content)
             source.check_unchanged()
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""  # a disk that is full names none
+        where = f" ({error.filename})" if error.filename else ""  # the error of a full disk has no name
         raise OutputError(f"{output}: cannot be written: {error.strerror}{where}") from None
 
 
@@ -88,16 +87,16 @@ def _check_target(target: Path, source: SourceModel) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """The part of a data file that a model needs: separate ranges of bytes, in order; None: all of it."""
+    """The part of a data file that a model needs: separate ranges of bytes, in order; None: the whole file."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None
 
 
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
-    """Map the path of each copy to a data file of the model that the target's folder lacks.
+    """Data files to copy into the target's folder, by the path of the copy.
 
-    The weights of `flipped` will be elsewhere: of the files that they come from, the rest is needed.
+    Files that hold weights of `flipped` are copied without these weights.
     """
     moved, emptied = {weight.name for weight in flipped}, {weight.location for weight in flipped}
     used: dict[str, list[tuple[int, int]]] = {}
@@ -141,14 +140,14 @@ def _same_content(copy: Path, data: _Data) -> bool:
 
 
 def _copy(data: _Data, file: BinaryIO) -> None:
-    """Copy a data file. What is not needed, and what is a hole there, becomes a hole, which takes no space."""
+    """Copy the needed ranges of a data file. Other bytes, and holes of the file, become holes, which take no space."""
     status = data.original.stat()
     holes = getattr(status, "st_blocks", status.st_size) * 512 < status.st_size
     if data.ranges is None and not holes:
         shutil.copyfile(data.original, file.name)  # by the operating system
         return
     file.truncate(status.st_size)
-    with data.original.open("rb", buffering=0) as original:  # a buffer would not know of the seeks past it
+    with data.original.open("rb", buffering=0) as original:  # `_extents` moves the position
         for needed in data.ranges or ((0, status.st_size),):
             for start, stop in _extents(original.fileno(), *needed):
                 file.seek(start)
@@ -156,7 +155,7 @@ def _copy(data: _Data, file: BinaryIO) -> None:
 
 
 def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The parts of a range of an open file that are no holes, where the system tells."""
+    """Yield the parts of a range of an open file that are not holes; the whole range if the system cannot tell."""
     if sys.platform == "win32":
         yield start, stop
     else:
@@ -166,14 +165,14 @@ def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]
             except OSError as error:
                 if error.errno != errno.ENXIO:
                     raise
-                return  # a hole up to the end
+                return  # only a hole is left
             start = os.lseek(descriptor, first, os.SEEK_HOLE)
             if first < stop:
                 yield first, min(start, stop)
 
 
 def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """The bytes of an open file in these ranges, a piece at a time."""
+    """Yield the bytes of an open file in these ranges, piece by piece."""
     for start, stop in ranges:
         file.seek(start)
         while (left := stop - file.tell()) > 0:
@@ -184,7 +183,7 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Let the weights of `flipped` refer to where `_aligned` puts them."""
+    """Make the weights of `flipped` refer to their places in the output of `_aligned`."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]
@@ -195,7 +194,7 @@ def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None
 
 
 def _aligned(flipped: Sequence[Flipped], folder: Path) -> Iterator[bytes]:
-    """The flipped data, each weight from the start of a page, so that it can be mapped."""
+    """Yield the flipped data. Each weight starts at a page, so that it can be memory-mapped."""
     for weight in flipped:
         yield from weight.read(folder)
         yield bytes(-weight.length % _PAGE)
@@ -206,14 +205,14 @@ Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
 
 @contextmanager
 def _placing() -> Iterator[Place]:
-    """Hand out a function that prepares new files; all are renamed into place at the end, or removed on any error."""
+    """Yield a function that prepares new files. At the end all are renamed into place; after an error, removed."""
     folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []
     with ExitStack() as stack:
 
         def place(target: Path, content: _Data | bytes | Iterator[bytes]) -> None:
             for folder in reversed([f for f in (target.parent, *target.parent.parents) if not f.exists()]):
-                folders.append(folder)  # before it is there: an interrupt may fall between the two
+                folders.append(folder)  # before mkdir: an interrupt may come in between
                 folder.mkdir()
             temporary = stack.enter_context(temporary_file(target))
             with temporary.open("wb") as file:

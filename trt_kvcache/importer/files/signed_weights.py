@@ -1,10 +1,10 @@
-"""Move the zero point of quantized weights from the middle to 0, which TensorRT wants: only bytes change.
+"""Move the zero point of quantized weights from the middle of their range to 0, which TensorRT requires.
 
     DequantizeLinear(uint4 W, scale, 8)      ->    DequantizeLinear(int4 W - 8, scale)
     DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
 
-In two's complement that is one flipped bit per number. TensorRT for RTX 1.7.1 imports no uint4 weight at all, and no
-signed one with another zero point. ONNX Runtime runs both forms; it gets the first, whose data stay in the source's
+In two's complement, this flips one bit of each number. TensorRT for RTX 1.7.1 imports no uint4 weights, and no signed
+weights with another zero point. ONNX Runtime runs both forms; it gets the first form, whose data stay in the source's
 files.
 """
 
@@ -26,7 +26,7 @@ from trt_kvcache.importer.weights import raw_bytes
 
 __all__ = ["for_tensorrt"]
 
-_SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest bits in a byte
+_SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, middle, mask of the highest bits in a byte
     onnx.TensorProto.UINT4: (onnx.TensorProto.INT4, 8, 0x88),
     onnx.TensorProto.UINT8: (onnx.TensorProto.INT8, 128, 0x80),
 }
@@ -35,14 +35,14 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     """Edit, in place, a rewritten model before TensorRT reads it.
 
-    Unsigned weights become signed if only DequantizeLinear reads them. Extensions edit the model, too.
+    Unsigned weights become signed if only DequantizeLinear reads them. Families also edit the model here.
 
     Returns:
-        Weights in external data, which lie in `folder`, that are declared signed, and refer to bytes that are not, yet.
+        Weights in external data (in `folder`) that are now declared signed, while their bytes are still unsigned.
 
     Raises:
-        UnsupportedModelError: TensorRT does not take quantized weights as they are: a scale of 8 bits is not positive,
-            a zero point is not in the middle, or a family cannot be changed.
+        UnsupportedModelError: TensorRT does not support the quantized weights: a scale of 8-bit weights is not
+            positive, a zero point is not in the middle, or a family cannot edit the model.
     """
     families.for_tensorrt(model, folder)
     weights = {t.name: t for t in model.graph.initializer}
@@ -72,12 +72,12 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         else:
             weight.raw_data = flip(raw_bytes(weight), mask)
     if edited:
-        drop_dead(model.graph)  # the zero points
+        drop_dead(model.graph)  # drops the zero points
     return tuple(flipped)
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse zero points that are not the middle; see `lower.matmul_nbits` for those that could be taken out."""
+    """Refuse zero points that are not the middle; `lower.matmul_nbits` has corrected all that it can."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0
@@ -96,9 +96,9 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
 
 
 def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """TensorRT for RTX 1.7.1 takes scales of either sign with 4 bits, and with 8 bits positive ones alone.
+    """Refuse negative scales of 8-bit weights. TensorRT for RTX 1.7.1 accepts them only for 4-bit weights.
 
-    It looks at scales in initializers only; whether its kernels would get others right is not known.
+    TensorRT checks only scales in initializers. It is unknown if its kernels are right for other negative scales.
     """
     scales = weights.get(node.input[1])
     if scales is None or bool(np.all(numpy_helper.to_array(held(scales, folder)) > 0)):

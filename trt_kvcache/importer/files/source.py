@@ -1,7 +1,7 @@
-"""Reading a model file: the graph without its weights, and everything that can be wrong with the files.
+"""Read a model file without its weights, and check the file and its external data.
 
-External data are looked at (is the file there, inside the folder, long enough?) but weights are never read, so a model
-of any size with external data loads in the time that its graph takes.
+For external data, this module checks that the file exists, lies inside the folder, and is long enough. It never reads
+weights, so loading takes the time for the graph, whatever the size of the external data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PROTOBUF_LIMIT = 2**31 - 1
 """Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
 
 _ONNX_WANTED = "give the path of an .onnx file"
-# Bytes. Positions of long texts, and masks over them, are int64 and bool; quantized weights may be int32.
+# Bytes, by element type. Positions and masks of long texts are int64 and bool; quantized weights may be int32.
 _READ_LIMITS: dict[int, int] = {
     TensorProto.INT64: 1 << 26, TensorProto.INT32: 1 << 20, TensorProto.BOOL: 1 << 28,
 }  # fmt: skip
@@ -43,7 +43,7 @@ _AGAIN = "export or copy the model again"
 _SAMPLE = 512
 _DIGITS = 20
 
-# Offset and content of the first bytes of files that are taken for models, what they are, and what to do instead.
+# Other formats that callers may give: offset and content of the first bytes, name of the format, and what to do.
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"GGUF", "a GGUF file (llama.cpp)", "export the original model to ONNX"),
     (0, b"ftrt", "a TensorRT engine", "give the ONNX model that it was built from"),
@@ -65,9 +65,9 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        stamps: the state of each of these files, and of the model's, when it was checked; see `files.stamp`.
-        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows, with lists
-            for scalars, or without defaults of inputs.
+        stamps: state of each of these files, and of the model file, when it was checked; see `files.stamp`.
+        is_edited: True if the graph was repaired, so that it differs from the file: other operators of the same
+            meaning, lists in the place of scalars, or no defaults of inputs.
     """
 
     path: Path
@@ -80,7 +80,7 @@ class SourceModel:
         """Check that no file has been changed or replaced since it was read.
 
         Raises:
-            InvalidModelError: naming the first one.
+            InvalidModelError: a file changed; the message names the first one.
         """
         for path, before in self.stamps.items():
             try:
@@ -98,13 +98,13 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     """Read a model without its external data, and check files and graph.
 
     Args:
-        path: of the file, or of the folder of an export with one decoder in it; or its name in the local hub cache.
-        first_step: take the export of the first step alone as well: caches come out of it, and none go in.
-        config: a YAML file with name patterns for roles: inputs with such a name have no default.
+        path: path of the file, path of an export's folder with one decoder, or the model's name in the local hub cache.
+        first_step: also accept an export of the first step alone, which has caches as outputs only.
+        config: a YAML file with name patterns for roles; defaults of inputs with such a name are dropped.
 
     Raises:
         OptionError: `config` cannot be read.
-        UnsupportedModelError: the export of the first step alone; see `check_takes_past`.
+        UnsupportedModelError: it is an export of the first step alone; see `check_takes_past`.
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
@@ -117,7 +117,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto, own = _parse(path)
     check_text(proto, str(path))
-    stamps = _check_tensor_data(proto, path)  # first: whatever reads a shape may make something of that size
+    stamps = _check_tensor_data(proto, path)  # first: later code may allocate what a shape states
     is_edited = families.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
@@ -128,10 +128,10 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
-    """Take what proofs read of external data, which must have been checked, into the model: no weights.
+    """Load small external data, other than weights, into the model. The data must have been checked.
 
-    Proofs evaluate positions, masks and biases. Exporters put whatever makes these beside the weights of a large model:
-    torch.onnx.export shapes, axes and rows counted over a capacity; optimum-onnx the Constants of 100 bytes and more.
+    The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
+    data: torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constants of 100 bytes or more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
         masks = sliced_squares(graph)
@@ -154,7 +154,7 @@ def _size(tensor: TensorProto) -> int:
 
 
 def _limit(tensor: TensorProto) -> int:
-    """Up to how many bytes of external data are taken into the model; -1: none."""
+    """The most bytes of external data to load for this tensor; -1: nothing."""
     return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
 
 
@@ -177,7 +177,7 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
                     f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
                     "export the model with external data"
                 )
-            # Mapped, not read: protobuf copies inline weights once, and nothing else does.
+            # A memory map saves a copy of inline weights: only protobuf copies them.
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
                 proto.ParseFromString(content)
     except OSError as error:
@@ -188,7 +188,7 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
         raise InvalidModelError(
             f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"
         ) from None
-    # Protobuf skips what it does not know, so many byte strings decode to a model with nothing in it.
+    # Protobuf skips unknown fields, so many byte strings decode to an empty model.
     fields = {"graph": proto.HasField("graph"), "opset import": bool(proto.opset_import)}
     missing = [what for what, there in fields.items() if not there]
     if missing:
@@ -197,7 +197,7 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
 
 
 def _recognize(start: bytes) -> str | None:
-    """The format of a file that begins like this, if it is surely not ONNX, and a way out."""
+    """The format of a file that begins with these bytes, if it is not ONNX, and what to do."""
     if not start:
         return f"an empty file; {_AGAIN}"
     for offset, magic, what, todo in _SIGNATURES:
@@ -217,7 +217,7 @@ def _is_text(start: bytes) -> bool:
     try:
         text = sample.decode()
     except UnicodeDecodeError as error:
-        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # no character that the sample ends within
+        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # not only a character that the sample cuts
             return False
         text = sample[: error.start].decode()
     return all(c.isprintable() or c in "\t\n\r\f" for c in text)
@@ -279,7 +279,7 @@ def _check_external(
 
 
 def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
-    """The file that a location names, and its stamp. It must lie in the model's folder, also after symbolic links.
+    """The file at a location, and its stamp. It must lie in the model's folder, also with symbolic links resolved.
 
     A model that is itself a symbolic link (as in the Hugging Face cache) may have its data beside the real file too.
     """

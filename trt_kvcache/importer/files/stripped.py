@@ -1,12 +1,12 @@
-"""A model without its weights and without names of its own, small enough to be sent, and to be planned again.
+"""Write and read reports: a model without weights and names, small enough to send, that can be planned again.
 
     report.zip
-    ├── model.onnx      weights are references to files that are not there; names are numbers
-    ├── config.json     numbers and switches of the exporter's, without any text
-    └── report.json     what became of the model
+    ├── model.onnx      weights are references to missing files; names are numbers
+    ├── config.json     numbers and booleans of the export's config, without any text
+    └── report.json     what this package did with the model
 
-`unpacked` makes files of random numbers for the weights. Weights of one type share a file, each from its own place on,
-so that no two are equal.
+`unpacked` makes files of random numbers for the weights. Weights of one type share a file, each with another offset, so
+that no two weights are equal.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ __all__ = ["is_report", "pack", "recorded_options", "strip", "unpacked"]
 
 _MODEL, _CONFIG, _REPORT = "model.onnx", "config.json", "report.json"
 _FEW = 16
-"""Elements; fewer are settings, such as an epsilon, and no weights."""
+"""Elements of a tensor. Smaller tensors are settings, such as an epsilon, not weights."""
 _TABLE = 1 << 14
-"""Elements of a table of floats that may keep its contents, such as rotary factors."""
+"""Elements of the largest table of floats that may keep its contents, such as rotary factors."""
 _CODES = 1 << 16
-"""Elements of int32; more may be quantized weights."""
+"""Elements of an int32 tensor. Larger tensors may be quantized weights."""
 _STEP, _FILLED, _LARGEST, _MEMBER = 64, 1 << 26, 1 << 36, 1 << 28
-"""Bytes: between two weights, of random numbers in a file, of a file, of a member of a report."""
+"""Bytes: distance of two weights, random numbers in a file, largest file, largest member of a report."""
 _PLACE = re.compile(r"weights\.[a-z0-9]+")
 _EXACT = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
 _TEXTS = ("model_type",)
 
 
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
-    """Return a model without weights and names, the new names by the old ones, and the number of tables of floats left.
+    """Return a model without weights and names, the new names by old names, and the number of float tables kept.
 
-    Names of inputs and outputs stay, since roles are found by them; so do the names of functions and custom operators.
+    Names of inputs and outputs stay, because they show roles. Names of functions and custom operators stay, too.
 
     Args:
         source: the model as read; it is not changed.
-        keep_tables: floats that are few, or masks, keep their contents: recognizers read rotary factors and biases.
+        keep_tables: small tables of floats, and masks, keep their contents: recognizers read rotary factors and biases.
     """
     model = copied(source.proto)
     tables, count = sliced_squares(model.graph) if keep_tables else frozenset(), 0
@@ -83,7 +83,7 @@ def _empty(tensor: TensorProto, places: dict[str, int]) -> None:
 
 
 def _rename(model: ModelProto) -> dict[str, str]:
-    """Give nodes and tensors numbers for names, and drop texts; returns new names by old ones."""
+    """Rename nodes and tensors to numbers, and drop texts; returns new names by old names."""
     graph = model.graph
     names: dict[str, str] = {value.name: value.name for value in (*graph.input, *graph.output)} | {"": ""}
     weights = {tensor.name for tensor in graph.initializer}
@@ -130,13 +130,13 @@ def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any])
     """Write a report.
 
     Args:
-        path: of the zip file.
-        model: of `strip`.
-        folder: with the exporter's ``config.json``, or without.
-        report: as JSON.
+        path: path of the zip file.
+        model: the result of `strip`.
+        folder: folder of the export, which may have a ``config.json``.
+        report: values for ``report.json``.
 
     Raises:
-        OutputError: it cannot be written.
+        OutputError: the file cannot be written.
     """
     try:
         config = _plain(read_object(folder / _CONFIG))
@@ -171,7 +171,7 @@ def recorded_options(path: Path) -> PlanOptions:
     """Return the options with which the model of a report was planned.
 
     Raises:
-        InvalidModelError: it cannot be read.
+        InvalidModelError: the file cannot be read.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -192,7 +192,7 @@ class _Recorded(msgspec.Struct):
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Yield the model of a report, with random numbers for its weights, in a folder that goes at the end.
+    """Yield the path of a report's model, with random weights, in a temporary folder.
 
     Raises:
         InvalidModelError: the report cannot be read.
@@ -201,7 +201,7 @@ def unpacked(path: Path) -> Iterator[Path]:
         folder = Path(name)
         try:
             with zipfile.ZipFile(path) as archive:
-                for member in {_MODEL, _CONFIG} & set(archive.namelist()):  # no other name is written
+                for member in {_MODEL, _CONFIG} & set(archive.namelist()):  # other members are never unpacked
                     (folder / member).write_bytes(_read(archive, member))
             model = ModelProto.FromString((folder / _MODEL).read_bytes())
         except (OSError, zipfile.BadZipFile, ValueError) as error:

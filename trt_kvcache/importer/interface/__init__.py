@@ -1,6 +1,6 @@
-"""The role of every graph input and output in a decode loop, and the meaning of each dynamic size.
+"""Find the role of every graph input and output in a decode loop, and the meaning of each dynamic size.
 
-Caches are facts of the graph. For everything else, in this order:
+The graph shows which inputs and outputs are caches. Roles of the others come from, in this order:
 
 1. the user's own name patterns (``--config``), which override all other evidence;
 2. certain facts of the graph (`role_evidence`): the input that looks up the embedding table, and inputs of cache
@@ -44,20 +44,20 @@ def find_roles(
     """Find the role of every graph input and output, inputs first, in the order of the graph.
 
     Args:
-        model: inlined, with shapes inferred; external data need not be there.
+        model: a model without functions, with inferred shapes; external data may be missing.
         known: its caches and states.
         config: a YAML file with name patterns. Its patterns override the graph for the names that they match, but they
             cannot add or remove caches.
-        tokens: the input of the new tokens, if neither the graph nor a name tells it.
+        tokens: name of the input of the new tokens, used if neither the graph nor a name shows it.
 
     Returns:
-        Roles with names for all axes, also those of fixed sizes; see `open_axes`.
+        Roles with names for all axes, also for axes of fixed sizes; see `open_axes`.
 
     Raises:
         AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
             play; the message lists the candidates.
         OptionError: the config is unreadable, contradicts itself, or names a cache.
-        UnsupportedModelError: the axes of positions or of a mask are in no order that is known.
+        UnsupportedModelError: the axes of positions or of a mask have an unknown order.
     """
     index = GraphIndex(model)
     user = load_patterns(config) if config is not None else ()
@@ -91,7 +91,7 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
     """Update roles after an edit of the model.
 
     Args:
-        roles: of inputs and outputs before the edit, and of added ones; may contain others.
+        roles: roles of inputs and outputs before the edit, and of added inputs. Roles of removed tensors are dropped.
         model: after the edit, with shapes inferred.
     """
     before = {(r.io, r.name): r for r in roles}
@@ -99,7 +99,7 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             role = before[io, value.name]
-            # Logits are of more positions than some exporters declare: see `name_axes`.
+            # Some exporters declare logits of fewer positions than the graph computes: see `name_axes`.
             shape = role.shape if role.role is Role.LOGITS else shape_of(value) or ()
             same = role.role is not Role.CACHE and len(role.axes) == len(shape)
             axes = role.axes if same else ("batch", *["?"] * len(shape))[: len(shape)]
@@ -108,7 +108,7 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
 
 
 def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Finding | None:
-    """The role from the user's pattern, or of a cache or state; None without either."""
+    """The role of a cache or state, or the role that the user's pattern gives; None if neither applies."""
     is_cache = name in (known.caches if io == "input" else known.caches.values())
     is_state = name in (known.states if io == "input" else known.states.values())
     if named is not None and (is_cache or is_state):
@@ -126,7 +126,7 @@ def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Fi
 
 
 def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -> _Finding:
-    """The role of one other tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
+    """The role of one other tensor, by facts `said` by the graph, or by the shipped pattern for its name."""
     certain = [fact for fact in said if fact.certain]
     if len(certain) > 1:
         raise AmbiguousRoleError(
@@ -141,7 +141,7 @@ def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -
 
 
 def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding]) -> list[_Finding]:
-    """Masks ``[B, E]`` over encoder constants ``[B, N, E, H]`` become constants, too, under any name."""
+    """Masks ``[B, E]`` over encoder constants ``[B, N, E, H]`` also become constants, whatever their name."""
     shapes = [shape_of(info) or () for info, _ in tensors]
     pairs = list(zip(shapes, findings, strict=True))
     lengths = {shape[2] for shape, f in pairs if f.role is Role.CONSTANT and len(shape) == 4}

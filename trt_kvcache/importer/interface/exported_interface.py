@@ -1,7 +1,4 @@
-"""Inputs and outputs of a model as exported: tokens, positions, lengths, masks, caches and others.
-
-Describe how inputs and outputs of a model change from export to canonical form.
-"""
+"""Describe the inputs and outputs of an exported model, and how they change in canonical form."""
 
 from __future__ import annotations
 
@@ -34,14 +31,14 @@ class Interface:
 
     Attributes:
         tokens: name of the input that brings the new tokens.
-        roles: of all inputs and outputs, from `find_roles`.
+        roles: the roles of all inputs and outputs, from `find_roles`.
         tensors: all inputs and outputs as `OriginalTensor`.
         states: the model's state that is no cache.
 
     Args:
-        model: flat, with shapes inferred.
+        model: a model without functions, with inferred shapes.
         updates: its caches.
-        config: the user's name patterns.
+        config: path of the user's name patterns.
         states: its state that is no cache.
 
     Raises:
@@ -92,10 +89,10 @@ class Interface:
         return [t for t in self.inputs.values() if t.role in roles]
 
     def fixed_capacity(self, asked: int | None) -> int | None:
-        """The capacity of fixed caches, or of shifted ones if there are only these; None: the caller chooses it.
+        """The capacity of fixed caches, or of shifted caches if all caches are shifted; None: the caller chooses it.
 
         Raises:
-            OptionError: `asked` contradicts it.
+            OptionError: `asked` contradicts the model.
         """
         shifted = {
             f.past.name: f.window_rows for f in self._updates.values() if f.shifted and f.window_rows is not None
@@ -142,7 +139,7 @@ class Interface:
             return OriginalRole.CONSTANT if role.dtype in _FLOATS or len(shape) == 4 else OriginalRole.OTHER
         if role.role is Role.MASK:
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
-        by_step = "sequence" in axes  # such as hidden states for a draft: new ones come with each step
+        by_step = "sequence" in axes  # each step brings new numbers, such as hidden states for a draft model
         return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
 
     def _check_names(self) -> None:
@@ -172,7 +169,7 @@ class Interface:
             )
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
-        """Axes in the terms of `OriginalTensor`."""
+        """Meanings of the axes, in the words of `OriginalTensor`."""
         fixed = any(not f.growing for f in self._updates.values())
         axes = [
             "" if isinstance(d, int) and a in ("?", *_AXES) else _AXES.get(a, a)
@@ -200,7 +197,7 @@ class Interface:
 
 
 def _check_ids(role: TensorRole) -> None:
-    """Refuse ids with the tokens of a step on their last axis, after that of several ids for each token."""
+    """Refuse token ids with several ids for each token, if the tokens are on the last axis."""
     match role.shape:
         case (_, int() as count, str()) if role.dtype in _INTEGERS and role.role in (Role.TOKENS, Role.OTHER):
             raise UnsupportedModelError(
@@ -230,7 +227,7 @@ def find_changes(
     """Compare the interface of a model as exported with that of its canonical form.
 
     Args:
-        exported: inputs and outputs of the model as exported.
+        exported: inputs and outputs of the exported model.
         model: the canonical form.
         counts: outputs that were dropped because they count tokens.
         copies: outputs that were dropped because they return an input unchanged.
@@ -262,7 +259,7 @@ def find_changes(
 
 
 def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
-    """The sizes of an exported tensor; symbols are named by their meaning."""
+    """The sizes of an exported tensor; symbols get the name of their meaning."""
     is_present = tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE
     names = {**_SIZES, "past": "P + S"} if is_present else _SIZES
     return [d if isinstance(d, int) else names.get(a, d) for a, d in zip(tensor.axes, tensor.shape, strict=True)]

@@ -1,11 +1,9 @@
-"""Name the axes of graph inputs and outputs: batch, tokens of this step, keys, and so on.
-
-Facts of the graph about its inputs and outputs, independent of their names.
+"""Find roles of graph inputs and outputs from the graph, without their names, and name their axes.
 
 The input that looks up the embedding table holds the tokens. If an operand of a cache update or an Attention comes
-unchanged from an input, the operand's meaning is the role of that input.
-
-Positions of text and image models (M-RoPE): several planes per token, such as time, height and width.
+unchanged from an input, the operand's meaning is the role of that input. Axes are the batch, the tokens of the step,
+keys and so on. Positions of text and image models (M-RoPE) have several planes per token, such as time, height and
+width.
 """
 
 from __future__ import annotations
@@ -39,11 +37,11 @@ class Known:
     """Names of caches and states, known before the search for roles.
 
     Attributes:
-        caches: past -> present, graph inputs and outputs.
-        states: past -> present of state that is no cache, graph inputs and outputs.
-        write_indices: used as TensorScatter's write indices.
-        update_lengths: cumulative lengths ``[B + 1]`` of packed updates.
-        updates: tensor written into a cache -> meaning of each axis, as in `TensorRole.axes`.
+        caches: past -> present: names of graph inputs and outputs.
+        states: past -> present of state that is no cache: names of graph inputs and outputs.
+        write_indices: names of tensors used as TensorScatter's write indices.
+        update_lengths: names of cumulative lengths ``[B + 1]`` of packed updates.
+        updates: name of a tensor that is written into a cache -> meaning of each axis, as in `TensorRole.axes`.
     """
 
     caches: dict[str, str]
@@ -58,7 +56,7 @@ class Fact:
     """A role that the graph gives to an input or output.
 
     Attributes:
-        certain: the fact overrides shipped name patterns.
+        certain: True if the fact overrides shipped name patterns.
     """
 
     role: Role
@@ -84,17 +82,17 @@ class GraphIndex:
         self.producers = {name: node for node in self.nodes for name in node.output if name}
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of a tensor as far as it is known."""
+        """The shape of a tensor; None if unknown."""
         if name in self.constants:
             return tuple(int(dim) for dim in self.constants[name].dims)
         return shape_of(self.infos.get(name))
 
     def elem_type(self, name: str) -> int:
-        """The element type, ``UNDEFINED`` where unknown."""
+        """The element type; ``UNDEFINED`` if unknown."""
         return int(self.constants[name].data_type) if name in self.constants else elem_type_of(self.infos.get(name))
 
     def weight(self, name: str) -> str | None:
-        """The initializer from which a tensor comes by reordering, casting or dequantizing only; else None."""
+        """The initializer that a tensor is a reordered, cast or dequantized copy of; else None."""
         while name not in self.constants:
             node = self.producers.get(name)
             if node is None or node.op_type not in {*_PRESERVING, "DequantizeLinear"} or not node.input:
@@ -103,7 +101,7 @@ class GraphIndex:
         return name
 
     def source(self, name: str) -> str | None:
-        """The graph input from which a tensor comes with only its shape, type or bounds changed; else None."""
+        """The graph input that a tensor equals, except for shape, type and bounds; else None."""
         while name not in self.inputs:
             node = self.producers.get(name)
             if node is None:
@@ -127,7 +125,7 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """Roles that the graph shows, by name of the input or output, without caches and states."""
+    """Roles that the graph shows, by name of the input or output. Caches and states are left out."""
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)
@@ -145,13 +143,13 @@ def _named_by_operators(index: GraphIndex, known: Known) -> Iterator[tuple[str, 
         yield tensor, Fact(Role.UPDATE_LENGTHS, "lengths of a packed update")
     held = index.reached({*known.caches, *known.caches.values()})
     for node in index.nodes:
-        if is_op(node, "Attention") and (not known.caches or node.input[1] in held):  # others attend beside the text
+        if is_op(node, "Attention") and (not known.caches or node.input[1] in held):  # others may be cross-attention
             yield from ((t, Fact(Role.VALID_LENGTHS, "nonpad_kv_seqlen of Attention")) for t in node.input[6:7])
             yield from ((t, Fact(Role.MASK, "attn_mask of Attention", certain=False)) for t in node.input[3:4])
 
 
 def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
-    """Find the tokens: they index a table with as many rows as the logits are wide, else the widest table."""
+    """Find the tokens: the input that indexes a table with one row for each logit; else, the widest table."""
     presents = set(known.caches.values())
     outputs = {n: index.shape(n) or () for n in index.outputs if n not in presents and index.elem_type(n) in FLOATS}
     tables = []
@@ -194,8 +192,8 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh
 def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:
     """Fill in `TensorRole.axes`, also for fixed sizes.
 
-    A symbol has the same meaning everywhere in the model. Tensors with a known layout, by their role, give each symbol
-    its meaning. Their layouts also name sizes without a symbol.
+    A symbol has the same meaning everywhere in the model. A tensor whose role implies a layout gives its symbols their
+    meanings. The layout also names axes of fixed sizes.
 
     Raises:
         UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
@@ -212,13 +210,13 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 
     layouts = [_layout(role, index, known, {}, batches) for role in roles]
     order = (Role.CACHE, Role.UPDATE_LENGTHS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS)
-    for io, wanted in product(("input", "output"), order):  # an output may hold new rows only, in another layout
+    for io, wanted in product(("input", "output"), order):  # outputs may hold new rows, in another layout
         for role, layout in zip(roles, layouts, strict=True):
             if (role.io, role.role) == (io, wanted):
                 learn(role.shape, layout)
     for name, meanings in known.updates.items():
         learn(index.shape(name), meanings)
-    # The rest may be laid out in more than one way; the symbols known so far say which.
+    # Other roles have several possible layouts; the symbols known so far decide.
     for role in roles:
         learn(role.shape, _layout(role, index, known, symbols, batches))
     named = []
@@ -230,25 +228,25 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 
 
 def open_axes(role: TensorRole) -> TensorRole:
-    """A copy of the role in which axes of fixed sizes have no name."""
-    # Positions with several planes keep the name: their shape does not show which axis is the batch.
+    """Return the role without names for axes of fixed sizes."""
+    # Positions with several planes keep "batch": their shape does not show which axis it is.
     named = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
     dims = zip(role.shape, role.axes, strict=True)
     return replace(role, axes=tuple("" if isinstance(d, int) and (a not in named or d == 1) else a for d, a in dims))
 
 
 def _check_order(role: TensorRole) -> None:
-    """Refuse positions and masks whose axes have another order than steps can fill.
+    """Refuse positions and masks whose axes have an order that steps cannot fill.
 
     Raises:
-        UnsupportedModelError: naming them.
+        UnsupportedModelError: there is such a tensor; the message names it.
     """
     axes = open_axes(role).axes
     if role.role is Role.POSITIONS and len(axes) > 1:
         rows, last = axes[:-1], axes[-1]
         known = last in ("", "sequence", "tokens") and rows.count("batch") < 2 and {*rows} <= {"", _UNKNOWN, "batch"}
         wrong = "" if known and len(axes) < 4 else "[length], [batch, length] and [planes, batch, length]"
-    elif role.role is Role.MASK:  # a symbol of the batch after the first axis, or of the tokens beside the queries
+    elif role.role is Role.MASK:  # refuses the batch after the first axis, and tokens on another axis than queries
         known = "batch" not in axes[1:] and "sequence" not in axes[:-2]
         wrong = "" if known else "[batch, heads, length, keys], and fewer of these in this order"
     else:
@@ -262,7 +260,7 @@ def _check_order(role: TensorRole) -> None:
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
-    """Correct logits that the model declares for one token, or an unknown number, but computes for all tokens."""
+    """Correct the shape of logits: models may declare one token, or a new symbol, and compute all tokens."""
     tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
     if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3:
         return role
@@ -284,7 +282,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
     picks a single token on the way.
 
     Args:
-        index: of the model.
+        index: index of the model's graph.
         logits: name of the output ``[B, ?, V]``.
         tokens: name of the input ``[B, S]`` or ``[B, S, H]``.
     """
@@ -299,7 +297,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             continue
         seen.add((name, axis))
         if is_op(node, "Gather") and index.weight(node.input[0]):
-            ids = index.source(node.input[1])  # exporters add reshapes that change nothing
+            ids = index.source(node.input[1])  # sees through reshapes, which exporters add
             if ids == tokens and len(index.shape(name) or ()) == 3 and axis == 1:
                 return True
         if any(is_op(node, op) for op in _ELEMENTWISE):
@@ -334,13 +332,13 @@ def _layout(
             axes = ["batch", *["encoder"] * (rank - 1)]
         case Role.UPDATE_LENGTHS:
             axes = ["batch+1"]
-        case Role.LOGITS:  # of all tokens of the step, or of the last one: only a symbol tells
+        case Role.LOGITS:  # logits of all tokens of the step, or of the last one: only a symbol tells
             axes = [first or ("tokens" if packed and rank == 2 else "batch")]
         case Role.POSITIONS if rank == 3:
             axes = list(axes_of_planes(role.name, role.shape, batches))
         case Role.TOKENS | Role.POSITIONS:
             axes = [row] if (rank if "int" in role.dtype else rank - 1) == 1 else ["batch", "sequence"]
-        case Role.MASK if rank == 2:  # Attention's own broadcasts from the right; one that is computed on starts with B
+        case Role.MASK if rank == 2:  # Attention aligns masks right; others start with B
             is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.nodes)
             axes = [first or ("sequence" if is_own else "batch"), "keys"]
         case Role.MASK if rank == 1:
@@ -360,8 +358,8 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
     """The axes of positions of rank 3: ``[K, B, S]``, or ``[B, K, S]``.
 
     Args:
-        name: of the positions.
-        shape: their shape.
+        name: name of the input of positions.
+        shape: its shape.
         batches: symbols and numbers that mean the batch.
 
     Raises:
@@ -390,7 +388,7 @@ def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) ->
 
     Args:
         rows: int64 ``[B, S]``.
-        shape: of the model's input; a batch of 1 takes the first row.
+        shape: shape of the model's input; an input with a batch of 1 gets the first row.
         axes: meaning of each axis of the shape.
     """
     batch = axes.index("batch") if "batch" in axes else None

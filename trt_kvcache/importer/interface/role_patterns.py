@@ -30,7 +30,7 @@ from trt_kvcache.resources import resource_dir
 
 _FROM_GRAPH = (Role.CACHE, Role.SPAN, Role.STATE, Role.ADAPTER, Role.ADAPTER_WEIGHTS)
 NAMED_ROLES = tuple(role for role in Role if role not in _FROM_GRAPH)
-"""The roles that a pattern can give. `Role.OTHER` says that a tensor has none, against what the graph suggests."""
+"""The roles that a pattern can give. `Role.OTHER` says that a tensor has no role, whatever the graph suggests."""
 
 _QUIET = re2.Options()
 _QUIET.log_errors = False
@@ -49,7 +49,7 @@ class NamePattern:
     source: str
 
     def matches(self, name: str, io: str) -> bool:
-        """True if the pattern gives its role to the graph input or output of this name."""
+        """True if the pattern applies to the graph input or output of this name."""
         fits_io = self.role is Role.OTHER or (io == "output") == (self.role is Role.LOGITS)
         return fits_io and self.regex.fullmatch(name) is not None
 
@@ -85,7 +85,7 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
         content = yaml.safe_load(read_file(path, 1 << 20).decode())
     except OSError as error:
         raise OptionError(f"{path}: the role config cannot be read ({error.strerror}); give a YAML file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of dates that are none, too
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as an impossible date
         raise OptionError(f"{path}: the role config is not YAML: {' '.join(str(error).split())}") from None
     roles = content.get("roles") if isinstance(content, dict) else None
     if not isinstance(roles, dict) or set(content) - {"roles"}:

@@ -1,21 +1,21 @@
-"""Operators that ONNX Runtime fuses become function bodies in standard operators of opset 23.
+"""Replace operators that ONNX Runtime fuses with function bodies: standard operators of opset 23.
 
-`_OPERATORS` says what each operator takes and gives, and who writes its body; see `body` for the form. Bodies are
-written before anything is recognized, so that all later stations know ONNX's operators alone.
+`_OPERATORS` names the inputs and outputs of each operator, and the function that writes its body (a text, see `body`).
+This happens before recognition, so that later stations need to know only ONNX's operators.
 
-Measured against ONNX Runtime's own kernels: equal bit for bit, except for sums before a normalization and for Gelu,
-which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
+Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. Its float16 kernels keep sums
+before a normalization, and Gelu, in float32: the difference is one unit in the last place of float16.
 
-Operators of other domains, and other ones of ONNX Runtime, stay as they are. Semantics:
+Operators of other domains, and other operators of ONNX Runtime, stay unchanged. Semantics:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
-Bodies of normalizations, activations, products, convolutions and rotary embeddings are here. In a rotary embedding, a
-single position is that of the first token. With three planes of positions (M-RoPE: time, height, width), each column
-of the caches is taken at the position in the plane that owns it. Measured: ONNX Runtime gives the same numbers bit for
-bit in float32 and float16.
+This module has the bodies of normalizations, activations, products, convolutions and rotary embeddings. If a rotary
+embedding gets a single position, this is the position of the first token. With three planes of positions (M-RoPE: time,
+height, width), each column of the cos and sin tables belongs to one plane, and is looked up at the position of this
+plane. Measured: ONNX Runtime gives the same bits in float32 and float16.
 
-TensorRT for RTX 1.7.1 dies (SIGFPE) on a 3-D input without num_heads, so that the number is written out that ONNX
-Runtime derives from the width of the caches.
+TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and no num_heads. So the body states the
+number of heads, which ONNX Runtime derives from the width of the tables.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _GATES = ("none", "silu", "swish")
 
 
 def gelu(call: Call) -> str:
-    """``Gelu(x + bias)`` with erf; of FastGelu, with tanh."""
+    """``Gelu(x + bias)``: with erf, or with tanh for FastGelu."""
     approximate = "tanh" if call.node.op_type == "FastGelu" else "none"
     return f"""
         {call.when("bias", "x = Add (x, bias)")}
@@ -105,7 +105,7 @@ def quick_gelu(call: Call) -> str:
 
 
 def fused_matmul(call: Call) -> str:
-    """``alpha * A @ B``, of operands that are transposed first if asked."""
+    """``alpha * A @ B``; attributes may ask to transpose A or B first."""
     return f"""
         {_transposed(call, "a", "A")}
         {_transposed(call, "b", "B")}
@@ -135,7 +135,7 @@ def fused_gemm(call: Call) -> str:
 
 
 def causal_conv_with_state(call: Call) -> str:
-    """A convolution over the rows of the state and the new ones; the newest rows are the next state."""
+    """A convolution over the state's rows and the new rows; the newest rows become the next state."""
     shape, activation = call.shape("weight") or (), call.string("activation", "none")
     channels, width = (*shape[::2], "?", "?")[:2]
     plain = (
@@ -159,7 +159,7 @@ def causal_conv_with_state(call: Call) -> str:
 
 
 def scaled(result: str, name: str, factor: float) -> str:
-    """Lines that give `name` times a number as `result`."""
+    """Lines of a body for ``result = name * factor``."""
     if factor == 1:
         return f"{result} = Identity ({name})"
     return f"""
@@ -169,7 +169,10 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """The last two axes swapped, the first axis after the other batch axes. Vectors stay (measured)."""
+    """Lines that transpose an operand as the attributes of FusedMatMul ask.
+
+    They may swap the last two axes, and move the first batch axis after the others. Vectors stay unchanged (measured).
+    """
     swap, batch = call.integer(f"trans{letter}"), call.integer(f"transBatch{letter}")
     if not swap and not batch:
         return ""
@@ -185,7 +188,7 @@ _PLANES = 3
 
 
 def rotary_embedding(call: Call) -> str:
-    """One position for each token, or that of the first one."""
+    """RotaryEmbedding with a position for each token, or only the position of the first token."""
     _check(call)
     positions = ""
     if len(call.known_shape("positions")) < 2:
@@ -206,7 +209,7 @@ def rotary_embedding(call: Call) -> str:
 
 
 def mrotary_embedding(call: Call) -> str:
-    """Positions ``[3, B, S]``."""
+    """RotaryEmbedding with three planes of positions ``[3, B, S]``."""
     _check(call)
     sections = [int(n) for n in call.attributes.get("mrope_section", [])]
     layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)
@@ -236,12 +239,12 @@ def _attributes(call: Call, x: Sequence[int | str]) -> str:
     """The attributes of ONNX's RotaryEmbedding.
 
     Args:
-        call: of the node, with `cos`.
-        x: shape of what is rotated.
+        call: the node; its input `cos` has a known shape.
+        x: shape of the tensor to rotate.
     """
     part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
     stated = f"interleaved = {call.integer('interleaved')}"
-    if len(x) == 4:  # no number of heads, and no part that is the whole
+    if len(x) == 4:  # 4-D inputs have no num_heads, and a part as large as the head needs no attribute
         return stated if part in (0, x[-1]) else f"{stated}, rotary_embedding_dim = {part}"
     if not heads:
         if not isinstance(x[-1], int) or width < 1 or x[-1] % width:
@@ -337,13 +340,13 @@ def lower(model: ModelProto) -> ModelProto:
     """Replace every operator that has a body, and infer shapes.
 
     Args:
-        model: flat, of opset 23 at least, with inferred shapes. Changed.
+        model: a model without functions, of opset 23 or later, with inferred shapes. It is changed.
 
     Returns:
-        A model with the shapes of all bodies; the same object where there was nothing to do.
+        A model with inferred shapes, also inside the bodies; the same object if no operator has a body.
 
     Raises:
-        UnsupportedModelError: an operator asks for something that its body does not cover.
+        UnsupportedModelError: a node uses an option that its body does not support.
     """
     while True:
         changed, waiting = _lower(model)
@@ -358,7 +361,7 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Write, in place, the bodies that can be written; returns if there were any, and why others have to wait."""
+    """Insert, in place, the bodies whose shapes are known. Returns whether there were any, and why others must wait."""
     if not any(map(_operator, model.graph.node)):
         return False, []
     tensors, waiting = Tensors(model), list[str]()
@@ -382,7 +385,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
 
 
 def _operator(node: NodeProto) -> tuple[str, Writer] | None:
-    """Signature and writer of a node's operator; None: it stays."""
+    """Signature of a node's operator, and the function that writes its body; None: the node stays."""
     if node.domain in DEFAULT_DOMAINS:
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
@@ -393,7 +396,7 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Write, in place, types and sizes that bodies left open."""
+    """Simplify bodies, in place, now that types and shapes are known: CastLike, and Shape of one symbol."""
     tensors = Tensors(model)
     for node in model.graph.node:
         if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
@@ -407,7 +410,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Let a Shape of one symbol, in place, read the first input of the model with that symbol: layers share it."""
+    """Let a Shape of one symbol read, in place, the first model input that has this symbol, so that layers share it."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

@@ -1,13 +1,12 @@
 """Function bodies: write the meaning of an operator as ONNX text, and insert it into a graph.
 
-A body is ONNX text, with two liberties:
+A body is ONNX text, with two extensions:
 
     sum = Add (x, skip)
-    sum = Add (sum, bias)                       a name may stand again; it means the last one
-    y = Reshape (sum, [0, 0, 8, -1])            numbers may stand for operands: int64, or float32 with a point
+    sum = Add (sum, bias)                       a name may be assigned again; later lines mean the last value
+    y = Reshape (sum, [0, 0, 8, -1])            operands may be numbers: int64, or float32 with a decimal point
 
-Names are those of the operator's inputs and outputs, as the table of operators has them. An input that the node leaves
-out stays empty.
+A body calls the operator's inputs and outputs by their names in the table of operators. An omitted input stays empty.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class UnknownShapeError(Exception):
 
 
 class Tensors:
-    """Facts about the tensors of a model, and the initializers that bodies add."""
+    """Facts about the tensors of a model; also adds the initializers of bodies."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -63,7 +62,7 @@ class Tensors:
         return str(tensor.name)
 
     def constant(self, tensor: TensorProto) -> str:
-        """Add a constant, which equal ones share; returns its name."""
+        """Add a constant, once for all equal ones; returns its name."""
         tensor.name = ""
         tensor.name = f"{NAME_PREFIX}constant_{hashlib.sha1(tensor.SerializeToString()).hexdigest()[:12]}"
         return self.add(tensor)
@@ -74,7 +73,7 @@ class Call:
 
     Attributes:
         node: the node.
-        attributes: those that it states.
+        attributes: values of the attributes that the node states, by name.
     """
 
     def __init__(self, tensors: Tensors, node: NodeProto, signature: str) -> None:
@@ -89,7 +88,7 @@ class Call:
         self._outputs: dict[str, str] = dict.fromkeys(outputs, "") | dict(zip(outputs, node.output, strict=False))
 
     def has(self, name: str) -> bool:
-        """True if the node gives this input."""
+        """True if the node has this input."""
         return bool(self._names.get(name))
 
     def is_weight(self, name: str) -> bool:
@@ -97,7 +96,7 @@ class Call:
         return self._names[name] in self._tensors.weights
 
     def when(self, name: str, line: str) -> str:
-        """A line of a body that stands there only if the node gives an input."""
+        """Return `line` if the node has this input, else an empty text."""
         return line if self.has(name) else ""
 
     def is_read(self, output: str) -> bool:
@@ -106,37 +105,37 @@ class Call:
         return bool(name) and name in self._tensors.read
 
     def output(self, formal: str) -> str:
-        """The tensor that the node gives as an output; empty where it leaves it out."""
+        """Name of the tensor that the node writes as this output; empty if it omits the output."""
         return self._outputs.get(formal, "")
 
     def forget_shape(self, output: str) -> None:
-        """Let, in place, inference say the shape of an output of the model: exporters may declare another rank."""
+        """Drop, in place, the declared shape of a model output, whose rank may be wrong; inference finds the shape."""
         for value in self._tensors.graph.output:
             if value.name == self.output(output):
                 value.type.tensor_type.ClearField("shape")
 
     def state_size(self, name: str, axis: int, size: int) -> None:
-        """Write, in place, a size into the shape of an input of the model that leaves it open."""
+        """Write a size, in place, into the shape of a model input that leaves this size open."""
         for value in self._tensors.graph.input:
             dims = value.type.tensor_type.shape.dim
             if value.name == self._names.get(name) and axis < len(dims) and not dims[axis].HasField("dim_value"):
                 dims[axis].dim_value = size
 
     def integer(self, name: str, default: int = 0) -> int:
-        """An integer attribute."""
+        """The value of an integer attribute."""
         return int(self.attributes.get(name, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """A float attribute."""
+        """The value of a float attribute."""
         return float(self.attributes.get(name, default))
 
     def string(self, name: str, default: str = "") -> str:
-        """A string attribute."""
+        """The value of a string attribute."""
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else str(value)
 
     def name(self, formal: str) -> str:
-        """The tensor that the node gives as an input."""
+        """Name of the tensor that the node reads as this input."""
         return self._names[formal]
 
     def bind(self, local: str, tensor: str) -> None:
@@ -144,11 +143,11 @@ class Call:
         self._names[local] = tensor
 
     def maker(self, name: str) -> NodeProto | None:
-        """The node that makes an input; None for graph inputs and weights."""
+        """The node that computes an input; None for graph inputs and weights."""
         return self._tensors.makers.get(self._names[name])
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of an input; None where nothing says its rank."""
+        """The shape of an input; None if its rank is unknown."""
         return self._tensors.shapes.get(self._names.get(name, ""))
 
     def known_shape(self, name: str) -> Shape:
@@ -178,10 +177,10 @@ class Call:
         return self._tensors.dtypes.get(self._names[name], 0)
 
     def weight(self, name: str, types: Collection[int]) -> TensorProto:
-        """The initializer that an input is, or is a Reshape of.
+        """The initializer of an input, also through Reshapes.
 
         Raises:
-            UnsupportedModelError: it is computed, or of none of `types`.
+            UnsupportedModelError: the input is computed, or has none of the element types `types`.
         """
         tensor = self._names[name]
         while (maker := self._tensors.makers.get(tensor)) is not None and maker.op_type in ("Reshape", "Identity"):
@@ -195,7 +194,7 @@ class Call:
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:
-        """Let `local` be the bytes of a weight, read as another shape and element type.
+        """Bind the name `local` to the bytes of a weight, reinterpreted in another shape and element type.
 
         Raises:
             UnsupportedModelError: see `weight`, or the size does not fit.
@@ -212,7 +211,7 @@ class Call:
             self.refuse(f"has the weight '{weight.name}' {list(weight.dims)} as {name} ({error})", AGAIN)
 
     def constant(self, local: str, tensor: TensorProto | np.ndarray[Any, Any]) -> None:
-        """Let `local` be a constant, which equal ones share."""
+        """Bind the name `local` to a constant; equal constants are stored once."""
         proto = tensor if isinstance(tensor, TensorProto) else numpy_helper.from_array(tensor)
         self._names[local] = self._tensors.constant(proto)
 
@@ -233,7 +232,7 @@ class Call:
         raise UnsupportedModelError(f"{self.label()} {what}: {advice}")
 
     def nodes(self, text: str) -> Iterator[NodeProto]:
-        """The nodes of a body in the place of the node."""
+        """Yield the nodes of the body `text`, with names of the graph."""
         body, literals = _parse(text)
         names = dict(self._names)
         for local, literal in literals.items():
@@ -258,7 +257,7 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def _parse(text: str) -> tuple[tuple[NodeProto, ...], dict[str, TensorProto]]:
-    """The nodes of a body, and the constants that its numbers are, by name."""
+    """Parse a body; returns its nodes, and the constants for its numbers, by name."""
     literals: dict[str, TensorProto] = {}
 
     def named(match: re.Match[str]) -> str:

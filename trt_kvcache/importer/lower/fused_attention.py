@@ -1,4 +1,4 @@
-"""Attention operators of ONNX Runtime, and of ONNX over heads side by side, become ONNX's Attention over split heads.
+"""Replace ONNX Runtime's attention operators, and Attention over ``[B, S, N*D]``, with Attention over split heads.
 
     com.microsoft::GroupQueryAttention(qkv, -, -, past_k, past_v, seqlens_k, total, cos, sin; do_rotary=1)
         q, k, v   = Split(qkv), heads split [B, N, S, D]
@@ -18,19 +18,19 @@
         q, k, v = Split(MatMul(x, w) + bias), and then as above without a past
 
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
-        heads split, whatever the rest; without a past, presents are the keys and values
+        heads are split; without a past, presents are the keys and values
 
-Windows become masks, and attention with sinks becomes plain operators: ONNX Runtime runs what is left.
+Windows become masks, and attention with sinks becomes plain operators, so that ONNX Runtime can run the result.
 
 Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to ``seqlens_k + 1 - S``, per row of the batch,
-which is also the first position; a local window of W lets a query see itself and W - 1 keys before; the soft cap comes
-before bias and masks, and leaves the sinks alone; head_sink counts beside smooth_softmax=1, too, which does nothing
-then; with position_ids, a first prompt counts on from its first one and later steps take them as they are, so that only
-contiguous ones mean the same in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of
-the operator's page. With keys and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already,
-and its presents are copies; mobius-onnx writes layers so that share the cache of another one. Without key and value it
-takes the query for packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's
-is_causal does; masks are added.
+which is also the first position. A local window of W lets a query see its own key and W - 1 keys before it. The softcap
+is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With position_ids,
+the first prompt uses only the first id and counts on, while later steps use all ids: only contiguous ids mean the same
+in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from the operator's page. With keys
+and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its presents are copies.
+mobius-onnx writes layers that share the cache of another layer in this form. Without key and value inputs, the query is
+packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks
+are added to scores.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Lines for the mask of a layer that reads the cache of another one, which holds the new rows already."""
+    """Lines for the mask of a layer that reads another layer's cache, which already holds the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -179,7 +179,7 @@ def _counted(name: str) -> str:
 
 
 def _rotated(call: Call, name: str, size: int) -> str:
-    """The line that rotates heads of this size, or a part of each."""
+    """The line that applies rotary embedding to heads of this size, or to a part of each head."""
     part = 2 * call.width("cos")
     some = "" if part == size else f", rotary_embedding_dim = {part}"
     attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
@@ -215,7 +215,7 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Lines that add to queries, keys and values [B, S, N*D] their parts of a bias; to split heads nothing is added."""
+    """Lines that add its parts of a bias to queries, keys and values ``[B, S, N*D]``; split heads have no bias."""
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -259,7 +259,7 @@ def attention(call: Call) -> str:
 
 
 def _masked_attention(call: Call) -> str:
-    """Lines for an attention with a padding mask ``[B, P + S]`` and numbers that are added to the scores."""
+    """Lines for an attention with a padding mask ``[B, P + S]`` and a bias."""
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
@@ -289,7 +289,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """ONNX's Attention over heads that lie side by side, or with presents and no past; None: it stays."""
+    """ONNX's Attention over ``[B, S, N*D]``, or with presents and no past; None: the node stays."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "gives its scores as an output (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
@@ -311,7 +311,7 @@ def onnx_attention(call: Call) -> str | None:
     if past:
         attend = _attend(call, "mask", own)
     else:
-        for name in ("present_key", "present_value"):  # mobius-onnx declares those of cross-attention as [B, S, N*D]
+        for name in ("present_key", "present_value"):  # mobius-onnx declares presents of cross-attention as [B, S, N*D]
             call.forget_shape(name)
         stated = _stated([f"{name} = {value!r}" for name, value in own.items()])
         results = "y, , , scores" if call.is_read("scores") else "y"
@@ -328,7 +328,7 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """The lines of the attention. `mask` names what is added to the scores, or hides; empty: nothing does."""
+    """Lines for the Attention node. `mask`: name of a bool mask or a bias; empty: none."""
     past = call.has("past_key")
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
@@ -357,7 +357,7 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Lines for the keys ``[S, P + S]`` that queries see: `window` before their own, if it is no less than 0."""
+    """Lines for a mask ``[S, P + S]`` of keys that queries see; a negative `window` hides no keys before their own."""
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)
@@ -375,9 +375,9 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Lines for attention in plain operators, with a logit beside the scores of each head if there are sinks.
+    """Lines for attention in plain operators; sinks are one more logit in each head's softmax.
 
-    `ring`: past and present are buffers of one length, in which new rows go after those of tokens.
+    `ring`: past and present are buffers of equal length; new rows follow the rows of earlier tokens.
     """
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)

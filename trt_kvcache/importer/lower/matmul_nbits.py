@@ -1,4 +1,4 @@
-"""Products with weights of 4 and 8 bits, and rows of tables of such: DequantizeLinear, weights and scales as they are.
+"""Replace products with weights of 4 or 8 bits, and lookups in such tables, with ONNX's own operators.
 
     MatMulNBits(a [.., K], b uint8, scales, zero_points, bias)
         w = DequantizeLinear(uint4 [N, K], scales [N, K / block], zero point 8, axis=1, block_size=block)
@@ -12,9 +12,10 @@
         y = (numbers - zero_points) * Gather(scales, ids)
 
 TensorRT's parser takes blocks of signed weights with a zero point of 0 only (measured on TensorRT for RTX 1.7.1: other
-zero points are "not supported", and uint4 initializers fail to import), and keeps their 4 bits in the engine. So
-weights get their middle as zero point here, `signed_weights` moves it to 0 for TensorRT, and what zero points add to
-that is a product of its own, as small as the scales. With 8 bits all is the same with uint8 and a middle of 128.
+zero points are "not supported", and uint4 initializers fail to import). It keeps their 4 bits in the engine. So here
+the zero point of all weights is the middle of their range, 8. Later `signed_weights` moves it to 0 for TensorRT. A
+second product, with a matrix as small as the scales, corrects the result for other zero points. 8-bit weights are
+handled in the same way, with uint8 and 128.
 
 A table is gathered as words, because DequantizeLinear before a Gather would dequantize all of it in every step.
 
@@ -38,7 +39,7 @@ FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorPr
 NUMBERS: dict[int, int] = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 _UINT8, _UINT4, _INT4 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4
 _TABLES = (_UINT8, _UINT4, _INT4)
-_WORD = 32  # bits of an int32, as which tables are gathered
+_WORD = 32  # bits of an int32, the type in which tables are gathered
 _UNQUANTIZED = "export with another quantization, or unquantized"
 
 
@@ -72,7 +73,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows; None: it stays."""
+    """MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows; None: the node stays."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -97,7 +98,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Lines that take off `y` what zero points other than the middle add; blocks lie along an axis of `shape`."""
+    """Lines that correct `y` for zero points other than the middle. Blocks lie along `axis` of the weight's `shape`."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -135,7 +136,7 @@ def gather_block_quantized(call: Call) -> str:
         call.constant(name, np.array(number, np.int32))
     call.constant("powers", np.array([base**i for i in range(count)], np.int32))
     call.constant("highest", np.array([0] * (count - 1) + [base // 2], np.int32))
-    # Division of numbers that are not negative alone: engines round quotients of negative ones differently.
+    # Only non-negative numbers are divided: engines round negative quotients differently.
     lines = """
         words = Gather (words, ids)
         words = Unsqueeze (words, [-1])
@@ -150,7 +151,7 @@ def gather_block_quantized(call: Call) -> str:
         bit = Mul (bit, highest)
         numbers = Add (numbers, bit)
     """
-    if stored.data_type == _INT4:  # two's complement
+    if stored.data_type == _INT4:  # turns two's complement into an unsigned number
         lines += """
             above = Div (numbers, half)
             above = Mul (above, base)
@@ -181,14 +182,14 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Lines that give zero points of rows and blocks as floats: unsigned ones less the middle, signed ones as they are.
+    """Lines that give zero points of rows and blocks as floats: the middle is subtracted from unsigned ones.
 
     Args:
         call: the node.
-        name: of its input, and of the result.
-        bits: of each number.
-        shape: of the numbers; in uint8, each row begins with a byte.
-        scales: what they are multiplied with, of which they get the type.
+        name: name of the input with the zero points, and of the result.
+        bits: bits of each number.
+        shape: shape of the zero points; in uint8, each row begins with a new byte.
+        scales: name of the scales, whose type the result gets.
     """
     stored = call.dtype(name)
     if stored not in _TABLES:
@@ -211,7 +212,7 @@ def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales
 
 
 def middle(bits: int, shape: tuple[int, ...]) -> TensorProto:
-    """Zero points in the middle of what so many bits hold."""
+    """A tensor of zero points in the middle of the range of unsigned numbers of `bits` bits."""
     count = math.prod(shape)
     data = bytearray([0x88 if bits == 4 else 0x80]) * -(-count * bits // 8)
     if count * bits % 8:

@@ -1,15 +1,15 @@
-"""Mixtures of experts: tokens sorted by the experts that they chose, in blocks of equal size.
+"""Compute mixtures of experts: sort tokens by their chosen experts, in blocks of equal size.
 
-    scores, chosen = TopK(logits [T, E], k)          without normalize_routing_weights, MoE: TopK(Softmax(logits), k)
-    shares = Softmax(scores)                         so, the scores themselves
+    scores, chosen = TopK(logits [T, E], k)          MoE without normalize_routing_weights: TopK(Softmax(logits), k),
+    shares = Softmax(scores)                         and then shares = scores
     y = sum over the k chosen experts e of share * (fc2[e] @ activation(fc1[e] @ x + bias1[e]) + bias2[e])
 
     swiglu: columns 2 i and 2 i + 1 of fc1 are gate and linear part of column i
             g = min(gate, limit); g * Sigmoid(alpha * g) * (clip(linear, -limit, limit) + beta)
     gelu:   tanh, not erf
 
-    QMoE:   fc[e] = (numbers - zero_points) * scales, of 4 bits (the lower half of a byte first) or 8, for each row, or
-            each block of columns; without zero points the middle, 8 or 128
+    QMoE:   fc[e] = (numbers - zero_points) * scales, for each row, or each block of columns; 4 bits (the lower half of
+            a byte first) or 8 bits; the default zero point is the middle, 8 or 128
 
 T tokens choose k of E experts each: P = T * k pairs, in n = min(P, E + E // 2) blocks of b = min(T, P // (E // 2 + 1) +
 1) rows, of one expert each:
@@ -20,17 +20,20 @@ T tokens choose k of E experts each: P = T * k pairs, in n = min(P, E + E // 2) 
     result  = rows @ Gather(weights, experts [n])  two batched products
     y       = sum over k of shares * Gather(result, places [T, k])
 
-n blocks always suffice: an expert of c pairs takes Ceil(c / b), in all up to P // b + E, and P // b <= E // 2; never
-more than P. Rows that nobody chose are never read, so no number of a token reaches another. One form serves all phases:
-a step of one token has k blocks of one row and reads the weights of k experts. Beyond, each weight is read one and a
-half times at most, and products are three times those of the chosen pairs alone. The weights of each pair would take P
-copies of an expert: for 512 tokens of gpt-oss-20b in float16 102 GB in a layer. All experts for all tokens would take
-E / k times the products. n and b only grow with T, because TensorRT for RTX 1.7.1 reserves memory for the largest.
+n blocks always suffice: an expert with c pairs needs Ceil(c / b) blocks. All experts together need P // b + E blocks at
+most, with P // b <= E // 2, and never more than P. Results of unfilled places are never read, so tokens do not
+influence each other. The same form serves prefill and decoding: a step of one token has k blocks of one row, and reads
+the weights of k experts. Larger steps read each weight 1.5 times at most, and compute at most three times the products
+of the chosen pairs.
+
+Rejected: gathering weights for each pair takes P copies of an expert: 102 GB in a layer of gpt-oss-20b, float16, for
+512 tokens. Computing all experts for all tokens takes E / k times the products. n and b never fall when T grows,
+because TensorRT for RTX 1.7.1 reserves memory for the largest.
 
 Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of 1
 and a Gather of the chosen experts; scales and zero points are applied to the gathered weights. TensorRT for RTX 1.7.1
-makes one kernel of that, which reads the bits of the chosen experts alone. A scale of 1 also serves 8-bit weights with
-negative scales, which it refuses. Weights, scales and zero points are never read.
+fuses this into one kernel, which reads only the bits of the chosen experts. It refuses 8-bit weights with negative
+scales in DequantizeLinear; a scale of 1 avoids this, too. Weights, scales and zero points are never read.
 
 Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always has the
 shares of normalize_routing_weights. Options that its kernels for the CPU lack or ignore (fc3, swiglu_fusion of 0 or 2,
@@ -52,7 +55,7 @@ _ACTIVATIONS = {
     "relu": "Relu (inner)", "gelu": 'Gelu <approximate = "tanh"> (inner)', "silu": "Mul (inner, gate)",
     "identity": "Identity (inner)", "swiglu": "Mul (gated, linear)",
 }  # fmt: skip
-_PLAIN: Mapping[str, tuple[object, ...]] = {  # attributes that have one meaning here
+_PLAIN: Mapping[str, tuple[object, ...]] = {  # attributes, with the values that mean the default
     "use_sparse_mixer": (0,),
     "quant_type": ("int",),
     "weights_prepacked": (-1, 0),
@@ -110,10 +113,10 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Lines that choose experts and assign rows.
+    """Lines that choose experts and assign rows of blocks to tokens.
 
-    They give shares float32 ``[T, k, 1]``, places in the blocks ``[T, k]``, row_tokens ``[n * b]``, block_experts
-    ``[n]``, and block_count and block_rows ``[1]``, n and b.
+    They compute shares float32 ``[T, k, 1]``, places in the blocks ``[T, k]``, row_tokens ``[n * b]``, block_experts
+    ``[n]``, and the numbers n and b as block_count and block_rows ``[1]``.
     """
     spare = experts // 2
     return f"""
@@ -190,7 +193,7 @@ def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result
 
 
 def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
-    """Lines that give ``weight [n, rows, columns]`` of the experts of the blocks."""
+    """Lines that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
     experts, rows, columns = shape
     bits, block = call.integer("expert_weight_bits", 4), call.integer("block_size")
     width = block or columns

@@ -1,14 +1,10 @@
 """Find every Attention node of a prepared graph, and plan how to compute it. This module does not change the graph.
 
-Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. What TensorRT's parser does with the operator (drops
-`nonpad_kv_seqlen` and the window attributes without a word, aligns `is_causal` to the upper left corner, refuses the
-rest), and for which attentions its builder has a fused kernel, was measured on TensorRT for RTX 1.7.1 without a GPU;
-tests/facts and tests/grid pin it. Where a build finds no kernel all the same, it tries again with every attention
-decomposable (`trt_kvcache.engine.builder`).
-
-Read the facts of Attention nodes off the graph.
-
-Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html.
+Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. Facts about TensorRT were measured on TensorRT for RTX
+1.7.1 without a GPU; tests/facts and tests/grid test them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window
+attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. Its builder
+has fused kernels for some attentions only. If a build finds no kernel although the plan expects one, it tries again
+with every attention decomposable (`trt_kvcache.engine.builder`).
 """
 
 from __future__ import annotations
@@ -49,11 +45,12 @@ from trt_kvcache.importer.planning.rows_in_use import row_slices
 from trt_kvcache.importer.protos import FLOATS
 
 _MOST_READERS = 5
-"""Attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16 for them, which float16 still holds."""
+"""The most attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16, which float16 can still hold."""
 
 _FUSED_REACH = 24_576
-"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More
-queries have one at any length; `decomposable` lets TensorRT choose."""
+"""Limit of keys plus head size for a fused kernel with one masked float16 or bfloat16 query: 48 KiB.
+
+Several queries have a fused kernel at any length."""
 
 _BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
 """Operators that keep or lower lengths."""
@@ -64,7 +61,7 @@ class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans that they share.
 
     Attributes:
-        relaxed: mask inputs that may be shorter than the cache, with the symbol of their last dimension.
+        relaxed: names of mask inputs that may be shorter than the cache; each with the symbol for its last dimension.
     """
 
     attention: tuple[AttentionPlan, ...]
@@ -118,7 +115,7 @@ class _Planner:
         read = tuple(c.past for caches in by_operand for c in caches)
         span = self._span(facts, read) if all(by_operand) else None
         keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
-        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all of their rows count
+        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all rows of a ring count
         if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
             self.warnings[
                 f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is as long as "
@@ -163,7 +160,7 @@ class _Planner:
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
         """The span input of a node, one for each capacity and lengths; None if spans are off or unsafe here.
 
-        Every query masks rows at and beyond the longest valid length. So attention may leave these rows out.
+        The mask of every query hides rows at and beyond the longest valid length. So attention need not read them.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
@@ -219,7 +216,7 @@ class _Planner:
         key = (
             facts.causal, lengths, facts.left_window, facts.right_window, mask, facts.dtype if facts.additive else None,
             span.name if span else keys,
-            # Layers that do not say how many queries they have are taken to have the same number; the check runs them.
+            # Layers whose number of queries is unknown are assumed to have the same number; the check tests this.
             _sequence_input(self._graph, facts),
         )  # fmt: skip
         if key not in self.masks:
@@ -254,8 +251,8 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
 def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
     """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
-    ONNX pads a short mask with "masked", so a mask sliced to the active length has the same meaning, and the step then
-    costs the active length.
+    ONNX hides the keys after the end of a short mask. So a mask cut to the rows in use has the same meaning, and the
+    step reads only these rows.
     """
     mask = facts.mask
     if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
@@ -284,7 +281,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """The tensor of which Q is a view, or a slice of positions. A slice of heads counts as its own query."""
+    """The tensor of which Q is a view, or a slice of positions. A slice of heads is a tensor of its own."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -299,11 +296,11 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Yield every node before a Scan over a dynamic number of steps, where TensorRT builds fewer operators.
+    """Yield every node on which a Scan over a dynamic number of steps depends: TensorRT builds fewer operators there.
 
-    Measured on TensorRT for RTX 1.7.1: an IAttention that such a Scan depends on kills the builder (SIGSEGV), and
-    repeats fail (see `rewrite.repeats`). Attention in plain operators builds there, and IAttention does after every
-    Scan, beside it, and before one of a fixed number of steps.
+    Measured on TensorRT for RTX 1.7.1: the builder crashes (SIGSEGV) if such a Scan depends on an IAttention, and
+    repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds after or
+    beside any Scan, and before a Scan over a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -326,8 +323,8 @@ def _is_fixed(scan: gs.Node) -> bool:
 def _is_widened(tensor: gs.Tensor) -> bool:
     """True if a Cast lies between a cache and the keys or values.
 
-    Measured on TensorRT for RTX 1.7.1: an IAttention over them ends the build ("Fusing attention ops must leave the
-    graph in a well-formed state"). Attention in plain operators builds.
+    Measured on TensorRT for RTX 1.7.1: a build with IAttention over such keys or values fails ("Fusing attention ops
+    must leave the graph in a well-formed state"). Attention in plain operators builds.
     """
     node = producer(tensor)
     while node is not None and is_op(node, *PASSES):
@@ -359,7 +356,7 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     if not half:
         return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
     if isinstance(facts.query_heads, int) and facts.query_heads < 4:
-        # One head never has a kernel, two and three have none for a single query, which every decode profile is.
+        # TensorRT has no kernel for one head, and for two or three heads none with a single query, as in decoding.
         return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
     if not 16 <= size <= 256:
         return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
@@ -374,7 +371,7 @@ class AttentionFacts:
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph reads single columns of them, so that each key must have its own.
+        columns: True if the graph reads single columns of the scores, so that scores need a column for every key.
         keys: number of keys: the size of K's sequence axis.
         queries: number of queries: the size of Q's sequence axis.
     """
@@ -406,7 +403,7 @@ class AttentionFacts:
 
     @property
     def masked(self) -> bool:
-        """True if a mask, lengths or a window hide keys beyond plain or upper-left causal attention."""
+        """True if a mask, lengths or a window hide keys, so that upper-left causal attention is not enough."""
         return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
 
 
@@ -414,7 +411,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
     """Read one Attention node.
 
     Raises:
-        UnsupportedModelError: the cache is inside the operator, or shapes are missing.
+        UnsupportedModelError: the operator itself contains the cache, or shapes are missing.
         InvalidModelError: the node breaks a rule of the operator.
     """
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
@@ -480,7 +477,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
 
 
 def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
-    """Refuse masks that the operator's type constraints allow, but whose meaning its text does not define."""
+    """Refuse masks of types that the operator allows, but whose meaning its specification does not define."""
     shape = dims(mask)
     if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
         raise UnsupportedModelError(
@@ -501,9 +498,9 @@ def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
 
 
 def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads the scores of an Attention, its fourth output, other than as a sum over visible keys.
+    """True if the graph reads the scores of an Attention (its fourth output) and does not only sum them over keys.
 
-    Hidden keys add nothing to the sum of exponentials after the mask, so that it is the same with fewer of them.
+    A ReduceLogSumExp after the mask does not change if hidden keys are left out: they add nothing to the sum.
     """
     scores = node.outputs[3] if len(node.outputs) > 3 else None
     if scores is None or not is_used(graph, scores):

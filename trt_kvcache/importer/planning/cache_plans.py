@@ -1,9 +1,8 @@
 """Find every cache update of a prepared graph, and plan it. This module does not change the graph.
 
-Choose the route of each cache update into the engine, with a reason. The decision uses facts only, not the graph.
-
-The facts about TensorRT were measured on TensorRT for RTX 1.7.1 (the parser family of TensorRT 11); tests/facts pins
-them.
+`decide` chooses the route of each cache update into the engine, with a reason. It uses only the facts in a
+`CacheUpdate`, not the graph. The facts about TensorRT were measured on TensorRT for RTX 1.7.1, whose parser is that of
+TensorRT 11; tests/facts tests them.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ def _form(node: gs.Node) -> UpdateForm:
 
 
 def _check_packed(node: gs.Node) -> None:
-    """The ranks and types of TensorRT's packed operator, which ONNX has no rules for."""
+    """Check the ranks and types of TensorRT's packed operator, for which ONNX has no rules."""
     for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
                           (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
         tensor = input_or_none(node, i)
@@ -179,7 +178,7 @@ def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
 
 
 def _check_zero_points(update: gs.Node) -> None:
-    """Refuse caches quantized with a zero point other than 0: TensorRT has no layer for these."""
+    """Refuse caches that are quantized with a zero point other than 0: TensorRT has no layer for them."""
     for node in (*update.inputs[1].inputs, *consumers(update.outputs[0])):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
             zero = small_constant(input_or_none(node, 2))
@@ -351,7 +350,7 @@ def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract
 
 
 def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """Advice for a plan whose plugin cannot be compiled or registered: the other routes of `decide`."""
+    """Advice if a plan needs the plugin, which cannot be compiled or registered: options for other routes."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:

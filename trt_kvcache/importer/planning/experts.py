@@ -1,4 +1,4 @@
-"""Advice for mixtures of experts whose sizes depend on tokens, and exact kernels of ONNX Runtime for experts."""
+"""Mixtures of experts: advice for exports that TensorRT cannot build, and exact kernels in ONNX Runtime."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ EXPERTS = (
     "export a mixture of experts with mobius-onnx, or with torch.onnx (dynamo) from transformers 5 after "
     'model.set_experts_implementation("batched_mm")'
 )
-"""Both compute all sizes from the number of tokens alone."""
+"""Advice for messages. Both exporters compute all sizes from the number of tokens alone."""
 
 ROUNDING = "ORT_QMOE_CPU_QNBIT_GEMM"
-"""From the environment, how ONNX Runtime's kernel of QMoE computes."""
+"""Environment variable that says in which type ONNX Runtime's QMoE kernel computes."""
 
 _lock = Lock()
 _before: list[str | None] = []
-"""The value in the environment before the first caller in `exact_experts`, and an entry for each other one."""
+"""One entry for each caller inside `exact_experts`. The first entry is the variable's value before."""
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def exact_experts() -> Iterator[None]:
     finally:
         with _lock:
             before = _before.pop()
-            if not _before:  # others still open theirs
+            if not _before:  # no other caller is inside this context
                 del os.environ[ROUNDING]
                 if before is not None:
                     os.environ[ROUNDING] = before

@@ -15,14 +15,14 @@ _SHIFTING = {"Add": 1, "Sub": -1}
 
 @dataclass(frozen=True)
 class IndexLimits:
-    """Exclusive upper bounds by input name; inputs without an entry have no known bound."""
+    """Exclusive upper bounds of token ids and positions, by input name. No bound is known for other inputs."""
 
     tokens: dict[str, int]
     positions: dict[str, int]
 
 
 def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
-    """Bounds of the token and position inputs of a flat model."""
+    """Find the bounds of the token and position inputs of a model without functions."""
     logits = [t.shape[-1] for t in plan.tensors if t.role is Role.LOGITS and t.io == "output" and t.shape]
     vocabulary = min((n for n in logits if isinstance(n, int)), default=None)
     limits = IndexLimits({}, {})
@@ -40,12 +40,12 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 
 
 def table_rows(model: ModelProto, name: str) -> int | None:
-    """Rows of the smallest table that this input indexes, through casts, reshapes and an added constant.
+    """Rows of the smallest table that this input indexes, also through casts, reshapes and an added constant.
 
-    Rows before the row for 0 do not count.
+    If a constant is added to the input, the rows before the row for 0 do not count.
     """
     constants = constants_of(model.graph)
-    aliases, rows = {name: 0}, []  # and what was added on the way
+    aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant
     for node in model.graph.node:  # in topological order
         if node.op_type in PASSES and node.input and node.input[0] in aliases:
             aliases.update(dict.fromkeys(node.output, aliases[node.input[0]]))

@@ -1,11 +1,12 @@
-"""Compute logits for the last positions of a step only: a Slice cuts the input of the last product.
+"""Plan to compute logits for the last positions of a step only: a Slice before the last product.
 
     attention -> Add -> norm -> x [B, S, H] -> MatMul -> softcap -> logits [B, S, V]
                                 `- becomes x[:, S - K :]
 
 A prefill needs the logits of one position only. V is large: 128,256 for H of 2,048. Logits of all positions would take
-7 to 60 % of the products (counted in weights), and gigabytes. The check compares the model without the Slice. If more
-than a few kinds of operators follow the last product, the model computes all logits.
+7 to 60 % of the products (counted in weights), and gigabytes. The check compares the model without the Slice. The nodes
+after the Slice are the *tail*. If the tail contains other operators than a few known ones, the model computes all
+logits.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _only(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None
 
 
 def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
-    """True if the model returns logits for every token of a step, and steps may have several tokens."""
+    """True if the model returns logits for every token of a step, and a step may have several tokens."""
     if "tokens" in logits.axes:
         return True
     if len(logits.shape) != 3 or tokens is None or len(tokens.shape) < 2:
@@ -141,7 +142,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Go back one operator, such as the factor of a norm, so that the check need not run a large product."""
+    """Go back one operator, such as a norm, if it keeps positions: the check then need not run a large product."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or len(consumers(start)) != len(readers):
         return None
@@ -156,10 +157,10 @@ def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
     """True if a node of the tail is known to compute each position separately.
 
     Args:
-        node: of the tail.
+        node: a node of the tail.
         fixed: its inputs that are constants, or are computed from constants.
     """
-    if is_op(node, *_ELEMENTWISE):  # a constant with a number for each position fits steps of one length alone
+    if is_op(node, *_ELEMENTWISE):  # refuses constants with a number for each position
         rank = len(dims(node.outputs[0]) or ())
         shapes = [() if t.is_empty() else dims(t) for t in fixed]
         ranks = {len(dims(t) or ()) for t in node.inputs if not contains(fixed, t)}
@@ -170,7 +171,7 @@ def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
         )
     if is_op(node, "Softmax", "LogSoftmax"):
         return int(node.attrs.get("axis", -1)) in (-1, len(dims(node.outputs[0]) or ()) - 1)
-    if is_op(node, "Reshape"):  # into blocks: zero points of weights need the sum of each block
+    if is_op(node, "Reshape"):  # into blocks, as `lower.matmul_nbits` does to correct zero points
         shape = small_constant(node.inputs[1])
         return shape is not None and len(shape) > 2 and not shape[:2].any()
     if is_op(node, "ReduceSum"):

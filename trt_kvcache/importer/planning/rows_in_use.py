@@ -2,9 +2,9 @@
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-Normalization puts a Slice of all rows after a cache, if all operators from there to the attention work row by row. It
-also puts such a Slice after the row numbers from which a bias is computed. The rewrite ends the Slice at the span, so
-that the graph computes only the rows in use.
+Normalization puts a Slice of all L rows after a cache, if all operators from there to the attention work row by row. It
+also puts such a Slice after the row numbers from which a bias is computed. The rewrite then ends the Slice at the span,
+so that the graph computes only the rows in use.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
     """The row Slices from which a tensor is computed, in order of use; empty if it also depends on other rows.
 
-    Slices that K and V share may already end at `end`.
+    K and V may share Slices, so that some already end at `end`.
     """
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
@@ -55,7 +55,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Shorten the row Slices of constants behind a tensor to `end` rows; False if there are none."""
+    """Shorten to `end` rows the row Slices from which a tensor is computed; False if there are no such Slices."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

@@ -1,4 +1,4 @@
-"""Count the bytes of weights that a step of one token reads; of a table, the looked-up rows. No weight is read."""
+"""Count the bytes of weights that a step of one token reads. This module itself reads no weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trt_kvcache.importer.protos import byte_size, constants_of, int_attribute, 
 __all__ = ["weights_read"]
 
 _SAME = ("Cast", "DequantizeLinear", "Identity")
-"""The rows of the result are those of the first input."""
+"""Operators whose result has the rows of the first input."""
 
 
 def weights_read(model: ModelProto) -> int:
@@ -43,7 +43,7 @@ def _share(
             axis = int_attribute(node, "axis") if node.op_type == "Gather" else 0
             shares.append(min(1.0, _rows(node.input[1], makers, constants) / max(shape[axis], 1)))
         elif node.op_type == "Slice" and node.input[0] == name and not {*node.input[1:3]} <= constants.keys():
-            shares.append(0.0)  # numbers of rows, masks: as many as are in use
+            shares.append(0.0)  # row numbers and masks: only the rows in use are read
         elif node.op_type == "RotaryEmbedding" and name != node.input[0] and len(shape) == 2:
             shares.append(1 / max(shape[0], 1))
         else:

@@ -1,14 +1,15 @@
-"""Recognize the caches of a model as exported, and the attentions over them, by running parts of it.
+"""Recognize the caches of an exported model, and the attentions over them, by running parts of the model.
 
-    carried             pairs of an input and an output that may be one cache, by shapes; state that is no cache
-    sample_steps        steps of the model: a shape and a value for each input; any tensor can be evaluated in one
-    constant_branches   conditions and indices that are the same in every step
-    regions             parts of the model: what writes a cache, and what attends to it
-    region_steps        a region in a step, and how the step writes a cache
-    attention_reader    what an attention computes
-    records             what was recognized
+    carried             guesses from shapes which input and output are one cache; finds state that is no cache
+    sample_steps        makes steps (a shape and a value for each input), and evaluates any tensor in a step
+    constant_branches   replaces conditions and indices that are the same in every step with constants
+    regions             cuts out the parts of the model that write a cache or attend to it
+    region_steps        runs a region in a step, and finds how the step writes a cache
+    attention_reader    finds what an attention computes
+    records             data classes of the results
 
-Nothing here names an operator that attends or writes. Everything is a guess that the check decides.
+Nothing here looks for operators that attend or write. Every result is a guess, which the check later accepts or
+refuses.
 """
 
 from __future__ import annotations
@@ -46,24 +47,25 @@ from trt_kvcache.importer.steps.sessions import RunError, open_session
 
 __all__ = ["Recognized", "recognize"]
 
-_MOST_STEPS = 12  # times that a region may grow backward
-_PLACES = ((4, 2), (4, 1), (3, 1))  # ranks of caches, and axes of their rows
+_MOST_STEPS = 12  # how often a region may grow backward
+_PLACES = ((4, 2), (4, 1), (3, 1))  # (rank of a cache, axis of its rows)
 _Seen: TypeAlias = "Attention | FartherError | ComputedError"
 _SOME = 0.05  # share of a present that must come from its past
 _ROUNDS = 6  # rounds of guesses
-_SHORT = 41  # rows of a fixed cache whose length a model leaves open, while it is read
+_SHORT = 41  # the most rows of fixed caches while attentions are read, if the model leaves their length open
 
 
 @dataclass(frozen=True, eq=False)
 class Recognized:
-    """A model as exported, and what was recognized in it.
+    """An exported model, with the caches and attentions that were recognized in it.
 
     Attributes:
-        model: flat, with shapes; `graph` is the same, which its owner may edit.
-        interface: its inputs and outputs.
-        samples: its steps.
-        caches: in the order of the inputs.
-        attentions: in the order of the graph.
+        model: the exported model, without functions, with shapes.
+        graph: the same model; the owner of this object may edit it.
+        interface: inputs and outputs of the model.
+        samples: makes steps of the model.
+        caches: all caches, in the order of the inputs.
+        attentions: all attentions, in the order of the graph.
     """
 
     model: onnx.ModelProto
@@ -84,11 +86,12 @@ def recognize(
     """Recognize caches and attentions.
 
     Args:
-        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
+            changed.
         weights: the detached weights.
         options: capacity and name patterns.
-        usual: the capacity where neither options nor model say it.
-        folder: of external data.
+        usual: the capacity if neither options nor model give one.
+        folder: folder of the external data.
 
     Returns:
         What was recognized; None if the model has no input that may be a cache.
@@ -140,7 +143,7 @@ def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """The guesses whose present holds rows of the past; all guesses if a size is open or the model does not run."""
+    """The guesses whose present holds rows of the past. All guesses, if a size is open or the model does not run."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -277,7 +280,7 @@ class _Recognizer:
         return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Read the attention of a front. Its region grows backward until queries and new rows are one tensor each."""
+        """Read the attention that ends at `front`; its region grows until queries and new rows are one tensor each."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -337,13 +340,13 @@ class _Recognizer:
 
     def _whole(self, attentions: Sequence[Attention]) -> Recognized:
         caches = {str(c.past.name): c for a in attentions for c in a.caches}
-        # What else reads a cache that no attention reads is seen once the graph is canonical.
+        # A cache that no attention reads may have other readers: `check_readers` looks for them in the canonical graph.
         ordered = tuple(caches[name] if name in caches else self._looked(c) for name, c in self._caches.items())
         samples = self._samples
         return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))
 
 
 def _alike(one: Cache, two: Cache) -> bool:
-    """True for caches of one shape and type, that were seen alike."""
+    """True for caches of equal shape and type that the model writes in the same way."""
     kinds = [(elem_type(c.past), dims(c.past), dims(c.present), c.axis, c.growing, c.shifted) for c in (one, two)]
     return kinds[0] == kinds[1]

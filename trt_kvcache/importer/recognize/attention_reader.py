@@ -1,13 +1,14 @@
 """Describe an attention by running its region in ONNX Runtime on chosen numbers.
 
-    new rows of each cache                   numbered rows, looked up in the presents: `region_steps`
-    values, keys                             the result is linear in values
-    heads, layouts, sinks                    numbered values with one key; weights that are the same for a whole head
-    weights of keys                          values of 1 in one row and number of a head
-    keys that a query sees, biases           weights where queries and keys are 0
-    scale, softcap                           weights against products of queries and keys
+    found                             by
+    new rows of each cache            numbered rows, which are looked up in the presents (`region_steps`)
+    which cache holds values          the result is linear in the values
+    heads, layouts, sinks             a step with numbered values and a single key
+    attention weights of keys         values that are 1 in one row and one number of a head, and 0 elsewhere
+    visible keys, biases              attention weights while queries and keys are 0
+    scale, softcap                    a comparison of attention weights with products of queries and keys
 
-Everything here is a guess that the check decides.
+Every result is a guess, which the check later accepts or refuses.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 
 Scores = tuple[float, Array, Array]
-"""A factor of the queries, the scores that weights then show, ``[b, n, g, s, keys]``, and True where they show one."""
+"""The factor of the queries; the scores computed from weights, ``[b, n, g, s, keys]``; True for visible keys."""
 _BATCHES, _PAST, _NEW = (5, 7, 11), 4, 7
-_SMALL = (0.3, 0.02)  # times the queries: most softcaps then change little
-_LARGE = 12.0  # scores that a softcap changes
-_FITS = 0.97  # cosine of the weights seen and those expected
+_SMALL = (0.3, 0.02)  # factors of the queries: scores so small that most softcaps change them little
+_LARGE = 12.0  # the largest score of a step that shows a softcap
+_FITS = 0.97  # least cosine of measured and expected scores
 _NOTHING = 1e-25  # the weight of a hidden key
 _CLOSE = 1e-3
 _EXACT = 1e-5
 _ITERATIONS, _STEP = 12, 1e-4
-_SOME = 4  # of so many keys, the weights of one say how heads lie
-_LONGEST = 1 << 22  # numbers of a cache in a long step
-_MOST_RUNS = 1024  # of a long step, for a bias
+_SOME = 4  # the weights of every fourth key are enough to see the layout of heads
+_LONGEST = 1 << 22  # the most numbers of a cache in a long step
+_MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 
 
 class Reader:
     """Runs the region of one attention.
 
     Args:
-        region: what runs.
-        caches: guesses, by name of a past.
-        tensors: of the graph, by name.
-        interface: of the model.
-        samples: make steps of the model.
-        far: the same at its capacity, for one long step.
+        region: the region of the attention.
+        caches: guessed caches, by the name of their past.
+        tensors: all tensors of the graph, by name.
+        interface: inputs and outputs of the model.
+        samples: makes short steps of the model.
+        far: makes steps at the model's capacity, for one long step.
 
     Raises:
         RecognizeError: the region does not load.
@@ -86,7 +87,8 @@ class Reader:
 
         Raises:
             RecognizeError: the attention has no supported form; the message says what was seen.
-            FartherError: queries or new rows are no single short tensors; tensors before them may be.
+            FartherError: queries or new rows are several short tensors; a larger region may have them as one tensor
+                each.
         """
         region, sample = self._region, self._sample
         if region.computed:
@@ -99,7 +101,7 @@ class Reader:
         found = [replace(c, circular=self._caches[str(c.past.name)].circular) for c in found]
         rows = {c.update.name for c in found if c.update is not None}
         queries = [t for t in region.texts if t not in rows]
-        if len(queries) > 1:  # one may be that of another layer, whose operator writes the cache
+        if len(queries) > 1:  # another layer's operator may write the cache, and take queries of its own
             feeds = self._runner.feeds(sample)
             plain = self._run(feeds)
             queries = [t for t in queries if not np.array_equal(plain, self._run(feeds | {t: 2 * feeds[t]}))]
@@ -184,7 +186,7 @@ class Reader:
         return {**feeds, str(cache.past.name): past, _update(cache): after.transpose(np.argsort(cache.perm))}
 
     def _still(self, sample: Sample) -> Feeds:
-        """Feeds with queries and keys of 0."""
+        """Inputs of a step, with queries and keys of 0."""
         feeds = self._runner.feeds(sample)
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
@@ -325,7 +327,7 @@ class Reader:
         raise RecognizeError(f"at {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}")
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """The mask for an attention that applies the caller's own mask, with causality where queries also show it."""
+        """The mask of an attention that applies the caller's own mask, and is causal if it hides later keys as well."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -338,7 +340,7 @@ class Reader:
         raise RecognizeError(f"the mask '{name}' is not what queries of '{self._region.result}' see")
 
     def _sees_lengths(self) -> bool:
-        """True if queries after the end of a circular cache see the rows that a mask by lengths shows."""
+        """True if queries past the end of a circular cache see the rows that a mask computed from lengths shows."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -404,7 +406,7 @@ class Reader:
 
 
 def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
-    """A step whose batch divides no dimension of the region's text inputs."""
+    """A step whose batch size divides no other size of the region's inputs, so that it shows the batch axis."""
     shifted = [c.window_rows for n in region.caches if (c := caches[n]).shifted and c.window_rows is not None]
     step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
@@ -415,19 +417,19 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Name of the new rows; for computed keys or values, the name of the tensor that holds all rows."""
+    """Name of the tensor of new rows; for computed keys or values, of the tensor of all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
 def _by_head(rows: Array, cache: Cache, heads: int) -> Array:
-    """Rows in the layout of a cache as ``[b, n, rows, d]``."""
+    """Bring rows from the layout of a cache to ``[b, n, rows, d]``."""
     if rows.ndim == 4:
         return np.moveaxis(rows, cache.axis, 2)
     return rows.reshape(*rows.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
 def _laid(rows: Array, cache: Cache) -> Array:
-    """Rows ``[b, n, rows, d]`` in the layout of a cache."""
+    """Bring rows ``[b, n, rows, d]`` to the layout of a cache."""
     if len(cache.perm) == 4:
         return np.moveaxis(rows, 2, cache.axis)
     moved = rows.transpose(0, 2, 1, 3)
@@ -435,7 +437,7 @@ def _laid(rows: Array, cache: Cache) -> Array:
 
 
 def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
-    """Numbers of a result, with keys last, as ``[b, n, g, s, d, keys]``."""
+    """Bring a result, whose last axis is the keys, to ``[b, n, g, s, d, keys]``."""
     return brought(rows, (*results, ("t",)), {**sizes, "t": rows.shape[-1]}, (*ATTENTION, "t"))
 
 
@@ -456,10 +458,10 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
     """Fit scale and softcap; a softcap of 0 means none.
 
     Args:
-        products: of queries and keys.
-        steps: with small and with large ones.
-        scale: a guess.
-        size: of a head.
+        products: products of queries and keys.
+        steps: scores of a step with small products, and of one with large products.
+        scale: a guess of the scale.
+        size: numbers of a head.
 
     Raises:
         RecognizeError: scores do not follow from products, with or without a softcap.
@@ -477,7 +479,7 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
     if np.abs(missed(at)).max() > _CLOSE * _LARGE:
         tried = np.stack(np.broadcast_arrays(scale, np.geomspace(0.5, 1000, 100)), -1)
         at = min(tried, key=lambda at: float(np.square(missed(at)).sum()))
-        for free in ([0, 1], [1]):  # Gauss-Newton: both, then the softcap beside the scale that models state
+        for free in ([0, 1], [1]):  # Gauss-Newton: fit both; then fit the softcap with the rounded scale
             for _ in range(_ITERATIONS):
                 off = missed(at)
                 slopes = [(missed(at * (1 + _STEP * (np.arange(2) == i))) - off) / _STEP for i in free]

@@ -1,4 +1,4 @@
-"""First guesses of caches, by the shapes of inputs and outputs: what a step writes into them is read by running it.
+"""Guess from the shapes of inputs and outputs which of them are caches. Later, steps that run correct the guesses.
 
 past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
 past [B, N, L, D] -> present [B, N, L, D]         written in place, if it is no state
@@ -71,11 +71,11 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
             del left[id(past)]
     caches = [found[id(t)] for t in graph.inputs if id(t) in found]
     ranks = {len(c.past.shape) for c in caches}
-    return [c for c in caches if c.growing or len(c.past.shape) == max(ranks)]  # others are text, or state
+    return [c for c in caches if c.growing or len(c.past.shape) == max(ranks)]  # others are embeddings or state
 
 
 def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
-    """True for an output that is an input unchanged, as keys and values of an encoder's text are."""
+    """True for an output that returns an input unchanged, as keys and values of cross-attention."""
     tensor = present
     while (node := producer(tensor)) is not None and is_op(node, "Identity"):
         tensor = node.inputs[0]
@@ -83,7 +83,7 @@ def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
-    """The past of which the fewest nodes make a present; of several, the one with the most words of its name."""
+    """The past from which the fewest nodes lead to a present; among equals, the past with the most similar name."""
     words = set(words_of(present.name))
     tensors, seen = [present], {id(present)}
     while tensors:
@@ -106,7 +106,7 @@ def _idiom(present: gs.Tensor) -> str:
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """The axis of the rows, as far as shapes tell; None: no cache."""
+    """The axis of the rows, guessed from shapes; None: the two are no cache."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
@@ -118,7 +118,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
         return None
     if len(differing) == 1:
         return differing[0]
-    if differing:  # sizes that an exporter does not state
+    if differing:  # several axes may differ only because an exporter leaves their sizes open
         return next((a for a in (2, 1) if a in differing), None) if rank == 4 else None
     if rank == 3 and one[1] == 1:
         return None
@@ -129,7 +129,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """Write number and size of heads into the shapes of caches inside of operators, where exporters leave symbols.
+    """Replace symbols in the shapes of caches that operators contain with the number and size of heads.
 
     Raises:
         UnsupportedModelError: such a cache is no input and output of the graph.
@@ -159,7 +159,7 @@ def state_inner_sizes(graph: gs.Graph) -> None:
 
 
 def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
-    """Past, present and new rows of the caches that an operator holds."""
+    """Past, present and new rows of the caches that an operator contains."""
     if not is_op(node, "Attention"):
         return
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
@@ -169,9 +169,9 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
 
 
 def stack_in_words(graph: gs.Graph) -> str:
-    """Describe an input that holds caches of several layers, as a refusal; empty if there is no such input.
+    """A refusal of the input that holds caches of several layers; an empty text if there is no such input.
 
-    It has an axis before the batch, or more axes than a cache, and an output has as many.
+    This input has an axis before the batch, or more axes than a cache; an output has as many axes.
     """
     tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
     batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
@@ -206,11 +206,11 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
     """Find the state of a graph, in the order of its inputs.
 
     Args:
-        graph: of the model, with shapes inferred.
+        graph: the model's graph, with inferred shapes.
         caches: names of graph inputs and outputs that are attention caches.
 
     Raises:
-        UnsupportedModelError: an output could be the next value of an input, and has another name.
+        UnsupportedModelError: an input is named like state, and only an output of another name could be its next value.
     """
     read = [t for t in graph.inputs if t.name not in caches and consumers(t)]
     inputs = [t for t in read if _is_state_like(t) and not _is_cache_like(t)]
@@ -234,7 +234,7 @@ def _is_state_like(tensor: gs.Tensor) -> bool:
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
-    """True if an output could be the next value of an input: same type and shape, and not the input unchanged."""
+    """True if an output could be the next value of an input: same type and shape, and no copy of the input."""
     before, after = dims(past) or (), dims(present) or ()
     if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
         return False
@@ -280,7 +280,7 @@ def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
-    """Map past to present names that differ only in their direction, if no other tensor has that name."""
+    """Map past to present names that differ only in words such as past and present, if the match is unique."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
@@ -304,13 +304,14 @@ def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dic
     """Refuse an input that is named like state if an output of another name could be its next value.
 
     Raises:
-        UnsupportedModelError: naming both.
+        UnsupportedModelError: there is such a pair; the message names both.
     """
     for past in inputs:
         outs = [name for name in fits[past.name] if name not in pairs.values()]
         if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
             raise UnsupportedModelError(
                 f"'{past.name}' looks like state that each step replaces, and could become "
-                f"{' or '.join(map(repr, outs))}, of the same shape; name them alike but for past and present "
+                f"{' or '.join(map(repr, outs))}, of the same shape; give them names that differ only in past and "
+                f"present "
                 "(past_conv.0, present_conv.0) in the export"
             )

@@ -36,7 +36,7 @@ def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
     chosen = {node.input[0] for node in graph.node if is_op(node, "If")}
     names |= chosen
-    # The check runs only one size of an unexplained axis. So a value that depends on such an axis is not fixed.
+    # The check runs only one size of an axis of unknown meaning. So a value that depends on such an axis is not fixed.
     batch, past, length = samples.few[0].batch, samples.few[0].past, samples.few[0].length
     steps = (*samples.plain, *samples.wrapped, samples.step(batch, past, length, other=None)) if names else ()
     fixed = {name: value for name in names if (value := _same(name, steps)) is not None}

@@ -20,7 +20,7 @@ import onnx_graphsurgeon as gs
 
 Layout = tuple[tuple[str, ...], ...]
 ATTENTION = ("b", "n", "g", "s", "d")
-"""The order of queries and results of an attention, ``[B, H, S, D]``."""
+"""The order of sizes in queries and results of ONNX's Attention, ``[B, H, S, D]``."""
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
@@ -63,22 +63,22 @@ class RecognizeError(Exception):
 
 
 class UnknownError(RecognizeError):
-    """An integer input, the first argument, has no known meaning; it may hold positions."""
+    """The integer input named by the first argument has no known meaning; it may hold positions."""
 
     def __str__(self) -> str:
         return f"nothing says what '{self.args[0]}' holds in a step: name it with --config"
 
 
 class FartherError(Exception):
-    """A region must also include the producer of one of these short tensors, the arguments."""
+    """The region is too small. It must also include the node that makes one of the tensors named by the arguments."""
 
 
 class ComputedError(RecognizeError):
     """Keys and values are computed from caches.
 
     Attributes:
-        query: the short tensor of the queries.
-        caches: these.
+        query: name of the tensor of the queries.
+        caches: the caches from which keys and values are computed.
     """
 
     def __init__(self, query: str, caches: Sequence[Cache]) -> None:
@@ -93,15 +93,16 @@ class Cache:
     Attributes:
         past: the graph input.
         present: the graph output.
-        axis: of the rows. Its other axes are batch, heads and numbers of a head, the last two in one or two axes.
-        growing: past holds as many rows as there are tokens, present S more; else both always have as many.
-        window_rows: past and present hold so many rows at most, the newest; None: all.
-        shifted: past and present always have so many rows: new rows push out the oldest, and the last rows hold tokens.
+        axis: the axis of the rows. Other axes: the batch, heads, numbers of a head; one axis may combine the last two.
+        growing: past has one row for each token, and present S rows more. Otherwise both always have the same size.
+        window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
+        shifted: past and present always have `window_rows` rows: new rows push out the oldest; the last rows hold
+            tokens.
         circular: token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the new rows; None until the region that writes them was run, and for keys and values that are computed
-            from caches: then `past` and `present` are these, with all rows.
-        perm: brings `update` to the order of axes of the cache.
+        update: the new rows. None until the region that writes them has run. Also None for keys or values that are
+            computed from caches: then `past` and `present` are the computed tensor, with all rows.
+        perm: permutation that brings the axes of `update` into the order of the cache.
         idiom: the operator that makes `present`.
     """
 
@@ -124,11 +125,12 @@ class Mask:
 
     Attributes:
         causal: ``j <= write_index + i``.
-        window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
-        own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
+        window: ``j > write_index + i - window``: a query sees this many keys, its own included; None: no limit.
+        own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: no
+            mask.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
-        slopes: float32 ``[H]``, added times key position minus query position; None: none.
-        bias: float32 ``[L, H]``, added for distances of key and query ``-(L - 1) .. 0``; None: none.
+        slopes: float32 ``[H]``; slope times (key position minus query position) is added to scores; None: nothing.
+        bias: float32 ``[L, H]``, added to scores, for key minus query positions ``-(L - 1) .. 0``; None: nothing.
     """
 
     causal: bool = True
@@ -141,18 +143,18 @@ class Mask:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """One attention over a cache of keys and one of values.
+    """One attention over a cache of keys and a cache of values.
 
     Attributes:
-        name: of the node that makes its result.
+        name: name of the node that makes the result.
         query, result: tensors, in `query_layout` and `result_layout`.
-        sizes: heads of keys (n), queries for each (g), and numbers of a head of queries (d) and of values (v).
-        scale, softcap: of scores; 0: no softcap.
-        sinks: float32 ``[H]``, logits beside the scores; None: none.
+        sizes: heads of keys (n), query heads for each of them (g), numbers of a head of queries (d) and of values (v).
+        scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
+        sinks: float32 ``[H]``, one more logit in each head's softmax; None: no sinks.
         query_type, result_type: ONNX element types.
-        wide: keys or values are float32 before their products, and caches are not.
-        wide_weights: scores or weights of keys are float32.
-        computed_from: caches that keys and values are computed from, row by row; none: they are caches.
+        wide: keys or values are cast to float32 before products, while caches have another type.
+        wide_weights: scores or attention weights are float32.
+        computed_from: caches from which keys and values are computed, row by row; empty: keys and values are caches.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""A region in one step: numbers for its inputs, and where the rows of tokens lie in caches and masks.
+"""Run a region in one step: make its inputs, with the rows of tokens at their places in caches and masks.
 
-grows      past [.., P, ..]: token t in row t; of a cache that keeps K rows, the newest K
-fixed      past [.., L, ..]: token t in row t; of a circular one, in row t mod L
+grows      past [.., P, ..]: token t in row t; if the cache keeps K rows only, the newest K tokens
+fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
 shifted    past [.., L, ..]: the newest token in the last row
 
 `read_updates` finds out how a step writes a cache: it runs the step on numbered rows, and looks them up.
@@ -30,28 +30,28 @@ from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
-_HIDES = -30000.0  # in additive masks
+_HIDES = -30000.0  # hides a key in an additive mask
 
 
 _MISFIT = re.compile(
     r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
 )
-"""The message of ONNX Runtime 1.31 and 1.32."""
+"""ONNX Runtime's message about sizes that do not fit (1.31 and 1.32)."""
 
 
 class Runner:
     """Runs a region in float32.
 
     Attributes:
-        rng: of all numbers.
+        rng: generator of all random numbers.
 
     Args:
-        region: what runs.
-        caches: by name of a past.
-        interface: of the model.
+        region: the region to run.
+        caches: all caches, by the name of their past.
+        interface: inputs and outputs of the model.
 
     Raises:
-        RecognizeError: it does not load.
+        RecognizeError: the region does not load.
     """
 
     def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
@@ -95,10 +95,10 @@ class Runner:
         return feeds
 
     def run(self, feeds: Feeds) -> Feeds:
-        """All outputs in float64.
+        """Run the region; returns all outputs in float64.
 
         Raises:
-            RecognizeError: it does not run.
+            RecognizeError: the region does not run.
         """
         try:
             return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
@@ -112,17 +112,17 @@ class Runner:
             raise RecognizeError(f"the region of '{self._name}' does not run: {error}") from None
 
     def held(self, cache: Cache, sample: Sample) -> int:
-        """Tokens in the past of a cache."""
+        """The number of tokens in the past of a cache."""
         if cache.growing and not cache.shifted:
             return sample.rows_in_cache(cache.window_rows)
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """The rows of tokens in a past, the oldest first."""
+        """Take the rows that hold tokens from a past, the oldest first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
-        """The past that holds these rows of tokens, and 0 elsewhere."""
+        """Make a past with these rows of tokens, and 0 in all other rows."""
         shape = list(rows.shape)
         shape[cache.axis] = self._size(cache, sample)
         past = np.zeros(shape, np.float32)
@@ -132,7 +132,7 @@ class Runner:
         return past
 
     def columns(self, cache: Cache, sample: Sample, width: int) -> Array:
-        """The columns of a mask of so many that the tokens have, the oldest first."""
+        """Numbers of the columns that belong to tokens in a mask of `width` columns, the oldest token first."""
         keys = self.held(cache, sample) + sample.length
         if width == keys:
             return np.arange(keys)
@@ -141,7 +141,7 @@ class Runner:
         return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
 
     def shown(self, mask: str, sample: Sample) -> Array:
-        """A mask of the caller's own that shows some tokens, and no other rows."""
+        """A value for the caller's own mask, bool, that shows some tokens, and no rows without a token."""
         shown = np.zeros_like(sample.own[mask])
         caches = [self._caches[n] for n in self._region.caches]
         if not caches:
@@ -176,16 +176,16 @@ def read_updates(
     """Run a step of a region, and return its caches with the updates that were seen.
 
     Args:
-        runner: of the region.
-        region: writes them.
-        caches: guesses, by name of a past.
-        tensors: of the graph, by name.
+        runner: runs the region.
+        region: a region that writes the caches.
+        caches: guessed caches, by the name of their past.
+        tensors: all tensors of the graph, by name.
         sample: a step of several tokens after others.
         beyond: a step that begins two rows after the last row of a fixed cache; None: no test for circular caches.
 
     Raises:
         RecognizeError: a cache has no supported update; the message says what was seen.
-        FartherError: the new rows are no single short tensor; a tensor before it may be.
+        FartherError: the new rows are several short tensors; a larger region may have them as one tensor.
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -198,7 +198,7 @@ def read_updates(
             cache, new = _written(caches[past], feeds[past], outputs[present], sample)
         except RecognizeError:
             rows = outputs[present].shape[caches[past].axis]
-            spread = [t for t in region.texts if rows in feeds[t].shape]  # new rows, and 0 in all others
+            spread = [t for t in region.texts if rows in feeds[t].shape]  # of all rows: 0 except in new ones
             if spread:
                 raise FartherError(*spread) from None
             raise
@@ -206,7 +206,7 @@ def read_updates(
         if not sources:
             raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
         orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
-        rows = new.shape[cache.axis]  # fewer than new ones, where the cache keeps no more
+        rows = new.shape[cache.axis]  # fewer than S if the cache keeps fewer rows
         turned = ((p, feeds[sources[0]].transpose(p)) for p in orders)
         whole = ((p, laid) for p, laid in turned if laid.shape[cache.axis] == sample.length)
         perm = next((p for p, laid in whole if np.array_equal(_last(laid, cache.axis, rows), new)), None)
@@ -220,7 +220,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Find the kind of a cache, and its new rows in the cache's layout."""
+    """Find out how a step wrote a cache; returns the corrected cache, and the new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole
@@ -254,14 +254,14 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
 
 
 def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool:
-    """True if a step that begins after the last row writes from the first row on."""
+    """True if a step that begins after the last row continues at the first row, as in a circular cache."""
     name, axis = str(cache.past.name), cache.axis
     try:
         feeds: Feeds = runner.feeds(beyond)
         whole = runner.run(feeds)[str(cache.present.name)]
     except RecognizeError:
         return False
-    if whole.shape != feeds[name].shape:  # written by slices, which grow beyond the last row
+    if whole.shape != feeds[name].shape:  # the update consists of slices, and made the cache longer
         return False
     changed = np.argwhere(whole != feeds[name])[:, axis]
     rows = np.arange(beyond.past, beyond.total) % whole.shape[axis]

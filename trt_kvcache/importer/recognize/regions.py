@@ -1,12 +1,16 @@
-"""Cut the regions of attentions out of a graph, by what depends on caches and by shapes; no operator is named.
+"""Cut the regions of attentions out of a graph. Only dependences on caches and shapes matter, not operators.
 
-    text      depends on tokens, and on no cache but through the results of attentions before it
-    long      depends on a cache, and its shape on more than batch and new tokens
-    front     made of long tensors, short, and no long one is made of it: the result of an attention
+This module uses these words for tensors:
 
-The region of a front goes back to the text: queries and new rows. Fronts over one cache that do not follow from each
-other are parts of one attention, such as heads by themselves, or weighted values and the sum of weights: its result is
-the first short tensor that all of them flow through.
+    short     its shape depends on batch and new tokens alone
+    text      depends on the tokens; depends on caches only through the results of earlier attentions
+    long      depends on a cache, and is not short
+    front     short, computed from long tensors, and no long tensor is computed from it before the next weight:
+              the result of an attention, or a part of it
+
+The region of a front begins at text tensors (queries and new rows) and caches. Fronts over one cache that do not depend
+on each other are parts of one attention, such as single heads, or weighted values and the sum of weights. The result of
+this attention is the first short tensor that depends on all parts.
 """
 
 from __future__ import annotations
@@ -29,26 +33,26 @@ from trt_kvcache.importer.recognize.records import Cache, RecognizeError
 from trt_kvcache.importer.recognize.sample_steps import Samples
 from trt_kvcache.importer.steps.runnable import runnable
 
-_PASTS = (6, 8)  # short, and no products of batch and new tokens, alone or with these
-_MOST = 1 << 22  # numbers in the constants of a region
+_PASTS = (6, 8)  # small; neither these nor sums with them are products of batch and new tokens
+_MOST = 1 << 22  # the most numbers in the constants of a region
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """The part of a model between queries, new rows and caches at one end, and results and presents at the other.
+    """The part of a model from queries, new rows and caches to the attention's result and the presents.
 
     Attributes:
-        model: without shapes; the outputs are `result`, if there is one, and `presents`.
+        model: the part as a model, without shapes. Its outputs are `result`, if there is one, and `presents`.
         key: equal for regions that compute the same.
-        result: the result of the attention; empty: presents alone.
-        presents: caches after the step, in the order of `caches`.
-        texts: short tensors of the text that it is fed with, in the order of the graph.
+        result: name of the attention's result; empty: the region only writes caches.
+        presents: names of the presents, in the order of `caches`.
+        texts: names of the text tensors at which the region begins, in the order of the graph.
         caches: names of the pasts.
-        inputs: other inputs of the graph of which it reads the numbers.
-        integers: sizes in its constants, at which lengths may change what it does.
-        wide: caches of which numbers are float32 before products, and are not in the cache; `wide_weights`: some long
-            tensor is float32.
-        computed: keys and values that are computed from caches, where the region begins at these.
+        inputs: names of other graph inputs whose numbers the region reads.
+        integers: sizes in its constants. The region may behave differently for lengths above them.
+        wide: names of caches that have another type than float32, and are cast to it before products.
+        wide_weights: True if some long tensor is float32 or double.
+        computed: names of keys and values that are computed from caches, if the region begins at them.
     """
 
     model: onnx.ModelProto
@@ -65,7 +69,7 @@ class Region:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the tensors at the ends. Regions with one key list them in the same order."""
+        """Names of all tensors at the region's ends. Regions with equal keys list them in the same order."""
         return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
 
 
@@ -73,15 +77,15 @@ class Cutter:
     """Cuts regions out of one model.
 
     Attributes:
-        fronts: results of attentions, in the order of the graph.
+        fronts: names of the results of all attentions, in the order of the graph.
 
     Args:
-        model: flat.
-        samples: of the model.
-        caches: by name of a past.
-        tokens: the input of the new tokens.
-        weights: constants that are stand-ins in the model, by name.
-        folder: of external data.
+        model: a model without functions.
+        samples: makes steps of the model.
+        caches: guessed caches, by the name of their past.
+        tokens: name of the input of the new tokens.
+        weights: the detached weights, by name.
+        folder: folder of the external data.
     """
 
     def __init__(
@@ -109,26 +113,26 @@ class Cutter:
         self._split(tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
-        """The numbers of rows that a cache has when its length does not follow the number of tokens."""
+        """The lengths of a cache, and of its present, if they do not depend on the number of tokens."""
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
         if shape is not None and (cache.shifted or not cache.growing):
-            yield from (shape[cache.axis], shape[cache.axis] + 1)  # with a sink
+            yield from (shape[cache.axis], shape[cache.axis] + 1)  # a sink adds one column to the scores
         elif cache.window_rows is not None and cache.window_rows <= _PASTS[0]:
             yield from (cache.window_rows, cache.window_rows + step.length)
 
     def _split(self, tokens: str) -> None:
-        """Tell text from long tensors, and find the fronts."""
+        """Sort tensors into text and long tensors, and find the fronts."""
         readers: dict[str, list[onnx.NodeProto]] = {}
         for node in self._graph.nodes:
             for name in self._reads(node):
                 readers.setdefault(name, []).append(node)
-        self._fixed = set(self._graph.constants)  # and what is made of these
+        self._fixed = set(self._graph.constants)  # constants, and tensors computed from constants
         for node in self._graph.nodes:
             if self._fixed.issuperset(self._graph.reads[id(node)]):
                 self._fixed.update(node.output)
         self._text, presents = {tokens}, set(self._presents.values())
         reached = {past: frozenset([past]) for past in self._presents}  # long tensors, and the caches that reach them
-        after: dict[str, int] = {}  # a bit for each front that a tensor follows from
+        after: dict[str, int] = {}  # a bit for each front on which a tensor depends
         fronts: dict[str, frozenset[str]] = {}
         for node in self._graph.nodes:
             read = self._reads(node)
@@ -173,7 +177,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """The first short tensor that all of these fronts flow into, and the tensors between the fronts and it."""
+        """The first short tensor that depends on all of these fronts, and the tensors between the fronts and it."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -187,7 +191,7 @@ class Cutter:
         raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a short tensor flows into a long one again without a weight in between, as a sum of weights does."""
+        """True if a long tensor is computed from a short one without a weight in between, as from a sum of scores."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -206,7 +210,7 @@ class Cutter:
         """The region of an attention. It does not end at the short tensors `passed`.
 
         Raises:
-            RecognizeError: it reads large weights.
+            RecognizeError: the region reads large weights.
         """
         return self._region(name, {*passed, *self._results[name]})
 
@@ -240,7 +244,7 @@ class Cutter:
         )
 
     def computed(self, region: Region, query: str) -> Region:
-        """The part of a region that follows its keys and values, where the model computes these from caches alone."""
+        """The part of a region after keys and values that the model computes from caches alone."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:
@@ -262,7 +266,7 @@ class Cutter:
         outputs: Sequence[str],
         ends: tuple[str, ...],
     ) -> Region:
-        """Make a region of these nodes. Only the tensors at its ends have names."""
+        """Make a region of these nodes."""
         graph = self._graph
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
@@ -283,7 +287,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Key of a tensor at which a region begins. Equal regions have equal keys here."""
+        """Key of a tensor at which a region begins. Its name counts only if the tensor is not in `ends`."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
@@ -301,7 +305,7 @@ class Cutter:
         return below
 
     def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
-        """True if operators on a cache alone change it to another float type."""
+        """True if operators that read only a cache and constants cast it to another float type."""
         alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
@@ -318,14 +322,14 @@ class Cutter:
         return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
 
     def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
-        """Type and shapes of a tensor."""
+        """The ONNX element type of a tensor, and its shape in each of the sampled steps."""
         if name not in self._known:
             shapes = [step.probe.shape(name) for step in self._steps]
             self._known[name] = self._steps[0].probe.elem_type(name), shapes
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if a region ends at a tensor: at a size, and at a float tensor of the text whose shapes are known."""
+        """True if a region begins at this tensor: a size, or a computed float text tensor of known shapes."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
@@ -355,7 +359,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors at which a region ends, except those in `taken`."""
+    """The tensors at which a region begins, except the tensors in `taken`."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken
@@ -365,7 +369,7 @@ class _Stops:
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
-    """Dimensions of constants, and numbers in small constants. Each may be a length, such as a window."""
+    """Dimensions of constants, and integers in small constants. Each may be a length, such as a window."""
     sizes: set[int] = set()
     for tensor in constants:
         sizes.update(tensor.dims)

@@ -1,8 +1,8 @@
 """Evaluate parts of a model in one step, lazily, by ONNX's own means.
 
-Recognizers read the values of masks, the rows that a scatter writes, and how operators move numbers. A step fixes the
-shape of every graph input, and the values of some. The probe derives the type of each tensor. It derives the value of
-each tensor that depends on no weight and no token. A caller may also set the value of any tensor, in place of its
+Recognizers ask for the shapes of tensors, and for the values of masks and positions. A step fixes the shape of every
+graph input, and the values of some. `Probe` derives the type of each tensor, and the value of each tensor that depends
+on no weight and no token. A caller may also set the value of any tensor, in place of its
 producer's result, to feed numbers into a chain of operators and compare the result.
 
 ONNX shape inference gives the types, and ONNX's reference evaluator gives the values: one operator at a time, and only
@@ -40,11 +40,11 @@ Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 _SMALL = 1 << 12  # bytes; larger values are compared as objects
-_FEW = 64  # elements of a value that may decide a shape
-_LARGEST = 1 << 26  # elements of one value: a foreign model runs here in the caller's own process
-_SHARED = 1 << 12  # results, at most, that all steps share
-_SLOW = {"Conv", "ConvTranspose", "Einsum"}  # no mask and no position is made of these
-_COUNTING = {"NonZero", "Compress", "Unique"}  # their contents decide how much they give: no more than they get
+_FEW = 64  # the most elements of a value that may decide a shape
+_LARGEST = 1 << 26  # the most elements of a value: an untrusted model runs here in the caller's process
+_SHARED = 1 << 12  # the most results that all steps share
+_SLOW = {"Conv", "ConvTranspose", "Einsum"}  # no mask and no position is computed by these
+_COUNTING = {"NonZero", "Compress", "Unique"}  # the size of their output depends on values, and is at most the input's
 _RANDOM = {"RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial"}
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
     onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
@@ -56,8 +56,8 @@ class _Fact(NamedTuple):
     """Facts about a tensor.
 
     Attributes:
-        kind: an onnx.TypeProto, serialized: hashable, and equal only where all of it is. None: unknown.
-        value: None where weights, tokens or an unknown operator take part in it.
+        kind: a serialized onnx.TypeProto: element type and shape as one hashable value. None: unknown.
+        value: the value; None if it depends on weights, tokens or an unknown operator.
     """
 
     kind: bytes | None
@@ -73,10 +73,10 @@ class Maker:
 
     Attributes:
         node: the node.
-        place: of the node in the graph; the makers of its inputs have lower places.
-        op: its operator, with the domain where that is not ONNX's own.
-        form: equal for nodes that do the same to their inputs.
-        inputs: names; empty where one is left out.
+        place: index of the node in the graph; the makers of its inputs have lower ones.
+        op: its operator, with the domain if it is not ONNX's.
+        form: a number that is equal for nodes with the same operator and attributes.
+        inputs: names of the inputs; an omitted input has an empty name.
     """
 
     node: onnx.NodeProto
@@ -91,12 +91,12 @@ class Blueprint:
 
     Attributes:
         makers: nodes by the names of their outputs; constants have no maker.
-        results: facts about outputs, by form of the node and facts about its inputs; all steps share them.
+        results: facts about outputs, by a node's form and the facts about its inputs. All steps share them.
 
     Args:
-        model: flat, with named tensors. Not kept in sync with later edits.
-        weights: large inline initializers that were detached from `model`, by name; only integers, masks and what has
-            the shape of a bias are read.
+        model: a model without functions, with named tensors. The blueprint does not follow later edits.
+        weights: large inline initializers that were detached from `model`, by name. Only integers, masks and tensors
+            with the shape of a bias are read.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
@@ -138,8 +138,8 @@ class Blueprint:
         return self._stated[name]
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
-        """Derive facts about the outputs of a node from facts about its inputs (None: the input is left out)."""
-        if maker.op == "Range":  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
+        """Derive facts about the outputs of a node from facts about its inputs (None for an omitted input)."""
+        if maker.op == "Range":  # ONNX Runtime accepts [1] in the place of a scalar, and exporters rely on this
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
             ]
@@ -206,20 +206,20 @@ class Probe:
     Args:
         blueprint: the model.
         shapes: shape of every graph input. Not copied.
-        values: of graph inputs or any other tensors.
+        values: values of graph inputs or any other tensors, by name.
     """
 
     def __init__(self, blueprint: Blueprint, shapes: Mapping[str, Shape], values: Mapping[str, Array]) -> None:
         self._blueprint = blueprint
         self._shapes = shapes
         self._values = dict(values)
-        self._other: Probe | None = None  # has fewer values; its facts hold for all tensors before these values
+        self._other: Probe | None = None  # lacks these values; its facts hold for all tensors before them
         self._first = 0
         self._facts = {name: _fact(value) for name, value in values.items()}
         self._large: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
 
     def with_values(self, values: Mapping[str, Array]) -> Probe:
-        """Return a probe of the same step in which these tensors have these values, too."""
+        """Return a probe of the same step in which these tensors also have these values."""
         probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
         probe._other = self
         makers = self._blueprint.makers
@@ -259,7 +259,7 @@ class Probe:
                 pending += missing
             else:
                 for output, fact in zip(maker.node.output, self._make(maker), strict=True):
-                    self._facts.setdefault(output, fact)  # which may be given
+                    self._facts.setdefault(output, fact)  # keeps a value that the caller gave
         return self._facts[name]
 
     def _make(self, maker: Maker) -> Sequence[_Fact]:
@@ -287,7 +287,7 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """A key: equal for equal types and small values, and for large ones that are the same object."""
+    """A key for the cache of results. It compares types and small values by contents, large values by identity."""
     value = fact.value
     if value is None:
         return fact.kind
@@ -314,7 +314,7 @@ def _run(
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")
             results = [None if value is None else np.asarray(value) for value in operator(*inputs)]
-    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the step is none for this node
+    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the value is unknown
         return None
     count = len(maker.node.output)
     return [*results, *[None] * count][:count]
@@ -352,11 +352,11 @@ def _elem_type(kind: bytes) -> int:
     return int(onnx.TypeProto.FromString(kind).tensor_type.elem_type)
 
 
-_LONG = 512  # new tokens, at most, of the longest update: masks have that squared
-_OTHER_SIZE = 6  # of unexplained axes, such as the length of an encoder's output
+_LONG = 512  # the most new tokens in the longest update: the size of masks grows with its square
+_OTHER_SIZE = 6  # size of axes of unknown meaning, such as the length of an encoder's output
 _FEW_SIZES = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
 _HIDDEN_SHARE = 0.3
-_MOST = 1 << 28  # numbers of an input in a step
+_MOST = 1 << 28  # the most numbers of an input in a step
 _VALUED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
 
 
@@ -365,10 +365,10 @@ class Sample:
     """One decode step of the model as exported.
 
     Attributes:
-        batch, past, length, capacity: B, P, S and L.
+        batch, past, length, capacity: the sizes B, P, S and L.
         probe: evaluates the model in this step.
-        own: the caller's own masks, by name, as what they let a query see, bool.
-        wrapped: P is beyond the capacity, which only circular caches support.
+        own: bool arrays in the shape of the caller's own masks, by name of the input: True for keys that a query sees.
+        wrapped: True if P is beyond the capacity, which only circular caches support.
     """
 
     batch: int
@@ -393,13 +393,13 @@ class Samples:
     """Samples of one model.
 
     Attributes:
-        plain: steps in which every token is visible; the last one ends at the capacity.
+        plain: steps in which every query sees all tokens up to its own; the last step ends at the capacity.
         few: the first and the last of `plain`; recognizers make guesses on these two.
         wrapped: steps beyond the capacity, for caches that may be circular.
-        twins: two steps that differ in nothing but the past, unless the caches of the model fit one only.
+        twins: two steps that differ only in P, or are equal if the model's caches fit one P only.
         blueprint: the model.
         capacity: tokens per sequence.
-        fixed_length: S where the model fixes it, else 0.
+        fixed_length: S if the model fixes it, else 0.
     """
 
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
@@ -411,12 +411,12 @@ class Samples:
         fixed = self.fixed_length = d if isinstance(d := self._sizes.get("sequence"), int) else 0
         small = [s for s in _FEW_SIZES if s[1] + (fixed or s[2]) <= capacity] or [(1, 0, 1)]
         last = fixed or min(2, capacity)
-        # The last two differ in nothing but the past, from none to all that there is room for.
+        # The last two steps differ only in the past: no tokens, and as many as fit.
         ends = [(1, 0, fixed or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
         self.plain = tuple({(s.batch, s.past, s.length): s for s in (self.step(*s) for s in (*small, *ends))}.values())
         self.few = self.plain[0], self.plain[-1]
         length = fixed or min(3, max(1, capacity // 2))
-        has_ends = bool(interface.of(OriginalRole.FIXED_CACHE))  # a past that grows has none
+        has_ends = bool(interface.of(OriginalRole.FIXED_CACHE))  # a growing past has no capacity
         longest = max(0, capacity - length) if has_ends else 9
         self.twins = self.step(2, min(5, longest // 2), length), self.step(2, min(9, longest), length)
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2)) if has_ends else ()
@@ -427,7 +427,7 @@ class Samples:
     ) -> Sample:
         """Make a step of these sizes, or of the model's own sizes where the model fixes them.
 
-        `other` is the size of unexplained axes. If it is None, inputs with an unexplained axis have no known shape.
+        `other` is the size of axes of unknown meaning. If it is None, inputs with such an axis have no known shape.
         """
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
                          (("batch", batch), ("sequence", length)))  # fmt: skip
@@ -468,7 +468,7 @@ class Samples:
         """Make a random mask, as a caller could give it: True for keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
-        if seen.all() and shape[-1] > 1:  # it would not show what is done with its numbers
+        if seen.all() and shape[-1] > 1:  # a mask that hides nothing would not show how the model uses it
             seen[..., -1] = False
         return seen
 
@@ -477,7 +477,7 @@ def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) 
     """Refuse inputs whose sizes do not fit: one position for each token, and one row for each sequence.
 
     Raises:
-        UnsupportedModelError: naming them; or inputs that are too large for any machine.
+        UnsupportedModelError: an input does not fit, or is too large for any machine; the message names it.
     """
     shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
     if math.prod(shape) > _MOST:

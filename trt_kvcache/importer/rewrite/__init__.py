@@ -1,26 +1,26 @@
 """Rewrite a prepared graph into one that TensorRT builds with the same meaning, as the plan says.
 
-Each rewrite keeps the graph standard ONNX: ONNX Runtime gives the original's numbers. Those of caches and attention
-have files of their own; here are the inputs whose shape carries how many rows of the caches a step reads, and of how
-many positions it gives logits.
+Each rewrite keeps the graph standard ONNX: ONNX Runtime computes the original's numbers. `cache_updates` and
+`attention_nodes` rewrite caches and attention. This module adds two inputs of which only the shape counts, and replaces
+Tile and Expand before a Scan.
 
-An added input ``attention_span`` int64 ``[span]`` holds 0, 1, ... span - 1. The span is its *shape*, so it reaches the
-Slice nodes as a shape tensor without a copy from the device, a CUDA graph captured for one span stays valid for every
-step of that span, and the contents are one constant buffer that serves every span.
+The number of cache rows that a step reads is the *shape* of an added input ``attention_span``, int64 ``[span]``, which
+holds 0, 1, ... span - 1. So the number reaches the Slice nodes as a shape tensor, without a copy from the device; a
+CUDA graph captured for one span stays valid for every step of that span; and one constant buffer serves all spans.
 
-K, the shape of another one, says that logits are wanted of the last K positions: the value that they are computed from
-is sliced before the tail.
+The shape ``[K]`` of another added input asks for the logits of the last K positions: a Slice cuts the tensor before the
+last product.
 
     x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 
-Repeats in front of a Scan, as copies side by side.
+Repeats before a Scan become copies side by side:
 
     Tile(x, [1, 1, n, 1, 1]), Expand(x, [1, 1, n, 1, 1])   ->   Concat(x, ..., x), n times
 
-Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan the tokens of an update, with keys and queries
-that Tile repeats for every head. Measured on TensorRT for RTX 1.7.1: where a Scan over a dynamic number of tokens
-depends on a Tile, or on an Expand by constants, building fails with ``value.h:884: CHECK(is_const()) failed``. With
-Concat the same graph builds; so do repeats beside or after a Scan, and any of them with a fixed number of tokens.
+Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan the tokens of an update. A Tile repeats their keys
+and queries for every head. Measured on TensorRT for RTX 1.7.1: if a Scan over a dynamic number of tokens depends on a
+Tile, or on an Expand by constants, building fails with ``value.h:884: CHECK(is_const()) failed``. The same graph with
+Concat builds. Repeats beside or after a Scan build, too, and all repeats if the number of tokens is fixed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
-    """Logits as long as the plan says: ONNX Runtime refuses others than declared where a buffer is bound."""
+    """Declare the planned shape of the logits. If a caller binds a buffer, ONNX Runtime refuses any other shape."""
     planned = plan.tensor(Role.LOGITS, "output")
     for tensor in graph.outputs:
         if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
@@ -88,7 +88,7 @@ def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
-    """Write repeats by constants that a Scan over a dynamic number of steps depends on as Concat."""
+    """Replace each Tile and constant Expand on which a Scan over a dynamic number of steps depends with a Concat."""
     for node in list(nodes_before_scans(graph)):
         counts = _counts(node)
         if counts is None:
@@ -101,7 +101,7 @@ def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
 
 
 def _counts(node: gs.Node) -> list[int] | None:
-    """The repeats of a Tile or Expand along each axis of its input; None where constants do not say it."""
+    """The number of repeats of a Tile or Expand along each axis of its input; None if it is no constant."""
     if not is_op(node, "Tile", "Expand"):
         return None
     repeats = small_constant(node.inputs[1])

@@ -1,13 +1,13 @@
-"""Rewrite Attention nodes into what IAttention computes with the operator's meaning, or into plain operators.
+"""Rewrite Attention nodes: TensorRT then builds IAttention layers, or plain operators, with the operator's meaning.
 
 Attention(Q [B, N, S, H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
 becomes
 y = Attention(Q, K[:, :, :span], V[:, :, :span], mask)
 y = Where(row sees a key, y, 0)
 
-Attention in plain operators, for what IAttention cannot express.
+Plain operators compute attentions that IAttention cannot express:
 
-    scores  = (Q * sqrt(scale)) @ (K * sqrt(scale))^T       grouped: G query heads share one K/V head, nothing repeated
+    scores  = (Q * sqrt(scale)) @ (K * sqrt(scale))^T       G query heads share one K/V head, which is not repeated
               one K/V head: (K @ (Q * scale)^T)^T, see `_over_one_head`
     scores  = softcap * tanh(scores / softcap)
     scores  = Where(mask, scores, -inf)  or  scores + bias
@@ -16,14 +16,15 @@ Attention in plain operators, for what IAttention cannot express.
 
 Order and types follow the ONNX operator: https://onnx.ai/onnx/operators/onnx__Attention.html.
 
-Attention masks, computed once per geometry and shared by every layer.
+The graph computes each mask once; all layers with the same geometry share it:
 
     key position  k = 0 .. keys - 1                       [1, 1, 1, K]
     frontier      f = lengths - S_q + i   (i without lengths)   [B, 1, S_q, 1]
     visible         = k <= f and k >= f - left and ... and the model's own mask
 
-TensorRT drops `nonpad_kv_seqlen` and aligns `is_causal` to the upper left corner, so the mask says explicitly what ONNX
-means (bottom right, ragged lengths). An explicit mask is the one form that every supported TensorRT version gets right.
+TensorRT drops `nonpad_kv_seqlen` and aligns `is_causal` to the upper left corner. So the rewrite makes the mask that
+ONNX defines (aligned bottom right, with lengths per sequence) an explicit input. Every supported TensorRT version
+computes explicit masks correctly.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
 
 
 def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
-    """Separate attentions that share Q or K, so that TensorRT cannot merge what it makes of them.
+    """Scale Q of attentions that share Q or K differently, so that TensorRT cannot merge their scaled Q and K.
 
-    TensorRT's importer multiplies Q and K by the root of the scale; where two attentions get the same product, the
-    builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. So under a shared K, the scale goes to Q alone; and the readers
-    of one Q, or of parts of it, see it times different powers of four, under a scale that makes up for it.
+    TensorRT's importer multiplies Q and K by the square root of the scale. If two attentions then have an equal
+    product, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
+    they share Q, or parts of it, each multiplies Q by another power of four, and its scale is divided by this power.
 
     `queries` counts the readers of each Q so far, `keys` all readers of each K.
     """
@@ -106,8 +107,8 @@ def _rewrite(
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
     """Keep the first `end` keys of K or V, slicing the cache itself where only shapes change in between.
 
-    The Slice comes before any transpose, so that what is moved follows the active length too. All readers of a cache
-    share its Slices.
+    The Slice comes before any transpose, so that only rows in use are transposed. All readers of a cache share its
+    Slices.
     """
     if end is None:
         return tensor
@@ -146,7 +147,7 @@ def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views
 
 
 def _splits_heads(node: gs.Node) -> bool:
-    """True if a node makes ``[B, S, N, H]`` of ``[B, S, N*H]``, whatever S is."""
+    """True if a node reshapes ``[B, S, N*H]`` to ``[B, S, N, H]`` for any S."""
     target = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
     return target is not None and target.size == 4 and not target[:2].any()
 
@@ -171,7 +172,7 @@ def lower_attention(
     mask: BuiltMask,
     scores_output: gs.Tensor | None,
 ) -> gs.Variable:
-    """Emit the operators; Q, K and V are 4-D. Returns ``[B, N, S_q, H_v]`` in Q's type."""
+    """Emit an attention in plain operators. Q, K and V are 4-D; the result ``[B, N, S_q, H_v]`` has Q's type."""
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
             f"Attention '{facts.node.name}' needs plain operators, and its number of heads is not in the model: "
@@ -192,8 +193,8 @@ def lower_attention(
 class _Plain:
     """One attention in plain operators, step by step.
 
-    With several query heads to a K/V head, products are taken over ``[B, N_kv, G*S, ...]``: query head h reads K/V head
-    h // G, so the G heads of a group lie together. All between the products sees ``[B, N, S, K]``.
+    If G query heads share a K/V head, both products have operands ``[B, N_kv, G*S, ...]``: query head h reads K/V head
+    h // G, so the G heads of a group are neighbors. The operators between the products work on ``[B, N, S, K]``.
     """
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, query_heads: int, kv_heads: int) -> None:
@@ -201,10 +202,11 @@ class _Plain:
         self.kv_heads, self.groups = kv_heads, query_heads // kv_heads
 
     def scores(self, query: gs.Tensor, key: gs.Tensor) -> gs.Variable:
-        """Q K^T, scaled, ``[B, N, S, K]``."""
+        """Emit the scores Q K^T, scaled, ``[B, N, S, K]``."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         is_shared = self.kv_heads == 1 and self.groups > 1
-        # Products of rounded numbers are what TensorRT has kernels for: nothing stands between these.
+        # TensorRT has kernels for products of dequantized numbers if no operator lies between: scale the product
+        # instead.
         is_rounded = _is_rounded(key)
         factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
         if not is_rounded:
@@ -230,7 +232,7 @@ class _Plain:
         return scores
 
     def capped(self, scores: gs.Variable) -> gs.Variable:
-        """The scores within the softcap, if there is one."""
+        """Apply the softcap to scores, if there is one."""
         if not self.facts.softcap:
             return scores
         limit = self.emitter.scalar(self.facts.softcap, self.dtype)
@@ -239,7 +241,7 @@ class _Plain:
         return self.emitter.op("Mul", [within, limit], "softcapped", self.dtype)
 
     def weights(self, scores: gs.Variable, mask: BuiltMask) -> gs.Variable:
-        """Softmax of masked scores; 0 in rows that see no key."""
+        """Emit the softmax of masked scores; rows that see no key become 0."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         precision = facts.softmax_precision or dtype
         if precision != dtype:
@@ -253,7 +255,7 @@ class _Plain:
         return weights
 
     def weighted(self, weights: gs.Variable, value: gs.Tensor) -> gs.Variable:
-        """The sum of the values by their weights, ``[B, N, S, H_v]``; after `scores`."""
+        """Emit the weighted sum of values, ``[B, N, S, H_v]``. Call `scores` first."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         if self.groups > 1:
             batch = emitter.op("Shape", [weights], "batch", INT64, start=0, end=1)
@@ -278,9 +280,9 @@ def _is_rounded(tensor: gs.Tensor) -> bool:
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
     """The scores ``[B, 1, R, T]`` of scaled rows of queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
-    Keys are on the left of the products, so that queries are transposed and not the rows of a cache: TensorRT for RTX
-    1.7.1 makes two copies of transposed keys in each step. Keys that are joined of columns (latents, and what is
-    rotated) are not joined either: scores are the sum of their products.
+    Keys are the left operand, so that queries are transposed, not the rows of a cache: TensorRT for RTX 1.7.1 makes two
+    copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns), each
+    part has its own product, and the scores are the sum of these.
     """
     parts, start = [], 0
     columns = _columns(key)
@@ -299,7 +301,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """The parts that K ``[B, N, T, H]`` is joined of along its last axis, with widths; K alone if they are unknown."""
+    """The parts that a Concat joins to K ``[B, N, T, H]`` along its last axis, with widths; K alone if unknown."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]
@@ -319,12 +321,12 @@ def _masked(emitter: Emitter, scores: gs.Variable, mask: BuiltMask, dtype: int) 
 
 @dataclass(frozen=True)
 class BuiltMask:
-    """A built mask.
+    """A mask in the graph.
 
     Attributes:
         bias: bool (True = visible) or float (added to the scores), ``[B or 1, N or 1, S_q or 1, K]``; None: no mask.
         row_visible: bool, broadcastable to ``[B, N, S_q, 1]``: the query sees at least one key; None: it always does.
-        end: int64 ``[1]``: how many keys take part; None: all.
+        end: int64 ``[1]``: attention reads this many first keys; None: all keys.
     """
 
     bias: gs.Tensor | None
@@ -333,14 +335,14 @@ class BuiltMask:
 
 
 def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask | None) -> BuiltMask:
-    """The mask of one Attention node; nodes with the same geometry share it."""
+    """Emit the mask of one Attention node; nodes with the same geometry share it."""
     if geometry is None:
         return BuiltMask(None, None, None)
     return emitter.once(("mask", geometry.name), _Builder(emitter, facts, plan, geometry).build)
 
 
 class _Builder:
-    """One mask, part by part."""
+    """Emits one mask, part by part."""
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask) -> None:
         self.emitter, self.facts, self.plan, self.geometry = emitter, facts, plan, geometry
@@ -364,16 +366,16 @@ class _Builder:
         if geometry.guarded and row_visible is None and bias is not None:
             row_visible = self._row_visible(bias)
         if bias is not None and self._has_one_row():
-            # ONNX lets a mask of one row serve every query; ONNX Runtime 1.31 insists on a row per query.
+            # ONNX allows a mask of one row for all queries; ONNX Runtime 1.31 requires a row for each query.
             sizes = [emitter.ints([1, 1]), self._query_count(), emitter.ints([1])]
             shape = emitter.op("Concat", sizes, "mask_rows", INT64, axis=0)
             bias = emitter.op("Expand", [bias, shape], "mask", facts.dtype if geometry.additive else BOOL)
-        if bias is not None:  # the name that the plan gave
+        if bias is not None:  # rename it as the plan says
             bias.name = geometry.name
         return BuiltMask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
-        """The number of keys that take part: the span, or the length of a mask that is shorter, or both."""
+        """The number of keys that attention reads: the span, the length of a shorter mask, or the minimum of both."""
         emitter, facts, span = self.emitter, self.facts, self.span
         ends: list[gs.Tensor] = []
         if span is not None:
@@ -390,7 +392,7 @@ class _Builder:
         return ends[0] if len(ends) == 1 else emitter.op("Min", ends, "end", INT64)
 
     def _by_position(self) -> tuple[gs.Tensor | None, gs.Tensor | None]:
-        """Visibility by position alone, and whether a row sees any key (None: decided from the mask itself)."""
+        """Emit which keys are visible by position, and whether a row sees any key (None: the mask has to tell)."""
         emitter, geometry = self.emitter, self.geometry
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:
@@ -418,7 +420,7 @@ class _Builder:
         return visible, None if self.windowed else row_visible
 
     def _hidden_where_not(self, visible: gs.Tensor, bias: gs.Tensor) -> gs.Tensor:
-        """Minus infinity where a key is hidden."""
+        """Emit a bias of minus infinity for hidden keys; other keys keep the given bias."""
         dtype = self.facts.dtype
         hidden = self.emitter.scalar(float("-inf"), dtype)
         return self.emitter.op("Where", [visible, bias, hidden], "bias", dtype)
@@ -433,7 +435,7 @@ class _Builder:
         return self.emitter.once(("length", lengths.name), unsqueeze)
 
     def _has_one_row(self) -> bool:
-        """True if the mask is the same for all of several queries, and so has only one row for them."""
+        """True if the mask has one row for several queries, because all of them see the same keys."""
         if self.facts.queries == 1 or self.geometry.causal or self.windowed:
             return False
         shape = dims(self.facts.mask) if self.facts.mask is not None else ()
@@ -470,7 +472,7 @@ class _Builder:
         return emitter.once(("frontier", source, length.name if length is not None else None), make)
 
     def _keys(self) -> gs.Tensor:
-        """Positions of the keys, int64 ``[1, 1, 1, K]``."""
+        """Emit the positions of the keys, int64 ``[1, 1, 1, K]``."""
 
         def make() -> gs.Tensor:
             axes = self.emitter.ints([0, 1, 2])
@@ -479,7 +481,7 @@ class _Builder:
         return self.emitter.once(("keys", self.geometry.name), make)
 
     def _key_positions(self) -> gs.Tensor:
-        """0, 1, ... up to the number of keys that take part."""
+        """Emit 0, 1, ... up to the number of keys that attention reads."""
         emitter, facts, end = self.emitter, self.facts, self.end
         if self.span is not None and facts.mask is None:
             return self.span
@@ -492,12 +494,12 @@ class _Builder:
         return self._counted(end, "key_count", "key_positions")
 
     def _counted(self, count: gs.Tensor, scalar: str, name: str) -> gs.Tensor:
-        """0, 1, ... count - 1, of a count int64 ``[1]``."""
+        """Emit 0, 1, ... count - 1 for a count int64 ``[1]``."""
         number = self.emitter.op("Squeeze", [count], scalar, INT64)
         return self.emitter.op("Range", [self.emitter.ints(0), number, self.emitter.ints(1)], name, INT64)
 
     def _own_mask(self, mask: gs.Tensor) -> gs.Tensor:
-        """The model's mask as 4-D, sliced to the keys that take part."""
+        """Emit the model's own mask as 4-D, sliced to the keys that attention reads."""
         emitter = self.emitter
         rank = len(dims(mask) or (0,) * 4)
         dtype = self.facts.dtype if self.geometry.additive else BOOL
@@ -512,7 +514,7 @@ class _Builder:
         return mask
 
     def _row_visible(self, bias: gs.Tensor) -> gs.Tensor:
-        """True for the rows of the finished mask that let any key through."""
+        """Emit a bool that is True for the rows of a finished mask that show any key."""
         emitter, dtype = self.emitter, self.facts.dtype if self.geometry.additive else INT32
         scores = bias if self.geometry.additive else emitter.op("Cast", [bias], "flags", INT32, to=INT32)
         best = emitter.op("ReduceMax", [scores, emitter.ints([-1])], "best", dtype, keepdims=1)

@@ -21,13 +21,14 @@ from trt_kvcache.plugins.operators import NAMESPACE
 
 @dataclass(frozen=True)
 class CacheView:
-    """A cache as its readers see it, so that a reader can slice the cache first and reshape the (smaller) rest.
+    """A cache, and the shape in which readers expect it. A reader can so slice the cache before the reshape.
 
     Attributes:
         present: the updated cache in its physical shape.
         axis: its sequence axis.
-        logical: shape for a Reshape of any number of rows to the model's logical shape; None where it is the same.
-        logical_axis: the sequence axis there.
+        logical: operand of a Reshape from any number of rows to the model's logical shape; None if the shapes are
+            equal.
+        logical_axis: the sequence axis of the logical shape.
     """
 
     present: gs.Variable
@@ -37,7 +38,7 @@ class CacheView:
 
 
 def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every update as planned; returns a view for each tensor that readers may get a cache from."""
+    """Rewrite every update as planned; returns views by the names of the tensors from which readers get a cache."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
@@ -62,7 +63,7 @@ def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
 
 
 def first_rows(emitter: Emitter, node: gs.Node) -> None:
-    """An update without write indices gets those of row 0."""
+    """Give an update without write indices the indices 0."""
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
@@ -71,7 +72,7 @@ def first_rows(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
-    """TensorRT's own padded form is TensorScatter, linear, on axis -2, but for int32 indices."""
+    """Replace TensorRT's own padded update with an equal TensorScatter: linear, on axis -2, with int64 indices."""
     node.op, node.domain, node.attrs = "TensorScatter", None, {"axis": -2}
     node.inputs = node.inputs[:3]
     if len(node.inputs) > 2 and elem_type(node.inputs[2]) == INT32:
@@ -81,7 +82,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Circular to linear: exact while no update straddles the wrap, which the plan proved or put into a contract."""
+    """Make a circular update linear. Exact if no update crosses the end of the ring, which the plan ensures."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return
@@ -93,7 +94,7 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
 
 
 def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """The update as ScatterElements: for any rank, axis and target, but it writes a whole new cache."""
+    """Replace an update with ScatterElements. It supports any rank, axis and target, but writes a whole new cache."""
     past, update, indices = node.inputs[0], node.inputs[1], input_or_none(node, 2)
     axis, rank = cache.sequence_axis, len(cache.logical_shape)
     count = emitter.op("Shape", [update], f"{cache.past}_rows", INT64, start=axis, end=axis + 1)
@@ -114,7 +115,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Returns the name of what readers get, and its shape."""
+    """Make an update write a 4-D view; returns name and Reshape operand of the tensor that readers get."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip
@@ -145,7 +146,7 @@ def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None
         elif split_heads(reader, cache.logical_shape) is not None:
             for transpose in consumers(reader.outputs[0]):
                 _bypass(transpose, present)
-    # The batch may be open, everything else is fixed.
+    # 0 copies the batch, which may be open; all other sizes are fixed.
     logical = tuple(0 if i == 0 else int(d) for i, d in enumerate(cache.logical_shape))
     _keep_shape_readers(emitter, node, cache, logical)
 
@@ -158,7 +159,7 @@ def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
 
 
 def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
-    """Let a node write into a cache of the physical shape."""
+    """Make a node write `update` into a cache of the physical shape."""
     node.inputs[1] = update
     node.attrs["axis"] = 2
     shape = [None if d == "?" else d for d in cache.physical_shape]
@@ -167,7 +168,7 @@ def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
 
 
 def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
-    """Shape nodes that read the past cache go on seeing its logical shape."""
+    """Let Shape nodes that read the past cache still see its logical shape."""
     past = node.inputs[0]
     readers = [n for n in consumers(past) if is_op(n, "Shape")]
     if not readers:

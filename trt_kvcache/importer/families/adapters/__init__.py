@@ -63,9 +63,9 @@ def add_adapters(
 
     Args:
         model: rewritten; its large weights may be stand-ins.
-        plan: of it.
-        source: the exported model, for names.
-        folder: of the external data.
+        plan: the plan of this model.
+        source: the exported model, whose names show modules.
+        folder: folder of the external data.
         weights: the weights behind stand-ins.
 
     Raises:
@@ -117,7 +117,7 @@ def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
         naming = names.of(product.root, product.node.name)
         if naming is not None:
             module, by = naming
-            if "lora_" in module:  # of an adapter that was exported with the model
+            if "lora_" in module:  # belongs to an adapter that was exported with the model
                 continue
             said[module] = by
             others = best.get(module, [])
@@ -284,7 +284,7 @@ def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: st
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
-    flat = product.rows != x  # one axis for sequences and tokens
+    flat = product.rows != x  # sequences and tokens are one axis of the operand
     nodes = []
     if flat:
         sizes = numpy_helper.from_array(np.array([-1, product.inputs]), f"{stem}/sizes")
@@ -315,7 +315,7 @@ _KEEPS_ROWS = {
     "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
     "Where",
 }  # fmt: skip
-"""Operators whose result has the first axis of an operand of the same rank, whatever that is."""
+"""Operators whose result keeps the first axis of any operand of the same rank."""
 _OF_WEIGHTS = {"Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose"}
 
 
@@ -324,10 +324,12 @@ class Product:
     """A product with a weight.
 
     Attributes:
-        rows: the other operand ``[B, S, inputs]``, or its source if the operand merges the first two axes.
-        root: the initializer of its weight.
+        node: the node.
+        rows: name of the other operand ``[B, S, inputs]``, or of its source if the operand merges the first two axes.
+        root: name of the weight's initializer.
         turned: True if the initializer is ``[outputs, inputs]``.
-        scales: the initializer ``[outputs, blocks]`` with the scales of a quantized weight ``[outputs, inputs]``.
+        scales: name of the initializer ``[outputs, blocks]`` with the scales of a quantized weight ``[outputs,
+            inputs]``.
     """
 
     node: NodeProto
@@ -386,7 +388,7 @@ class ProductGraph:
                 yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """The initializer of a weight, True if it was transposed, and its scales; no initializer for other tensors."""
+        """Name of a weight's initializer, True if it is transposed, and name of its scales; None for other tensors."""
         turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)

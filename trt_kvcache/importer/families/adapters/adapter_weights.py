@@ -1,4 +1,4 @@
-"""Find the modules of a checkpoint that products compute, by comparing weights, or by names that exporters keep.
+"""Find which modules of a checkpoint products compute: compare weights, or read names that exporters keep.
 
 A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
 by side. The first numbers of a column find a candidate tensor; then the corners of both are compared. So the search
@@ -35,9 +35,9 @@ from trt_kvcache.stored_tensors import StoredTensors
 __all__ = ["Contents"]
 
 Array = npt.NDArray[Any]
-_FEW = 16  # numbers that find a tensor
+_FEW = 16  # the first numbers of a column, which find a tensor
 _CORNER = 64
-_NEAR = 0.8  # cosine; rows of 4 bits have 0.99, those of other tensors 0.1
+_NEAR = 0.8  # least cosine; the same row in 4 bits has 0.99, rows of other tensors 0.1
 _BITS: dict[int, int] = {TensorProto.UINT4: 4, TensorProto.INT4: 4, TensorProto.UINT8: 8, TensorProto.INT8: 8}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -65,7 +65,7 @@ class Contents:
     """The weights of a checkpoint.
 
     Args:
-        folder: with ``.safetensors`` files.
+        folder: a folder with ``.safetensors`` files.
 
     Raises:
         OptionError: the folder has no such files, or they cannot be read.
@@ -82,7 +82,7 @@ class Contents:
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
-        """Open `checkpoint` if it is given, else a checkpoint in the model's folder; None if there is none."""
+        """Open `checkpoint` if it is given, else the checkpoint in the model's folder; None if the folder has none."""
         if checkpoint is not None:
             return cls(Path(checkpoint))
         is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
@@ -91,12 +91,12 @@ class Contents:
     def parts_of(
         self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """The modules that a weight holds side by side: name, first column, and the one after the last.
+        """The modules whose weights lie side by side in a weight: name, first column, and the column after the last.
 
         Args:
-            tensor: of the model.
-            turned: the weight is ``[outputs, inputs]``.
-            folder: of external data.
+            tensor: a weight of the model.
+            turned: True if the weight is ``[outputs, inputs]``.
+            folder: folder of the external data.
             weights: the weights behind stand-ins.
         """
         if tensor.data_type not in _FLOATS or len(tensor.dims) != 2:
@@ -119,12 +119,12 @@ class Contents:
     def parts_near(
         self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """The modules that a quantized weight ``[outputs, inputs]`` holds side by side, see `parts_of`.
+        """The modules whose weights lie side by side in a quantized weight ``[outputs, inputs]``; see `parts_of`.
 
         Args:
-            tensor: of the model.
-            scales: ``[outputs, blocks]``.
-            folder: of external data.
+            tensor: a weight of the model.
+            scales: its scales ``[outputs, blocks]``.
+            folder: folder of the external data.
             weights: the weights behind stand-ins.
         """
         if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
@@ -244,17 +244,17 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _NO_MODULE = re.compile(
     r"(?:q?weight\w*|MatMul\w*|Gemm\w*|output_\d+|kernel|linear|matmul|addmm|t|[a-z]+_\d+|node_\w+|Transpose\w*|u?int\d+\[.*)?"
 )
-"""The last parts of a name that say how a product is computed, and not which module it is."""
+"""Last parts of a name that say how a product is computed, not which module it belongs to."""
 
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Names of modules, by names of nodes."""
+    """Finds the module of a product from names in the exported model."""
 
     scopes: Mapping[str, str]
 
     def of(self, weight: str, node: str) -> tuple[str, str] | None:
-        """The module of a product, and the source of that name; None if unknown."""
+        """The module of a product, and what showed it; None if unknown."""
         for name, by in ((weight, "its weight's name"), (node, "its node's name")):
             if (module := _module(name)) is not None:
                 return module, by
@@ -281,7 +281,7 @@ def _module(name: str) -> str | None:
 
 
 def _in_scopes(text: str) -> str | None:
-    """The innermost module in a textual list of module paths; None if there is none."""
+    """The innermost module in a textual list of module paths; None if the list names no module."""
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

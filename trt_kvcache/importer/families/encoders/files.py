@@ -1,14 +1,14 @@
-"""Find the encoder of a decoder, and models that compute the encoder's keys and values, where exporters put them.
+"""Find the files of an encoder, and of the decoder's first step, beside a decoder.
 
 Encoders:
 
-    encoder_model.onnx     optimum, beside decoder_with_past_model.onnx; both may end alike, as in _fp16.onnx
+    encoder_model.onnx     optimum, beside decoder_with_past_model.onnx; both may have an ending such as _fp16.onnx
     genai_config.json      onnxruntime-genai: the file that "encoder" names there
-    encoder.onnx           the same without a config
+    encoder.onnx           onnxruntime-genai without a config
     encoder/model.onnx     mobius-onnx, beside decoder/model.onnx
 
-First steps, which compute keys and values from the encoder's output, are decoder_model.onnx and
-decoder_model_merged.onnx of optimum. Other exporters compute them in the encoder or in the decoder.
+A first step computes keys and values from the encoder's output: decoder_model.onnx and decoder_model_merged.onnx of
+optimum. Other exporters compute these keys and values in the encoder or in the decoder.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def find_encoder(model: Path) -> Path | None:
 
 
 def named_encoder(path: Path) -> Path | None:
-    """The encoder at a path: the file itself, or the encoder in a folder; None if there is none."""
+    """The encoder at a path: the file itself, or the encoder in a folder. None if the folder has no encoder."""
     return path if path.is_file() else find_encoder(path) if path.is_dir() else None
 
 

@@ -1,12 +1,12 @@
-"""Build one encoder model for TensorRT, which computes the decoder's constants from a source.
+"""Build one encoder model for TensorRT. It computes the decoder's constants from a source (text, audio or an image).
 
     encoder_model.onnx       source -> hidden                     one model:
     decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
                              of every layer, and much else
 
 Operators of ONNX Runtime become standard ones, and attention is rewritten for TensorRT, as in a decoder. A step has one
-sequence, without padding. A first step takes token ids beside the encoder's output. It gets one id, 0: the remaining
-part may read only the shape of the ids, or the model is refused.
+sequence, without padding. A first step also takes token ids. It gets a single id, 0. If the outputs that are kept
+depend on more than the shape of the ids, the model is refused.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from trt_kvcache.importer.simplify import drop_unused_outputs
 
 __all__ = ["EncoderModel", "import_encoder"]
 
-_STEP = "first_step/"  # before the names of everything in it
-_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # of sources, with which sizes are tried; too short for some encoders
+_STEP = "first_step/"  # prefix of all names in a first step
+_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # lengths of sources that are tried; some encoders refuse short ones
 _ENOUGH = 3
 
 
@@ -54,8 +54,8 @@ class EncoderModel:
     """An encoder whose outputs are the constants of its decoder.
 
     Attributes:
-        sources: its files.
-        plan: of attention, inputs and outputs, without caches. The axis ``"encoder"`` of an input has the length of
+        sources: the model files of encoder and first step.
+        plan: a plan without caches: attention, inputs and outputs. The axis ``"encoder"`` of an input has the length of
             the encoder's output.
         model: the model for TensorRT; external data are relative to the folder of the first of `sources`.
     """
@@ -74,10 +74,10 @@ def import_encoder(
     """Read an encoder, and the first step that computes keys and values from its output.
 
     Args:
-        path: of the encoder.
-        first_step: path of the first step, for decoders whose encoder does not compute keys and values itself.
+        path: path of the encoder.
+        first_step: path of the first step, if the encoder itself does not compute keys and values.
         constants: the constants of the decoder.
-        options: of the decoder; its target counts.
+        options: the decoder's options, of which only the target is used.
 
     Raises:
         InvalidModelError, UnsupportedModelError: a file cannot be read, or one model cannot compute the decoder's
@@ -176,7 +176,7 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
 
 
 def _prefix_added(step: onnx.GraphProto) -> None:
-    """Prefix all names in a first step, in place, so that the encoder has none of them."""
+    """Prefix all names in a first step, in place, so that they differ from the encoder's."""
 
     def own(names: Iterable[str]) -> list[str]:
         return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
@@ -220,7 +220,8 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
     """Replace sizes with constants, in place, if their tensor is computed only for its shape, and no source changes it.
 
-    Keys and values of a layer often take the batch from the previous layer's text, which needs the whole decoder.
+    Keys and values of a layer often take the batch size from the previous layer's output; without this function, the
+    model would keep the whole decoder.
     """
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
@@ -238,7 +239,7 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
-    """Make the constants the outputs of the graph, with their names and types."""
+    """Make the tensors of `outputs` the graph's outputs, with the names and types of the decoder's constants."""
     emitter, tensors = Emitter(graph), graph.tensors()
     sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
     for name in sources:

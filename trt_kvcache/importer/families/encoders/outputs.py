@@ -1,8 +1,8 @@
 """Find the outputs of an export that provide the constants of its decoder.
 
 encoder_hidden_states              the encoder's output [B, S_enc, H]
-past_key_values.0.encoder.key ...  the encoder, under the name of what is present; else the first step's model
-encoder_attention_mask             nobody: ones, or the encoder's own mask
+past_key_values.0.encoder.key ...  an output of the encoder or the first step with the matching present name
+encoder_attention_mask             no output: ones, or the encoder's own mask
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EncoderParts:
     """The sources of a decoder's constants.
 
     Attributes:
-        own: outputs of the encoder, by the constant that they provide.
+        own: name of the constant -> name of the encoder's output that provides it.
         hidden: the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
         masks: constants ``[B, S_enc]`` that show which positions the decoder sees.
         rest: constants that the first step must provide.
@@ -59,12 +59,12 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
     """Match an encoder's outputs to the decoder's constants.
 
     Raises:
-        UnsupportedModelError: it is unknown which output is the encoder's hidden states.
+        UnsupportedModelError: several outputs may be the encoder's hidden states, or none.
     """
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
     rest = [t for t in constants if t not in masks and t.name not in own]
-    hidden = [t for t in rest if t.name == HIDDEN or len(t.shape) == 3]  # keys and values have heads
+    hidden = [t for t in rest if t.name == HIDDEN or len(t.shape) == 3]  # keys and values have rank 4
     rest = [t for t in rest if t not in hidden]
     output = _find_hidden(outputs, path) if hidden or rest or masks else ""
     return EncoderParts(own | {t.name: output for t in hidden}, output, masks, tuple(rest))
@@ -86,7 +86,7 @@ def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path
 
 
 def present_names(constant: str) -> tuple[str, ...]:
-    """The names that exporters give to an output that a past input takes."""
+    """The names that exporters give to the output for a past input."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
 
 

@@ -1,4 +1,4 @@
-"""Positions of an encoder: their number for a source, and the tables that they index.
+"""Check that an encoder's tables have enough rows for the positions of a source.
 
 TensorRT returns arbitrary numbers, without an error, for a lookup after the end of a table.
 """
@@ -20,10 +20,11 @@ from trt_kvcache.importer.recognize.sample_steps import Blueprint, Probe
 __all__ = ["check_positions", "count_positions", "most_ids"]
 
 _IDS = (0, 1, 2, 3)
-"""Ids of a whole source: exporters pad with one of the first, which has a place of its own."""
+"""Token ids with which a whole source is filled. One of the first ids pads, and gets other positions."""
 
 _PAIRS, _LARGEST = 1 << 20, 1 << 24
-"""Elements of what looks something up: more are pairs of positions, whatever the tokens; of 4,096 with each other."""
+"""Limits of elements of indices. More than `_PAIRS` are relative positions, for each pair of tokens; `_LARGEST` is
+enough for the pairs of 4,096 tokens."""
 
 
 def most_ids(model: onnx.ModelProto) -> int | None:
@@ -46,7 +47,7 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
     """Check that the positions of a source lie inside the encoder's tables.
 
     Raises:
-        OptionError: a table ends before the source does, or the source is too long to check.
+        OptionError: a table has too few rows for the source, or the source is too long to check.
     """
     shell, weights = detach_weights(model)
     blueprint = Blueprint(shell, weights)
