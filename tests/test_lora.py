@@ -121,7 +121,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
     for length in (0, 4, 8, 60, len(whole) - 1):
         weights.write_bytes(whole[:length])
         with pytest.raises(
-            OptionError, match=r"adapter_model.safetensors: (no safetensors file|cut short|cannot be read)"
+            OptionError, match=r"adapter_model.safetensors: (not a safetensors file|cut short|cannot be read)"
         ):
             open_lora(tmp_path)
     for header in (

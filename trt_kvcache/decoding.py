@@ -15,6 +15,7 @@ from trt_kvcache.runtime.generation.token_masks import Grammar, TokenMask
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.requests import ConstantsAll, ConstantValues, EmbedsAll, Generation, PositionsAll, Prompt
 from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions, Schedule
+from trt_kvcache.runtime.text.token_bytes import TokenBytes
 from trt_kvcache.stored_tensors import StoredTensors
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Source",
     "SpeculationStats",
     "StoredTensors",
+    "TokenBytes",
     "TokenEvent",
     "TokenMask",
 ]

@@ -392,6 +392,6 @@ def test_a_text_has_the_form_that_is_asked_for(
 
 def test_forms_that_cannot_be(folder: Path) -> None:
     arguments = ("--prompt", "x", "--regex", "a", "--grammar", "none.lark")
-    assert "--regex and --grammar say what the same text has to be" in call(folder, *arguments, code=1).stderr
+    assert "--regex and --grammar restrict the same text" in call(folder, *arguments, code=1).stderr
     assert "--grammar none.lark cannot be read" in call(folder, "--prompt", "x", *arguments[4:], code=1).stderr
     assert "does not compile" in call(folder, "--prompt", "x", "--regex", "(", code=1).stderr

@@ -72,5 +72,5 @@ def test_token_ids_in_a_mask(tmp_path: Path) -> None:
         return g.Where(shown, scores, g.number(-5))
 
     onnx.save(make_decoder(Decoder(masked=by_tokens)), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"token ids \('input_ids'\) decide in an attention or its mask"):
+    with pytest.raises(UnsupportedModelError, match=r"token ids \('input_ids'\) change an attention or its mask"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))

@@ -164,7 +164,7 @@ def test_a_folder_that_takes_no_passed_check_is_worth_a_warning(own: Path, monke
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         Gpu().open(engine, own.parent / "nowhere").close()
-    assert any("no passed check is kept" in str(w.message) for w in said)
+    assert any("the passed check was not stored" in str(w.message) for w in said)
 
 
 def cut(engine: Path) -> None:

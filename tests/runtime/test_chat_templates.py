@@ -64,7 +64,7 @@ LATE = "{{ messages[0].content }}{% for m in messages if m.role == 'user' %}{{ m
     ],
 )
 def test_a_message_that_would_vanish_is_refused(template: str, messages: list[dict[str, Any]], lost: str) -> None:
-    with pytest.raises(OptionError, match=f"the chat template of it does not write {lost}, so that the model would"):
+    with pytest.raises(OptionError, match=f"the chat template of it does not write {lost}, so the model would"):
         written(template, *messages)
 
 
@@ -93,7 +93,7 @@ def test_the_last_message_is_continued() -> None:
     assert written(ANY + "<end>", *messages) == "<user>hi<assistant>and so<go><end>"
     assert written(ANY + "<end>", *messages, continues=True) == "<user>hi<assistant>and so "
     assert written(ANY, *messages, generation_prompt=False) == "<user>hi<assistant>and so"
-    with pytest.raises(OptionError, match="only a message of text can be continued"):
+    with pytest.raises(OptionError, match="only a message with text can be continued"):
         written(KNOWN.replace("endfor %}", "endfor %}{{ messages[0].tool_calls | tojson }}"), calling(), continues=True)
 
 
@@ -127,5 +127,5 @@ def test_special_tokens_in_messages_are_text(make: Any, loaded: bool, tmp_path: 
 def test_a_template_that_reads_special_tokens_in_messages_gets_none() -> None:
     template = "{% for m in messages %}{{ m.content.split('</s>')[-1] }}{% endfor %}"
     tokenizer = Tokenizer(byte_level(), {"chat_template": template}, "it")
-    with pytest.raises(OptionError, match="spell a special token, and the chat template of it reads them in another"):
+    with pytest.raises(OptionError, match="contain a special token, and the chat template of it then reads them"):
         tokenizer.chat_tokens([said("user", "a</s>b")])

@@ -256,7 +256,7 @@ def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None
         (
             "tokenizer_config.json",
             '{"eos_token": "a\\ud800"}',
-            r"tokenizer.json: its eos_token 'a\\ud800' is no Unicode text",
+            r"tokenizer.json: its eos_token 'a\\ud800' is not Unicode text",
         ),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds list"),
         ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 text"),

@@ -348,7 +348,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
         "set add_generation_prompt to",
         "continue_final_message",
     ),
-    (CHAT, HELLO | {"chat_template_kwargs": {"messages": []}}, "messages is no value", "messages"),
+    (CHAT, HELLO | {"chat_template_kwargs": {"messages": []}}, "messages cannot be given", "messages"),
 ]
 
 
@@ -540,7 +540,7 @@ def test_messages_that_the_template_does_not_write_are_refused(service: Service)
     """Its template knows no calls."""
     reply = post(service, called("{}") | {"max_tokens": 1}, CHAT)
     assert (reply.status, reply.error["param"]) == (400, "messages")
-    assert "does not write messages[1] (assistant, its call of 'w'), so that the model would" in reply.error["message"]
+    assert "does not write messages[1] (assistant, its call of 'w'), so the model would" in reply.error["message"]
 
 
 def test_keys(alone: DecodeSession) -> None:
@@ -823,7 +823,7 @@ def test_the_end_is_told(service: Service) -> None:
     assert running.status in (200, 503)
     assert b"the server ended before" in running.body
     assert b"[DONE]" not in running.body
-    with pytest.raises(SessionError, match="the server ends"):
+    with pytest.raises(SessionError, match="the server is shutting down"):
         asyncio.run(anext(service.core.events([Work([1])], GenerationConfig())))
 
 

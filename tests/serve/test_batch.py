@@ -206,7 +206,7 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(
     with monkeypatch.context() as patch:
         patch.setattr(Journal, "claim", small)
         with pytest.raises(
-            OutputError, match=r"journal: cannot be written: database or disk is full; what is in it"
+            OutputError, match=r"journal: cannot be written: database or disk is full; its content"
         ) as e:
             job(file, output, compute(rows))
     assert "\n" not in str(e.value)
@@ -243,11 +243,11 @@ def test_refusals(tmp_path: Path, rows: DecodeSession) -> None:
     with pytest.raises(OptionError, match="has no row"):
         job(write(tmp_path / "empty.jsonl", [""]), output, compute(rows))
     output.write_text("mine")
-    with pytest.raises(OutputError, match="exists, and a batch writes over nothing"):
+    with pytest.raises(OutputError, match="exists, and a batch never overwrites a file"):
         job(file, output, compute(rows))
     output.unlink()
     with Journal(output) as journal:
-        with pytest.raises(OutputError, match="another process writes it"):
+        with pytest.raises(OutputError, match="another process is writing it"):
             Journal(output)
         journal.claim("another")
         journal.put(7, b"", 200, b"")
@@ -325,7 +325,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, rows: DecodeSe
         run(todo, take)
         write(file, [{"id": 2, "prompt": "x", "max_tokens": 1}])
 
-    with pytest.raises(OptionError, match="has changed meanwhile"):
+    with pytest.raises(OptionError, match="changed during the run"):
         job(file, tmp_path / "out.jsonl", changing)
     assert not (tmp_path / "out.jsonl").exists()
     assert job(file, tmp_path / "out.jsonl", run).rows == 1

@@ -153,7 +153,7 @@ def test_key_files(folder: Path, tmp_path: Path) -> None:
     keys.chmod(0o600)
     assert "holds no key" in run(str(folder), "--api-key-file", str(keys))
     keys.write_bytes(b"\xff")
-    assert "no UTF-8 text" in run(str(folder), "--api-key-file", str(keys))
+    assert "not UTF-8 text" in run(str(folder), "--api-key-file", str(keys))
     if os.name == "posix":
         keys.write_text("secret")
         keys.chmod(0o640)

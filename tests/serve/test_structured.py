@@ -173,7 +173,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "there is no tool 'g'", "tools"),
     (CHAT, TALK | {"tools": [tool(type="x")]}, "tools: the grammar does not compile", "tools"),
     (CHAT, TALK | {"tools": [tool("a b")]}, "Expected `str` matching regex", "tools"),
-    (CHAT, TALK | {"tools": [tool()], "response_format": {"type": "json_object"}}, "something else already",
+    (CHAT, TALK | {"tools": [tool()], "response_format": {"type": "json_object"}}, "another field already",
      "response_format"),
     (CHAT, {"messages": [*MESSAGES, CALLED]}, "have to be a JSON object", "messages"),
     (CHAT, TALK | {"tool_choice": "required"}, "tool_choice is 'required', and there are no tools", "tools"),

@@ -269,7 +269,7 @@ def test_an_engine_gets_an_instance_for_each_gpu(tmp_path: Path, monkeypatch: py
 
 def test_what_is_refused(folder: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
-    assert "all of it is copied; give that of an engine or a model" in run(folder / "model.onnx", "-o", "x").stderr
+    assert "give the folder of an engine or a model, which is copied" in run(folder / "model.onnx", "-o", "x").stderr
     (tmp_path / "empty").mkdir()
     assert "a directory without an .onnx file" in run(tmp_path / "empty", "-o", repository).stderr
     with pytest.raises(OptionError, match="give letters, digits"):

@@ -246,7 +246,7 @@ def _refuse_beyond(folder: Path, options: PlanOptions) -> None:
     if capacity is not None and longest is not None and capacity > longest[0] and not options.beyond_length:
         raise OptionError(
             f"--capacity is {capacity}, and the model was made for texts of at most {longest[0]} tokens "
-            f"({longest[1]}): its output is unreliable beyond them; give at most --capacity {longest[0]}, or "
+            f"({longest[1]}): its text is unreliable beyond them; give at most --capacity {longest[0]}, or "
             "--beyond-length on"
         )
 
@@ -257,7 +257,7 @@ def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
         return []
     return [
         f"caches hold {capacity} tokens, and the model was made for texts of at most {longest[0]} ({longest[1]}): its "
-        "output is unreliable beyond them"
+        "text is unreliable beyond them"
     ]
 
 

@@ -129,7 +129,7 @@ class PlanOptions:
     beyond_length: Annotated[
         bool,
         Setting(
-            "Allow a capacity beyond the model's longest text, where its output is unreliable.",
+            "Allow a capacity beyond the model's longest text, where its text is unreliable.",
             choices=("on", "off"),
         ),
     ] = False

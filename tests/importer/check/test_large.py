@@ -166,7 +166,7 @@ def test_the_message_names_what_differs(head: ImportedModel) -> None:
     wrong = deepcopy(head.model)
     no_zero_points(wrong)
     flat = pipeline.prepare(head.source.proto, PLAN)
-    with pytest.raises(UnsupportedModelError, match="around 'logits' the model computes something else"):
+    with pytest.raises(UnsupportedModelError, match="around 'logits' the model does not compute what was recognized"):
         check_rewrite(flat.reference, wrong, head.plan, flat.weights, head.source.path.parent)
 
 
