@@ -78,9 +78,7 @@ def test_what_has_no_score_is_refused(folder: Path) -> None:
 
 
 def test_a_tokenizer_is_shown_by_its_name(folder: Path) -> None:
-    tokenizer = trt_kvcache.Tokenizer.load(folder)
-    assert repr(tokenizer).startswith("<Tokenizer: ")
-    assert repr(tokenizer).endswith(" tokens>")
+    assert repr(trt_kvcache.Tokenizer.load(folder)).startswith("<Tokenizer: ")
 
 
 def test_the_command(folder: Path) -> None:
