@@ -80,7 +80,8 @@ def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path
     if lacking := [t.name for t in rest if t.name not in later]:
         others = "and there is no decoder_model.onnx beside it" if first is None else f"nor does {first}"
         raise UnsupportedModelError(
-            f"the decoder takes '{lacking[0]}', which {encoder} does not give, {others}; give its inputs as constants"
+            f"the decoder takes '{lacking[0]}', which {encoder} does not give, {others}; give the "
+            "decoder's inputs as constants"
         )
     return later
 
