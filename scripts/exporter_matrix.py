@@ -140,34 +140,39 @@ def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Pat
 
 def measure_twins(python: str, exporters: list[str], names: list[str], dtype: str) -> None:
     """Let each exporter make a model of the twin of each checkpoint, compare it, and store what came of it."""
+    from trt_kvcache.export.interpreter import Interpreter
     from trt_kvcache.export.run import EXPORTERS as RUN
-    from trt_kvcache.export.run import fill, installed, run_command
+    from trt_kvcache.export.run import fill, installed
     from trt_kvcache.export.twins import Twin
 
     there = [name for name in exporters if name in installed(python)]
-    for arch in names:
-        with TemporaryDirectory() as name:
-            folder = Path(name)
-            write = "import sys, pathlib, exporters.checkpoints as c; c.write(sys.argv[1], pathlib.Path(sys.argv[2]))"
-            subprocess.run(
-                [python, "-c", write, arch, str(folder / "given")], cwd=ROOT / "tests", check=True, capture_output=True
-            )
-            twin = Twin(folder / "given", folder, lambda words, seconds: run_command([python, *words], "twin", seconds))
-            for exporter in there:
+    write = (
+        f"import sys, pathlib; sys.path.insert(0, {str(ROOT / 'tests')!r}); import exporters.checkpoints as c; "
+        "c.write(sys.argv[1], pathlib.Path(sys.argv[2]))"
+    )
+    with Interpreter(python, [module for name in there for module in RUN[name].modules]) as interpreter:
+        for arch in names:
+            with TemporaryDirectory() as name:
+                folder = Path(name)
+                code, said = interpreter.run(["-c", write, arch, str(folder / "given")], "checkpoint")
+                if code:
+                    raise RuntimeError(f"{arch}: {said}")
+                twin = Twin(folder / "given", folder, lambda words, seconds: interpreter.run(words, "twin", seconds))
+                for exporter in there:
 
-                def export(checkpoint: Path, made: Path, seconds: float, exporter: str = exporter) -> None:
-                    words = [python, *RUN[exporter].command(str(checkpoint), str(made), dtype, False)]
-                    fill(checkpoint, made, lambda: run_command(words, exporter, seconds))
+                    def export(checkpoint: Path, made: Path, seconds: float, exporter: str = exporter) -> None:
+                        words = RUN[exporter].command(str(checkpoint), str(made), dtype, False)
+                        fill(checkpoint, made, lambda: interpreter.run(words, exporter, seconds))
 
-                verdict = twin.judge(exporter, export)
-                left = twin.settings(exporter, verdict) if verdict.is_right is False else []
-                outcome = {True: "right", False: "wrong", None: "-"}[verdict.is_right]
-                outcome = "refused" if "is refused" in verdict.said else outcome
-                reason = f"leaves out {' or '.join(left)}" if left else verdict.said
-                print(f"{exporter} {arch}: {outcome} {reason}", file=sys.stderr)
-                stored = load_twins()
-                stored[arch] = {**stored.get(arch, {}), exporter: {"outcome": outcome, "reason": reason}}
-                TWINS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+                    verdict = twin.judge(exporter, export)
+                    left = twin.settings(exporter, verdict) if verdict.is_right is False else []
+                    outcome = {True: "right", False: "wrong", None: "-"}[verdict.is_right]
+                    outcome = "refused" if "is refused" in verdict.said else outcome
+                    reason = f"leaves out {' or '.join(left)}" if left else verdict.said.replace(f"{folder}/", "")
+                    print(f"{exporter} {arch}: {outcome} {reason}", file=sys.stderr)
+                    stored = load_twins()
+                    stored[arch] = {**stored.get(arch, {}), exporter: {"outcome": outcome, "reason": reason}}
+                    TWINS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def twin_names() -> list[str]:

@@ -9,9 +9,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from trt_kvcache.arguments import as_path, as_switch, as_whole, shown
 from trt_kvcache.engine.engine_folder import copy_texts, new_folders
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.export import from_gguf
+from trt_kvcache.export.interpreter import Interpreter
 from trt_kvcache.export.reason import failure_reason, warnings_in
 from trt_kvcache.export.twins import Twin, Verdict, judge_weights
 from trt_kvcache.importer import plan_model
@@ -27,13 +27,12 @@ from trt_kvcache.machine import free_memory
 from trt_kvcache.model_paths import checkpoint_named, is_checkpoint
 from trt_kvcache.progress import phase
 
-__all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "installed", "run_command"]
+__all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "installed"]
 
 DTYPES = ("float16", "bfloat16", "float32")
 _INSTALL = "pip install torch transformers onnxscript"
 _MINUTES = (30, 2)  # time limit of an exporter: for any checkpoint, and for each GB of it
 _ROOM = 4 << 30  # bytes that two interpreters with torch take, without weights
-_LINE = 80  # characters of a line of an exporter's output that are shown as progress
 _SHORT = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 _MOBIUS = """\
 import sys
@@ -199,8 +198,9 @@ def export_checkpoint(
     with (
         new_folders(folder),
         _emptied(folder) as keep,
-        _checkpoint_of(source, folder, dtype, python, told) as read,
-        _Job(source, read, folder, dtype, int4, capacity, python, told) as job,
+        Interpreter(python, EXPORTERS[names[0]].modules) as interpreter,
+        _checkpoint_of(source, folder, dtype, interpreter, told) as read,
+        _Job(source, read, folder, dtype, int4, capacity, interpreter, told) as job,
     ):
         result = job.first(names) if len(names) > 1 else job.only(names[0], keep)
         keep()
@@ -234,11 +234,11 @@ class _Job:
     """The export of one checkpoint. Use it in a ``with`` block: a small twin of the checkpoint exists within it."""
 
     def __init__(
-        self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None, python: str,
-        told: Callable[[str], None],
+        self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
+        interpreter: Interpreter, told: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._source, self._checkpoint, self._folder = source, checkpoint, folder
-        self._dtype, self._int4, self._python, self._told = dtype, int4, python, told
+        self._dtype, self._int4, self._interpreter, self._told = dtype, int4, interpreter, told
         self._capacity = capacity
         self._size = sum(file.stat().st_size for file in checkpoint.glob("*") if file.is_file())
         self._seconds = 60.0 * (_MINUTES[0] + _MINUTES[1] * self._size / 1e9)
@@ -314,18 +314,15 @@ class _Job:
         with phase(f"comparing {name} with transformers on a small twin"):
             return self._twin.judge(name, export)
 
-    def _run(
-        self, words: Sequence[str], seconds: float, title: str = "comparing with transformers"
-    ) -> tuple[int, str]:  # fmt: skip
-        """Run the exporters' interpreter with these arguments; see `run_command`."""
-        return run_command([self._python, *words], title, seconds)
+    def _run(self, words: Sequence[str], seconds: float) -> tuple[int, str]:
+        return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
         """Run an exporter, and report its warnings, unless it exports the twin: then they are the same."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
-        tell(f"running {name}: {shlex.join([self._python, *command])}")
-        for line in fill(checkpoint, folder, lambda: self._run(command, seconds, f"exporting with {name}")):
+        tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")
+        for line in fill(checkpoint, folder, lambda: self._interpreter.run(command, f"exporting with {name}", seconds)):
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
@@ -354,9 +351,9 @@ class _Job:
 
     def _right_others(self, name: str) -> list[str]:
         """Return other exporters that fit and export the twin correctly."""
-        others = [other for other in _chosen("auto", self._dtype, self._python, int4=self._int4) if other != name]
+        fits = _chosen("auto", self._dtype, self._interpreter.python, int4=self._int4)
         with phase("trying other exporters on a small twin"):
-            verdicts = {other: self._judge(other) for other in others}
+            verdicts = {other: self._judge(other) for other in fits if other != name}
         return [other for other, verdict in verdicts.items() if verdict.is_right]
 
     def _failed(self, failures: Sequence[str], right: Sequence[str] = ()) -> UnsupportedModelError:
@@ -379,12 +376,15 @@ def _move_up(folder: Path) -> None:
 
 
 @contextmanager
-def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Callable[[str], None]) -> Iterator[Path]:
+def _checkpoint_of(
+    source: Path, folder: Path, dtype: str, interpreter: Interpreter, told: Callable[[str], None]
+) -> Iterator[Path]:
     """Yield the folder of a checkpoint; for a GGUF file, a temporary folder, which is deleted after the block."""
     if source.is_dir():
         yield source
         return
-    if missing := [module for module in from_gguf.MODULES if module not in _importable(python, from_gguf.MODULES)]:
+    python, wanted = interpreter.python, from_gguf.MODULES
+    if missing := [module for module in wanted if module not in _importable(python, wanted)]:
         raise OptionError(
             f"{source}: transformers reads a GGUF file, and {' and '.join(missing)} {'are' if missing[1:] else 'is'} "
             f"missing; pip install {' '.join(missing)}"
@@ -392,47 +392,12 @@ def _checkpoint_of(source: Path, folder: Path, dtype: str, python: str, told: Ca
     with tempfile.TemporaryDirectory(dir=folder, prefix="checkpoint-", ignore_cleanup_errors=True) as temporary:
         words = [python, str(Path(from_gguf.__file__)), str(source), temporary, dtype]
         told(f"reading {source.name}: {shlex.join(words)}")
-        code, stderr = run_command(words, f"reading {source.name}")
+        code, stderr = interpreter.run(words[1:], f"reading {source.name}")
         if code:
             raise InvalidModelError(
                 f"{source} is not read: {failure_reason(stderr)}; give the checkpoint that it was made of"
             )
         yield Path(temporary)
-
-
-def run_command(words: Sequence[str], title: str, seconds: float | None = None) -> tuple[int, str]:
-    """Run a command and show its newest line on stdout as progress; return its exit code and its stderr."""
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        child.kill()
-
-    with (
-        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
-        phase(title),
-        subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=said, env=_environment(), encoding="utf-8", errors="replace"
-        ) as child,
-    ):
-        timer = threading.Timer(seconds or 0, end)
-        try:
-            if seconds is not None:
-                timer.start()
-            assert child.stdout is not None
-            with ExitStack() as step:
-                for line in child.stdout:
-                    if line.strip():
-                        step.close()
-                        step.enter_context(phase(line.strip()[:_LINE]))
-            code = child.wait()
-        except BaseException:
-            child.kill()
-            raise
-        finally:
-            timer.cancel()
-        said.seek(0)
-        return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else said.read()
 
 
 def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[str]:
@@ -480,8 +445,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         path.unlink(missing_ok=True)
-
-
-def _environment() -> dict[str, str]:
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **offline, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8"}
