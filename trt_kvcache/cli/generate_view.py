@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trt_kvcache.cli.output import print_json, print_warnings, visible
 from trt_kvcache.cli.signals import interruptible
@@ -62,23 +62,11 @@ class Run:
         return (self.count - 1) / later if self.count > 1 and later > 0 else None
 
 
-class View(Protocol):
-    """The user's view of a run."""
-
-    def show(self, event: TokenEvent, run: Run) -> None:
-        """Show one event, which `run` already contains."""
-        ...
-
-    def end(self, run: Run) -> None:
-        """Show the end of the run."""
-        ...
-
-
 def run(
     open_session: Callable[[], DecodeSession],
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
-    view: View,
+    view: JsonView | LiveView,
     beside: Callable[[DecodeSession], Mapping[str, Any]],
     grammar: Callable[[DecodeSession], Grammar | None] = lambda _: None,
 ) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trt_kvcache.errors import CacheFileError, SessionError
 from trt_kvcache.machine import free_memory
@@ -14,22 +14,6 @@ from trt_kvcache.runtime.runner import Array, Runner
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.slot import Slot
-
-
-class Offloaded(Protocol):
-    """The contents of one sequence's cache rows."""
-
-    def fill(self, row: int) -> None:
-        """Write the contents to a row of every cache."""
-        ...
-
-    def arrays(self) -> Mapping[str, Array]:
-        """Return the contents by cache, as `Runner.read_row` does."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory. Calling it again does nothing."""
-        ...
 
 
 class HostRows:
@@ -57,11 +41,11 @@ class HostRows:
         runner.pack_rows(row, 0, tokens, self._memory.data)
 
     def fill(self, row: int) -> None:
-        """See `Offloaded`."""
+        """Write the contents to a row of every cache."""
         self._runner.unpack_rows(row, 0, self._tokens, self._memory.data)
 
     def arrays(self) -> Mapping[str, Array]:
-        """See `Offloaded`."""
+        """Return the contents by cache, as `Runner.read_row` does."""
         arrays, start = {}, 0
         for buffer in self._buffers:
             stop = start + buffer.range_bytes(0, self._tokens)
@@ -71,7 +55,7 @@ class HostRows:
         return arrays
 
     def close(self) -> None:
-        """See `Offloaded`."""
+        """Free the memory. Calling it again does nothing."""
         self._memory.close()
 
 
@@ -95,7 +79,7 @@ class FileRows:
         self._path, self._runner, self._name = Path(path).absolute(), runner, name
 
     def fill(self, row: int) -> None:
-        """See `Offloaded`.
+        """See `HostRows`.
 
         Raises:
             CacheFileError: the file is gone, damaged, or was replaced.
@@ -104,7 +88,7 @@ class FileRows:
             self._runner.write_row(past, row, data)
 
     def arrays(self) -> Mapping[str, Array]:
-        """See `Offloaded`; `fill` lists the errors."""
+        """See `HostRows`; `fill` lists the errors."""
         from trt_kvcache.runtime.cache_file import open_slots
 
         with open_slots(self._path, self._runner, None) as saved:
@@ -118,4 +102,7 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """See `Offloaded`: the file belongs to the caller, and stays."""
+        """See `HostRows`: the file belongs to the caller, and stays."""
+
+
+Offloaded = HostRows | FileRows

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -638,9 +637,7 @@ class DecodeSession:
     def __enter__(self) -> DecodeSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
