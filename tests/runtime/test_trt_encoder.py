@@ -28,7 +28,7 @@ from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptE
 from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
 from trt_kvcache.runtime.trt.cuda import Cuda
-from trt_kvcache.runtime.trt.device_array import DeviceArray
+from trt_kvcache.runtime.trt.function import DeviceArray
 
 Open = Callable[..., DecodeSession]
 

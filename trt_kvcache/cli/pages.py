@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.cli.manifest_view import profile_parts
-from trt_kvcache.cli.output import human_bytes, shape_text
-from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts
+from trt_kvcache.cli.output import group_rows, human_bytes, shape_text
+from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts, profile_parts
 from trt_kvcache.cli.summary import plan_lines
 from trt_kvcache.cli.verify import station_rows
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode

@@ -9,9 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.options import SessionPlanFlags
-from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
+from trt_kvcache.cli.output import console, group_rows, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Mask, Target, UpdateForm, UpdateMode

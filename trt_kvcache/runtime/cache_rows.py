@@ -14,11 +14,9 @@ from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
 from trt_kvcache.runtime.adapters import Adapter
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
-from trt_kvcache.runtime.limits import SequenceLimits, largest_update
-from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.slot import HostRows, SequenceLimits, Slot, largest_update
 from trt_kvcache.runtime.step_inputs import carried_caches
 
 

@@ -17,8 +17,17 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.core import EndingError, QueueFullError, Work
-from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
-from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
+from trt_kvcache.serve.tools import (
+    GENERIC,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolUse,
+    form_of,
+    grammar_of,
+    in_text,
+    use_tools,
+)
 
 LATER = {"Retry-After": "1"}
 """Headers of a refusal after which the client may try again in a second."""

@@ -21,8 +21,8 @@ from trt_kvcache.runtime.step_inputs import StepInputs
 from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
 from trt_kvcache.runtime.trt.context import Context
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned, taken
-from trt_kvcache.runtime.trt.device_array import DeviceArray
 from trt_kvcache.runtime.trt.device_caches import CacheBuffer
+from trt_kvcache.runtime.trt.function import DeviceArray
 
 _LOGITS_STAGING = 16 << 20
 """Bytes of pinned memory for logits, unless one position of every row needs more; more logits are copied in pieces."""
