@@ -148,7 +148,14 @@ class JsonView:
                 "capacity": run.capacity,
                 "seed": run.config.seed,
                 "sequences": [_sequence(sequence, run.config, self._text) for sequence in run.sequences],
-                "speculation": _speculation(run),
+                "speculation": None
+                if (stats := run.speculation) is None
+                else {
+                    "proposed": stats.proposed,
+                    "accepted": stats.accepted,
+                    "acceptance": round(stats.acceptance, 4),
+                    "impossible": stats.impossible or None,
+                },
                 "prefix_cache": None if run.prefixes is None else asdict(run.prefixes),
                 "timings": {
                     "open_seconds": round(run.opening, 6),
@@ -224,14 +231,6 @@ def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dic
         "finish_reason": sequence.finish_reason,
     }
     return {**shown, "logprobs": sequence.logprobs} if config.output_logprobs else shown
-
-
-def _speculation(run: Run) -> dict[str, Any] | None:
-    stats = run.speculation
-    if stats is None:
-        return None
-    counts = {"proposed": stats.proposed, "accepted": stats.accepted, "acceptance": round(stats.acceptance, 4)}
-    return {**counts, "impossible": stats.impossible or None}
 
 
 def _events(

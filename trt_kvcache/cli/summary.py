@@ -190,7 +190,8 @@ def plan_lines(
     if not built:
         lines += _labelled("advice", advice(plan))
         lines.append(("refused", "nothing"))
-    return [*lines, *(("note", note) for note in (*_inlined(plan), *plan.notes))]
+    inlined = [f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []
+    return [*lines, *(("note", note) for note in (*inlined, *plan.notes))]
 
 
 def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
@@ -275,7 +276,3 @@ def _memory(plan: CachePlan, batch: int) -> str:
     capacities = {cache.capacity for cache in plan.caches if cache.mode is UpdateMode.LINEAR}
     tokens = f" of {capacities.pop()} tokens" if len(capacities) == 1 else ""
     return f"{human_bytes(sequence)} per sequence{tokens}, {human_bytes(total)} for a batch of {batch}"
-
-
-def _inlined(plan: CachePlan) -> list[str]:
-    return [f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []

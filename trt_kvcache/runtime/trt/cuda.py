@@ -10,6 +10,8 @@ would keep freed memory, and the driver would report less free memory than Tenso
 from __future__ import annotations
 
 import ctypes
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -198,6 +200,25 @@ class Cuda:
     def upload(self, target: int, source: int, size: int) -> None:
         """Copy bytes from pinned host memory to the GPU."""
         self._check("cuMemcpyHtoDAsync", self._driver.cuMemcpyHtoDAsync(target, source, size, self.stream))
+
+    def upload_pieces(self, target: int, data: npt.NDArray[Any], through: Pinned) -> None:
+        """Copy an array to the GPU, in pieces that fit into pinned memory, and wait for it."""
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        for start in range(0, data.size, through.data.size):
+            piece = data[start : start + through.data.size]
+            through.data[: piece.size] = piece
+            self.upload(target + start, through.address, piece.size)
+            self.sync()  # the next piece goes through the same memory
+
+    def download_pieces(self, source: int, size: int, through: Pinned) -> npt.NDArray[np.uint8]:
+        """Return a copy of `size` bytes of the GPU, made in pieces that fit into pinned memory."""
+        data = np.empty(size, np.uint8)
+        for start in range(0, size, through.data.size):
+            piece = data[start : start + through.data.size]
+            self.download_rows(through.address, source + start, piece.size, piece.size, 1)
+            self.sync()
+            piece[...] = through.data[: piece.size]
+        return data
 
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
         """Copy `height` runs of `width` bytes, which start `pitch` bytes apart on both sides, within the GPU."""
@@ -396,3 +417,65 @@ def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
     if fitting:
         return f"open it with max_batch {fitting} instead of {max_batch}, {others}"
     return f"not even one sequence fits: {others}"
+
+
+class DeviceBlock:
+    """GPU memory that holds several arrays. When the last array is gone, its address is appended to `gone`.
+
+    The owner of `gone` frees the memory later: an array may be collected in any thread and at any time, even while a
+    CUDA graph is recorded.
+    """
+
+    def __init__(self, address: int, gone: deque[int]) -> None:
+        self.address = address
+        weakref.finalize(self, gone.append, address).atexit = False
+
+
+class DeviceArray:
+    """A read-only array on a GPU; ``numpy.asarray`` copies it.
+
+    Args:
+        home: the GPU and stream that it belongs to.
+        block: the memory that holds it.
+        offset: bytes from the start of `block`.
+        shape: sizes.
+        dtype: dtype of the elements.
+        fetch: copies ``size`` bytes from an address to the host.
+
+    Attributes:
+        home, shape, dtype: as the arguments.
+        address: address of the C-contiguous elements.
+    """
+
+    def __init__(
+        self,
+        home: Cuda,
+        block: DeviceBlock,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        fetch: Callable[[int, int], npt.NDArray[Any]],
+    ) -> None:
+        self.home, self.shape, self.dtype = home, shape, dtype
+        self.address = block.address + offset
+        self._block = block  # keeps the memory alive
+        self._fetch = fetch
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("an array on a GPU cannot be seen from the host without a copy")
+        array = self._fetch(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {list(self.shape)} on {self.home.name}>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from math import prod
@@ -15,74 +14,10 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Need, admit, taken
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, DeviceBlock, Need, admit, taken
 from trt_kvcache.runtime.trt.load import TensorRT, open_engine
 
 Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class DeviceBlock:
-    """GPU memory that holds several arrays. When the last array is gone, its address is appended to `gone`.
-
-    The owner of `gone` frees the memory later: an array may be collected in any thread and at any time, even while a
-    CUDA graph is recorded.
-    """
-
-    def __init__(self, address: int, gone: deque[int]) -> None:
-        self.address = address
-        weakref.finalize(self, gone.append, address).atexit = False
-
-
-class DeviceArray:
-    """A read-only array on a GPU; ``numpy.asarray`` copies it.
-
-    Args:
-        home: the GPU and stream that it belongs to.
-        block: the memory that holds it.
-        offset: bytes from the start of `block`.
-        shape: sizes.
-        dtype: dtype of the elements.
-        fetch: copies ``size`` bytes from an address to the host.
-
-    Attributes:
-        home, shape, dtype: as the arguments.
-        address: address of the C-contiguous elements.
-    """
-
-    def __init__(
-        self,
-        home: Cuda,
-        block: DeviceBlock,
-        offset: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        fetch: Callable[[int, int], Array],
-    ) -> None:
-        self.home, self.shape, self.dtype = home, shape, dtype
-        self.address = block.address + offset
-        self._block = block  # keeps the memory alive
-        self._fetch = fetch
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        if copy is False:
-            raise ValueError("an array on a GPU cannot be seen from the host without a copy")
-        array = self._fetch(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
-        return array if dtype is None else array.astype(dtype, copy=False)
-
-    def __repr__(self) -> str:
-        return f"<{self.dtype} {list(self.shape)} on {self.home.name}>"
-
-
 Shape = tuple[int, ...]
 
 _STAGING = 8 << 20
@@ -161,7 +96,7 @@ class EngineFunction:
         while self._gone:
             self._cuda.free(self._gone.popleft())
         for name, array in feed.items():
-            self._upload(self._addresses[name], array)
+            self._cuda.upload_pieces(self._addresses[name], array, self._staging)
         self._context.prepare({name: array.shape for name, array in feed.items()}, {})
         size, places = self._layout()
         try:
@@ -182,13 +117,7 @@ class EngineFunction:
 
     def fetch(self, address: int, size: int) -> Array:
         """Copy bytes from the GPU; return uint8 ``[size]``."""
-        data = np.empty(size, np.uint8)
-        for start in range(0, size, self._staging.data.size):
-            piece = data[start : start + self._staging.data.size]
-            self._cuda.download_rows(self._staging.address, address + start, piece.size, piece.size, 1)
-            self._cuda.sync()
-            piece[...] = self._staging.data[: piece.size]
-        return data
+        return self._cuda.download_pieces(address, size, self._staging)
 
     def let_go(self) -> None:
         """Drop the objects of TensorRT; `Cuda.close` frees the memory."""
@@ -198,14 +127,6 @@ class EngineFunction:
             self.__dict__.pop(name, None)
         if "_trt" in self.__dict__:
             self.__dict__.pop("_trt").let_go()
-
-    def _upload(self, address: int, array: Array) -> None:
-        data = array.reshape(-1).view(np.uint8)
-        for start in range(0, data.size, self._staging.data.size):
-            piece = data[start : start + self._staging.data.size]
-            self._staging.data[: piece.size] = piece
-            self._cuda.upload(address + start, self._staging.address, piece.size)
-            self._cuda.sync()  # the next piece goes through the same pinned memory
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
         """Return the bytes of all outputs for the present shapes, and the offset and shape of each.
