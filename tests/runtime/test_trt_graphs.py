@@ -15,7 +15,6 @@ from runtime.fake_cuda import Machine
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt import graphs
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 
@@ -88,7 +87,7 @@ def test_two_buffers_need_a_graph_for_each_side(machine: Machine, tmp_path: Path
 
 def test_the_oldest_graph_makes_room(opened: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = opened()
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.graphs.MOST_GRAPHS", 2)
     for first in (0, 1, 0, 2):
         decode(runner, 3, first, 1)
     assert machine.graphs == len(runner.graphs) == 2
