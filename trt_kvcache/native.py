@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from trt_kvcache.errors import SessionError
@@ -42,9 +42,7 @@ class Endable:
             del _calls[self]
             raise SessionError("the process is ending and runs no more models")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _calls.pop(self, None)
 
 
@@ -88,9 +86,7 @@ class HeldSignals:
     def __enter__(self) -> None:
         self.hold()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
     def hold(self) -> None:

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_kvcache.cli.grouping import group_rows, ranges
-from trt_kvcache.cli.output import console, print_error, print_json, print_warnings, table, visible
+from trt_kvcache.cli.output import console, group_rows, print_error, print_json, print_warnings, ranges, table, visible
 
 UNSAFE = ["\x1b[2J", "\x9b2J", "\x07", "\r", "\x08", "\u202e", "\u2066", "\u200f", "\u061c", "\u2028", "\x85", "\ufeff"]
 

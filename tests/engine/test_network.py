@@ -15,7 +15,7 @@ from decoders import DecoderConfig, write_decoder
 from hybrids import hybrid_model
 from onnx import TensorProto, helper
 
-from trt_kvcache.engine.network_checks import check_network
+from trt_kvcache.engine.builder import check_network
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Route, TensorRole

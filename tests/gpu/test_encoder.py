@@ -18,7 +18,7 @@ from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.trt.device_array import DeviceArray
+from trt_kvcache.runtime.trt.cuda import DeviceArray
 
 pytestmark = pytest.mark.gpu
 

@@ -20,8 +20,8 @@ MODULES = {"trt", "tensorrt", "tensorrt_rtx", "module", "self._trt.module", "trt
 OBJECTS = {
     "trt_kvcache/engine/builder.py": {
         "builder": "Builder", "parser": "OnnxParser", "error": "ParserError", "config": "IBuilderConfig",
+        "network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor",
     },
-    "trt_kvcache/engine/network_checks.py": {"network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor"},
     "trt_kvcache/engine/callbacks.py": {},
     "trt_kvcache/engine/inspection.py": {"engine": "ICudaEngine", "runtime": "Runtime"},
     "trt_kvcache/engine/diagnosis.py": {},

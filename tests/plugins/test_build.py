@@ -17,9 +17,8 @@ from real_bindings import NEWEST, ask
 
 from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.build_process import Job
-from trt_kvcache.engine.builder import _with_refusals
+from trt_kvcache.engine.builder import _with_refusals, check_network
 from trt_kvcache.engine.diagnosis import find_gpus
-from trt_kvcache.engine.network_checks import check_network
 from trt_kvcache.errors import BackendError, BuildError
 from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
 from trt_kvcache.messages import as_arguments

@@ -23,15 +23,15 @@ from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.cli.app import app
-from trt_kvcache.cli.manifest_view import manifest_lines
+from trt_kvcache.cli.plan_view import manifest_lines
 from trt_kvcache.compare.proof import draws_digest
 from trt_kvcache.decoding import GpuOptions
-from trt_kvcache.engine import debug_outputs
 from trt_kvcache.engine.build_process import Done, Job
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, VerificationError
 from trt_kvcache.files import identify
 from trt_kvcache.runtime import check as checking
+from trt_kvcache.runtime import locate
 from trt_kvcache.runtime.check import CheckReport, check_engine_on_gpu
 from trt_kvcache.runtime.locate import with_layer
 from trt_kvcache.runtime.trt.trt_runner import Bindings
@@ -346,7 +346,7 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[onnx.ModelProt
             made = identify(path)
             return Done(VERSIONS["tensorrt-rtx"], made.size, made.blake3), ()
 
-        monkeypatch.setattr(debug_outputs, "run_worker", run)
+        monkeypatch.setattr(locate, "run_worker", run)
 
     return with_fault
 

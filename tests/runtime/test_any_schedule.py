@@ -29,8 +29,8 @@ from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.slot import HostRows
 
 KINDS = st.sampled_from([
     (("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16))

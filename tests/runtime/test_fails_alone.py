@@ -26,10 +26,10 @@ from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.embeddings import TableEmbeddings
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.prefix import PrefixCache
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.slot import HostRows
 
 COUNT = 9
 OTHERS = ([1, 2, 7], [5, 6, 8])

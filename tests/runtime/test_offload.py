@@ -12,7 +12,8 @@ from runtime.hash_runner import HashRunner, continued, with_encoder, with_state
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CacheFileError, OptionError, OutputError, SessionError, SlotError
-from trt_kvcache.runtime import cache_file, cache_rows, offload, prefix
+from trt_kvcache.runtime import cache_file, cache_rows, prefix
+from trt_kvcache.runtime import slot as slots
 
 RINGED = (("linear", 64), ("circular", 8), ("circular", 16))
 
@@ -81,7 +82,7 @@ def test_refusals() -> None:
 def test_without_memory_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with swapping(1, 2) as session:
         slot = start(session, [1, 2])
-        monkeypatch.setattr(offload, "free_memory", lambda: 10)
+        monkeypatch.setattr(slots, "free_memory", lambda: 10)
         words = r"2 tokens take 0\.000 GB of host memory to be offloaded, and 0\.000 GB are free; offload to a file"
         for call in (lambda: session.cache.offload(slot), lambda: session.generate([[5]])):
             with pytest.raises(SessionError, match=words):

@@ -27,8 +27,7 @@ from trt_kvcache.engine.manifest import encoder_path, load_manifest, manifest_pa
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
-from trt_kvcache.runtime.trt.cuda import Cuda
-from trt_kvcache.runtime.trt.device_array import DeviceArray
+from trt_kvcache.runtime.trt.cuda import Cuda, DeviceArray
 
 Open = Callable[..., DecodeSession]
 

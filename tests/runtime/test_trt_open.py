@@ -23,8 +23,7 @@ from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role, Target
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.admission import Need, admit
-from trt_kvcache.runtime.trt.cuda import CudaBindings, taken
+from trt_kvcache.runtime.trt.cuda import CudaBindings, Need, admit, taken
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 RESERVE = 128 << 20

@@ -154,6 +154,7 @@ def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, row
 
 def _print_head(measured: BenchReport, called: str = "") -> None:
     from trt_kvcache.cli.output import console, human_bytes
+    from trt_kvcache.runtime.measure import COLUMNS
 
     out, r = console(), measured
     out.print(f"{called}{r.title}; {r.runner}, {r.max_batch} rows, up to {r.max_chunk} tokens per step")
@@ -161,15 +162,14 @@ def _print_head(measured: BenchReport, called: str = "") -> None:
         out.print(f"caches {human_bytes(r.cache_bytes)}, process peak {human_bytes(r.peak_bytes)}")
         return
     out.print(f"caches {human_bytes(r.cache_bytes)}\n")
-    out.print(_ROW.format("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s"))
+    out.print(_ROW.format(*COLUMNS))
     out.print("─" * len(_ROW.format(*[""] * 6)))
 
 
 def _print_row(t: Timing) -> None:
     from trt_kvcache.cli.output import console
 
-    spread = f"{t.low_ms:.2f} to {t.high_ms:.2f}"
-    console().print(_ROW.format(t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", spread, f"{t.tokens_per_second:.1f}"))
+    console().print(_ROW.format(*t.cells))
 
 
 def _print(results: Results) -> None:

@@ -49,8 +49,7 @@ def check(
 
 
 def _print(report: CheckReport, *, every_row: bool) -> None:
-    from trt_kvcache.cli.grouping import group_rows
-    from trt_kvcache.cli.output import console, table
+    from trt_kvcache.cli.output import console, group_rows, table
     from trt_kvcache.cli.summary import print_next, use_line
 
     out = console()

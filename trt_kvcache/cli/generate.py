@@ -73,7 +73,7 @@ class GenerationFlags(Flags):
 
         from trt_kvcache.cli.output import print_warnings
         from trt_kvcache.runtime.generation.settings import with_sampling
-        from trt_kvcache.runtime.sidecar import ended_by, find_tokenizer
+        from trt_kvcache.runtime.open import ended_by, find_tokenizer
 
         settings, file, ignore_eos = (
             self.values("generation_config", "ignore_eos"),
@@ -113,7 +113,7 @@ class GenerationFlags(Flags):
 
 def sampling_text(session: DecodeSession) -> str:
     """Return the default sampling of a session and its source, as text."""
-    from trt_kvcache.runtime.sidecar import USUAL_SAMPLING
+    from trt_kvcache.runtime.open import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
     source = "the model names no sampling" if session.sampling == USUAL_SAMPLING else "generation_config.json"

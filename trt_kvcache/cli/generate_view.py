@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from trt_kvcache.cli.output import print_json, print_warnings, visible
 from trt_kvcache.cli.signals import interruptible
@@ -62,23 +62,11 @@ class Run:
         return (self.count - 1) / later if self.count > 1 and later > 0 else None
 
 
-class View(Protocol):
-    """The user's view of a run."""
-
-    def show(self, event: TokenEvent, run: Run) -> None:
-        """Show one event, which `run` already contains."""
-        ...
-
-    def end(self, run: Run) -> None:
-        """Show the end of the run."""
-        ...
-
-
 def run(
     open_session: Callable[[], DecodeSession],
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
-    view: View,
+    view: JsonView | LiveView,
     beside: Callable[[DecodeSession], Mapping[str, Any]],
     grammar: Callable[[DecodeSession], Grammar | None] = lambda _: None,
 ) -> bool:
@@ -160,7 +148,14 @@ class JsonView:
                 "capacity": run.capacity,
                 "seed": run.config.seed,
                 "sequences": [_sequence(sequence, run.config, self._text) for sequence in run.sequences],
-                "speculation": _speculation(run),
+                "speculation": None
+                if (stats := run.speculation) is None
+                else {
+                    "proposed": stats.proposed,
+                    "accepted": stats.accepted,
+                    "acceptance": round(stats.acceptance, 4),
+                    "impossible": stats.impossible or None,
+                },
                 "prefix_cache": None if run.prefixes is None else asdict(run.prefixes),
                 "timings": {
                     "open_seconds": round(run.opening, 6),
@@ -236,14 +231,6 @@ def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dic
         "finish_reason": sequence.finish_reason,
     }
     return {**shown, "logprobs": sequence.logprobs} if config.output_logprobs else shown
-
-
-def _speculation(run: Run) -> dict[str, Any] | None:
-    stats = run.speculation
-    if stats is None:
-        return None
-    counts = {"proposed": stats.proposed, "accepted": stats.accepted, "acceptance": round(stats.acceptance, 4)}
-    return {**counts, "impossible": stats.impossible or None}
 
 
 def _events(

@@ -14,9 +14,8 @@ def inspect(
 ) -> None:
     """Show an engine's manifest and check it: the hash, and with a GPU the engine's inputs, outputs and aliases."""
     from trt_kvcache import inspect_engine
-    from trt_kvcache.cli.manifest_view import manifest_lines, print_manifest
     from trt_kvcache.cli.output import console, print_json
-    from trt_kvcache.cli.plan_view import batch_of, print_plan
+    from trt_kvcache.cli.plan_view import batch_of, manifest_lines, print_manifest, print_plan
     from trt_kvcache.cli.summary import plan_lines, print_lines, print_next, use_line
     from trt_kvcache.engine.backend import driver_present
 

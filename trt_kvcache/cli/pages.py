@@ -8,10 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.cli.manifest_view import profile_parts
-from trt_kvcache.cli.output import human_bytes, shape_text
-from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts
+from trt_kvcache.cli.output import group_rows, human_bytes, shape_text
+from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts, profile_parts
 from trt_kvcache.cli.summary import plan_lines
 from trt_kvcache.cli.verify import station_rows
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode
@@ -93,15 +91,12 @@ def verify_page(model: str, report: VerifyReport) -> Html:
 
 def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
     """Return the page of measurements, each with its name."""
+    from trt_kvcache.runtime.measure import COLUMNS
+
     rows = [
         (name, r.model, r.dtype, r.capacity or "circular", r.runner, r.max_batch, r.max_chunk,
          human_bytes(r.cache_bytes), human_bytes(r.peak_bytes))
         for name, r in results
-    ]  # fmt: skip
-    timings = [
-        (name, t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", f"{t.low_ms:.2f} to {t.high_ms:.2f}",
-         f"{t.tokens_per_second:.1f}")
-        for name, r in results for t in r.timings
     ]  # fmt: skip
     last = results[-1][1]
     title, about = (
@@ -114,7 +109,7 @@ def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
         tag("h2", "Times"),
         tag("div", *_bench_charts(results), class_="charts"),
         tag("h2", "All measurements"),
-        table(("", "phase", "batch", "tokens", "median ms", "quartiles", "tokens/s"), timings),
+        table(("", *COLUMNS), [(name, *t.cells) for name, r in results for t in r.timings]),
     )
 
 
@@ -201,7 +196,7 @@ def _around(plan: CachePlan) -> Iterable[Html]:
         alike.setdefault(row[2:], []).append((row, whole[members[0]]))
     for pairs in alike.values():
         cache = pairs[0][1]
-        past, present = (_names(row[at] for row, _ in pairs) for at in range(2))
+        past, present = (", ".join(dict.fromkeys(row[at] for row, _ in pairs)) for at in range(2))
         nodes = readers.get(cache.past, [])
         yield tag(
             "div",
@@ -252,10 +247,6 @@ def _in_engine(
 
 def _type(cache: CacheUpdate) -> str:
     return "float32" if cache.dtype == "float" else cache.dtype
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(dict.fromkeys(names))
 
 
 def _box(title: str, *texts: str) -> Html:

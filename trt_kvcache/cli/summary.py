@@ -9,9 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_kvcache.cli.grouping import group_rows
 from trt_kvcache.cli.options import SessionPlanFlags
-from trt_kvcache.cli.output import console, human_bytes, shape_text, wrapped
+from trt_kvcache.cli.output import console, group_rows, human_bytes, shape_text, wrapped
 from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Mask, Target, UpdateForm, UpdateMode
@@ -191,7 +190,8 @@ def plan_lines(
     if not built:
         lines += _labelled("advice", advice(plan))
         lines.append(("refused", "nothing"))
-    return [*lines, *(("note", note) for note in (*_inlined(plan), *plan.notes))]
+    inlined = [f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []
+    return [*lines, *(("note", note) for note in (*inlined, *plan.notes))]
 
 
 def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
@@ -276,7 +276,3 @@ def _memory(plan: CachePlan, batch: int) -> str:
     capacities = {cache.capacity for cache in plan.caches if cache.mode is UpdateMode.LINEAR}
     tokens = f" of {capacities.pop()} tokens" if len(capacities) == 1 else ""
     return f"{human_bytes(sequence)} per sequence{tokens}, {human_bytes(total)} for a batch of {batch}"
-
-
-def _inlined(plan: CachePlan) -> list[str]:
-    return [f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []

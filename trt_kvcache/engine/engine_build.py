@@ -187,7 +187,11 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
     except BuildError as error:
         if not prepared.scans or limits.max_chunk == 1:
             raise
-        raise BuildError(f"{error.message}; {_about_scans(prepared.scans)}") from None
+        raise BuildError(
+            f"{error.message}; the model has a Scan over the tokens of an update ('{prepared.scans[0]}'), and some "
+            "operators do not build before one while their number is open: try --max-chunk 1 (one token in a step), "
+            "or export with a fixed number of tokens"
+        ) from None
     assert setup.progress.verdict is not None
     plan = setup.progress.verdict.result().on(prepared.plan)
     manifest = replace(
@@ -408,14 +412,6 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
         for path in files:
             if written.exists() and written.samefile(path):
                 raise OutputError(f"{written}: is a file of the model; give another name for the engine")
-
-
-def _about_scans(scans: Sequence[str]) -> str:
-    """Return a likely reason for a failed build of a model with a Scan: see `importer.scans`."""
-    return (
-        f"the model has a Scan over the tokens of an update ('{scans[0]}'), and some operators do not build before one "
-        "while their number is open: try --max-chunk 1 (one token in a step), or export with a fixed number of tokens"
-    )
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:

@@ -28,7 +28,6 @@ from trt_kvcache.importer.plan import CachePlan, Target
 if TYPE_CHECKING:
     from trt_kvcache.importer import ImportedModel
 
-__all__ = ["compare_parsed", "parse_as_exported"]
 
 Array = npt.NDArray[Any]
 

@@ -16,11 +16,10 @@ from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
-from trt_kvcache.runtime.offload import FileRows
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.runner import Array, Runner
-from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.token_ids import read_ids
+from trt_kvcache.runtime.slot import FileRows, Slot
+from trt_kvcache.runtime.token_inputs import read_ids
 
 
 class KVCache:

@@ -34,8 +34,7 @@ from trt_kvcache.runtime.embeddings import embedded_input
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.token_ids import read_ids
-from trt_kvcache.runtime.token_inputs import Embeds, PositionInput, Positions
+from trt_kvcache.runtime.token_inputs import Embeds, PositionInput, Positions, read_ids
 
 _FORMAT = "trt_kvcache.cache.1"
 _EXTENDED_FORMAT = "trt_kvcache.cache.2"

@@ -11,14 +11,12 @@ from dataclasses import replace
 
 from trt_kvcache.arguments import is_whole, shown
 from trt_kvcache.errors import CapacityError, SlotError
-from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
+from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapter
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
-from trt_kvcache.runtime.limits import SequenceLimits, largest_update
-from trt_kvcache.runtime.offload import HostRows
 from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.slot import HostRows, SequenceLimits, Slot, largest_update
 from trt_kvcache.runtime.step_inputs import carried_caches
 
 
@@ -233,7 +231,11 @@ class CacheRows:
         for cache in self._caches:
             wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
             if wrapped and length < min(entry.length, entry.written - 1):
-                raise CapacityError(_lost(slot, entry, length, cache))
+                raise CapacityError(
+                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
+                    f"{cache.capacity} of {entry.written}, and what a sequence of {length} sees was overwritten; crop "
+                    f"to {entry.written - 1} or more, or fork the slot before it grows"
+                )
 
     # --- what the loop writes
 
@@ -428,12 +430,4 @@ def _full(rows: int) -> str:
     return (
         f"all {rows} rows hold a sequence; remove or offload one, or open the session with a larger max_batch, or with "
         "max_sequences"
-    )
-
-
-def _lost(slot: int, entry: Slot, length: int, cache: CacheUpdate) -> str:
-    return (
-        f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
-        f"{cache.capacity} of {entry.written}, and what a sequence of {length} sees was overwritten; crop to "
-        f"{entry.written - 1} or more, or fork the slot before it grows"
     )

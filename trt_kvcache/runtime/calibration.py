@@ -13,7 +13,7 @@ from trt_kvcache.importer import families
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.requests import Prompt
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.token_ids import read_ids
+from trt_kvcache.runtime.token_inputs import read_ids
 
 _OPTIONS = PlanOptions()
 

@@ -23,8 +23,6 @@ from trt_kvcache.errors import BackendError, ManifestError, OutputError, Session
 from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.runtime.replay import Difference, Finding, replay, rows_needed
 
-__all__ = ["CheckReport", "check_engine_on_gpu", "load_proof", "prove"]
-
 _LARGEST = 4 << 20  # bytes of a proof's file, at most
 _AGAIN = "copy engine, manifest and proof together, or build again"
 _DRIVER = Path("/proc/driver/nvidia/version")

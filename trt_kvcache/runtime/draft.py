@@ -14,13 +14,13 @@ from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.generation.speculation import why_no_drafts
-from trt_kvcache.runtime.limits import SequenceLimits
 from trt_kvcache.runtime.loop import DecodeLoop, Outcomes, as_outcome
 from trt_kvcache.runtime.open import RunnerOptions, open_runner
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.session_options import CpuOptions
+from trt_kvcache.runtime.slot import SequenceLimits
 from trt_kvcache.runtime.step_inputs import carried_caches
-from trt_kvcache.runtime.token_ids import common_length
+from trt_kvcache.runtime.token_inputs import common_length
 
 
 class DraftModel:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -31,29 +31,8 @@ EmbeddingsSource = str | os.PathLike[str] | Array | None
 _WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy or .safetensors, or an array [V, H]"
 
 
-class Embeddings(Protocol):
-    """Looks up the embeddings of token ids."""
-
-    @property
-    def rows(self) -> int:
-        """Number of ids: token ids are 0 to ``rows - 1``."""
-        ...
-
-    def missing(self, tokens: Sequence[int]) -> int | None:
-        """Return the first token without an embedding of its own: an unknown id, or the place of an image or sound."""
-        ...
-
-    def look_up(self, tokens: Indices) -> Array:
-        """Return embeddings ``[R, S, H]`` of token ids int64 ``[R, S]``, in the decoder's dtype.
-
-        Raises:
-            SessionError: a token is `missing`, or the embedding model failed.
-        """
-        ...
-
-
 class TableEmbeddings:
-    """A table with a row for each token.
+    """A table with a row for each token; it looks up the embeddings of token ids.
 
     Args:
         table: ``[V, H]`` of any float type, scaled as the decoder expects.
@@ -72,15 +51,19 @@ class TableEmbeddings:
 
     @property
     def rows(self) -> int:
-        """Number of rows, V."""
+        """Number of ids: token ids are 0 to ``rows - 1``."""
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """See `Embeddings`."""
+        """Return the first token without an embedding of its own: an unknown id, or the place of an image or sound."""
         return next((token for token in tokens if not 0 <= token < self.rows), None)
 
     def look_up(self, tokens: Indices) -> Array:
-        """See `Embeddings`."""
+        """Return embeddings ``[R, S, H]`` of token ids int64 ``[R, S]``, in the decoder's dtype.
+
+        Raises:
+            SessionError: a token is `missing`, or the embedding model failed.
+        """
         check_range(tokens, self.rows)
         rows: Array = self._table[tokens].astype(self._dtype, copy=False)
         return rows
@@ -116,8 +99,6 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     if not path.is_file():
         raise OptionError(f"{path}: there is no such file of embeddings")
     if suffix == ".onnx":
-        from trt_kvcache.runtime.embeddings import ModelEmbeddings
-
         return ModelEmbeddings(path, tensor, vocab)
     if suffix == ".npy":
         return TableEmbeddings(_read_npy(path), tensor, str(path))
@@ -285,7 +266,7 @@ _SAME = 1e-3  # relative to the scale: a normalization of rows may round differe
 
 
 class ModelEmbeddings:
-    """An embedding model, run by ONNX Runtime.
+    """A `TableEmbeddings` that an embedding model fills, run by ONNX Runtime.
 
     Inputs beside the token ids, such as features of images, are empty here. For ids that mark the places of these
     features, some exporters' models return zeros; such ids have no embedding here, and the caller has to give it.
@@ -322,11 +303,11 @@ class ModelEmbeddings:
 
     @property
     def rows(self) -> int:
-        """See `Embeddings`."""
+        """See `TableEmbeddings`."""
         return self._rows
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """See `Embeddings`."""
+        """See `TableEmbeddings`."""
         outside = next((token for token in tokens if not 0 <= token < self._rows), None)
         if outside is not None or not len(tokens):
             return outside
@@ -336,7 +317,7 @@ class ModelEmbeddings:
         return int(unknown[0]) if unknown.size else None
 
     def look_up(self, tokens: Indices) -> Array:
-        """See `Embeddings`."""
+        """See `TableEmbeddings`."""
         check_range(tokens, self._rows)
         self._look_at(tokens)
         places = tokens[self._known[tokens] == _PLACE]
@@ -464,3 +445,6 @@ class ModelEmbeddings:
 def _describe(value: onnx.ValueInfoProto) -> str:
     kind = TensorProto.DataType.Name(elem_type_of(value)).lower()
     return f"'{value.name}' ({kind} {list(shape_of(value) or ())})"
+
+
+Embeddings = TableEmbeddings | ModelEmbeddings

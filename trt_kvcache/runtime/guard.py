@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import AbstractContextManager
-from types import TracebackType
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.native import HeldSignals
@@ -77,9 +76,7 @@ class _Open:
         if self.closed:
             raise SessionError("the session is closed; open the model again")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
 
@@ -105,7 +102,5 @@ class _Idle:
             )
         self._signals.hold()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._signals.release()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
@@ -18,19 +18,25 @@ from trt_kvcache.compare.float32_copy import float32_copy
 from trt_kvcache.compare.proof import LOGITS, Proof
 from trt_kvcache.compare.rewritten_model import Float32Session
 from trt_kvcache.cpu import RunError
-from trt_kvcache.engine.debug_outputs import build_with_outputs
-from trt_kvcache.engine.manifest import Manifest, load_manifest
+from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache.engine.build_process import Job, run_worker
+from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
-from trt_kvcache.files import identify
+from trt_kvcache.files import FileIdentity, identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.families import for_cpu
+from trt_kvcache.importer.plan import Role, Target, TensorRole
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.check import CheckReport, load_proof
 from trt_kvcache.runtime.replay import replay, rows_needed
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
 
-__all__ = ["with_layer"]
+if TYPE_CHECKING:
+    from onnx import ValueInfoProto
+
+    from trt_kvcache.importer import ImportedModel
+
 
 _LAYERS = frozenset({"Attention", "MatMul", "Gemm", "Conv", "Add", "LayerNormalization", "RMSNormalization", "Softmax"})
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -140,3 +146,49 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
     if not layers:
         raise UnsupportedModelError("no layer of this model can be compared: none has a known type and rank")
     return layers
+
+
+def build_with_outputs(
+    imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path
+) -> Path:
+    """Build an engine with the same options, with these values as outputs, and write it with its manifest.
+
+    Args:
+        imported: the model that the engine was built from.
+        manifest: manifest of the engine.
+        values: values of the rewritten model, with their types.
+        folder: folder for both files.
+
+    Raises:
+        BuildError: TensorRT refuses the model.
+    """
+    from trt_kvcache.importer.files.signed_weights import for_tensorrt
+    from trt_kvcache.importer.protos import copied, dtype_name, elem_type_of, shape_of
+    from trt_kvcache.importer.serialize import serialize_model
+
+    outputs = []
+    for value in values:
+        shape = shape_of(value) or ()
+        axes = tuple("" if isinstance(size, int) else "?" for size in shape)
+        dtype = dtype_name(elem_type_of(value))
+        outputs.append(TensorRole(value.name, "output", Role.OTHER, dtype, shape, "added", axes))
+    plan = replace(manifest.plan, tensors=(*manifest.plan.tensors, *outputs))
+    model = copied(imported.model)
+    model.graph.output.extend(values)
+    source, engine = imported.source.path, folder / "debug.engine"
+    engine.touch()
+    build = BuildOptions(
+        backend="tensorrt" if manifest.backend == "tensorrt" else "tensorrt-rtx",
+        compute_capabilities=manifest.compute_capabilities,
+        encoder="none",
+        proof="off",
+    )
+    title = f"{manifest.backend} {manifest.backend_version}"
+    target, paths = Target(manifest.backend), (str(source), str(engine), str(engine))
+    flipped = for_tensorrt(model, source.parent)
+    job = Job(target, title, *paths, plan, manifest.profiles, build, flipped)
+    done, _ = run_worker(job, lambda: serialize_model(model))
+    identity = FileIdentity(engine.name, done.size, done.blake3)
+    built = replace(manifest, plan=plan, engine=identity, proof=None, encoder=None, backend_version=done.version)
+    save_manifest(built, manifest_path(engine))
+    return engine

@@ -334,8 +334,7 @@ class DecodeLoop:
         if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
                 f"slot {name} has {slot.pending} tokens to write in one step, because they see each other in this "
-                f"model, "
-                f"and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
+                f"model, and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
             )
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
@@ -454,7 +453,10 @@ class DecodeLoop:
         elif free_tokens is not None and free_tokens < 0:
             self._end(slot, self.last(run, FinishReason.CAPACITY))
         elif not known:
-            self._end(slot, _without_embedding(token))
+            self._end(slot, SessionError(
+                f"the model chose token {token}, which has no embedding; forbid it (sequence_bias), or give embeddings "
+                "that have one, such as the checkpoint's table"
+            ))  # fmt: skip
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
@@ -505,10 +507,3 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
         made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
     made.__cause__ = error
     return made
-
-
-def _without_embedding(token: int) -> SessionError:
-    return SessionError(
-        f"the model chose token {token}, which has no embedding; forbid it (sequence_bias), or give embeddings that "
-        "have one, such as the checkpoint's table"
-    )

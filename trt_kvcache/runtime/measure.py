@@ -44,6 +44,17 @@ class Timing:
     high_ms: _Amount
     tokens_per_second: _Amount
 
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of a row of a table, see `COLUMNS`."""
+        spread = f"{self.low_ms:.2f} to {self.high_ms:.2f}"
+        counts = str(self.batch), str(self.tokens)
+        return self.phase, *counts, f"{self.median_ms:.2f}", spread, f"{self.tokens_per_second:.1f}"
+
+
+COLUMNS = ("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
+"""Titles of `Timing.cells`."""
+
 
 @dataclass(frozen=True, repr=False)
 class BenchReport:
@@ -78,13 +89,7 @@ class BenchReport:
         return f"{self.model}, {self.dtype}, {capacity}"
 
     def _repr_html_(self) -> Html:
-        columns = ("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
-        rows = [
-            (t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", f"{t.low_ms:.2f} to {t.high_ms:.2f}",
-             f"{t.tokens_per_second:.1f}")
-            for t in self.timings
-        ]  # fmt: skip
-        return tag("div", tag("p", repr(self)[1:-1]), table(columns, rows))
+        return tag("div", tag("p", repr(self)[1:-1]), table(COLUMNS, [t.cells for t in self.timings]))
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:

@@ -30,8 +30,6 @@ from trt_kvcache.runtime.step_inputs import linear_capacity
 from trt_kvcache.runtime.token_inputs import PositionInput
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT
 
-__all__ = ["Difference", "Finding", "Replay", "SessionSteps", "replay", "rows_needed"]
-
 Array = npt.NDArray[Any]
 
 _UNFIT = "the proof does not fit the engine"

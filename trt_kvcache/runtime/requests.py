@@ -21,8 +21,7 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.token_ids import read_ids
-from trt_kvcache.runtime.token_inputs import Array, PositionInput
+from trt_kvcache.runtime.token_inputs import Array, PositionInput, read_ids
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A prompt: token ids, or a text if the session has a tokenizer."""

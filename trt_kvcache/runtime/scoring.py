@@ -12,7 +12,7 @@ from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.token_ids import read_ids
+from trt_kvcache.runtime.token_inputs import read_ids
 
 _LOGITS = 1 << 26
 """Most bytes of logits at a time."""

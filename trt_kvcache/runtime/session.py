@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Literal, Unpack, cast, overload
 
 import numpy as np
@@ -33,7 +32,14 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
-from trt_kvcache.runtime.open import RunnerOptions, open_runner, open_tokenizer
+from trt_kvcache.runtime.open import (
+    RunnerOptions,
+    Unread,
+    default_config,
+    default_sampling,
+    open_runner,
+    open_tokenizer,
+)
 from trt_kvcache.runtime.requests import (
     ConstantsAll,
     ConstantValues,
@@ -48,7 +54,6 @@ from trt_kvcache.runtime.requests import (
 )
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions, Schedule
-from trt_kvcache.runtime.sidecar import Unread, default_config, default_sampling
 from trt_kvcache.runtime.streams import Streams, in_a_thread
 
 _GREEDY = GenerationConfig()
@@ -638,9 +643,7 @@ class DecodeSession:
     def __enter__(self) -> DecodeSession:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:

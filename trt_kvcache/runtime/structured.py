@@ -12,7 +12,7 @@ import numpy.typing as npt
 from trt_kvcache.arguments import shown
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.token_masks import Grammar, Mask, TokenMask, words
-from trt_kvcache.runtime.token_ids import common_length
+from trt_kvcache.runtime.token_inputs import common_length
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

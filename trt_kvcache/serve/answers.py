@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
+
+import msgspec
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.text.token_bytes import TokenBytes
-from trt_kvcache.serve.api_requests import Asked, ChatRequest
+from trt_kvcache.serve.api_requests import ApiError, Asked, ChatRequest
 
 REASONS = {
     FinishReason.EOS: "stop",
@@ -80,6 +82,10 @@ class Answer:
         asked: the request.
         model: name of the model.
         names: names tokens in log-probabilities.
+
+    Attributes:
+        model: name of the model.
+        created: Unix time of the request, in whole seconds.
     """
 
     def __init__(self, asked: Asked, model: str, names: TokenNames) -> None:
@@ -96,10 +102,10 @@ class Answer:
         self._said = [""] * len(asked.works)
         self._readers = None if asked.uses is None else [asked.uses.reader() for _ in asked.works]
         self._start, self._first = time.perf_counter(), 0.0
-        self._created = int(time.time())
+        self.model, self.created = model, int(time.time())
         self._head = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": self._created,
+            "created": self.created,
             "model": model,
         }
 
@@ -149,43 +155,46 @@ class Answer:
         came = f", the first after {first:.2f} s" if self._first else ""
         return f"{usage['prompt_tokens']} prompt tokens, {tokens} new{came}{rate}"
 
-    def first_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunks of a stream before any token: roles, or prompts to echo."""
-        chunks = []
+    def first_lines(self) -> Iterator[bytes]:
+        """Yield the lines of a stream before any token: roles, or prompts to echo."""
         for place, done in enumerate(self._done):
-            choice = self._choice(place, None, [], [])
+            choice, more = self._choice(place, None, [], []), {}
             if self._chat:
                 choice["delta"] = {"role": "assistant", "content": ""}
+                more = {"prompt_token_ids": done.prompt} if self._with_ids else {}
             else:
                 choice["text"] = self._asked.prompts[place]
                 if self._with_ids:
                     choice["prompt_token_ids"] = done.prompt
             if self._chat or choice["text"] or self._with_ids:
-                chunks.append(self._chunk([choice]))
-                if self._chat and self._with_ids:
-                    chunks[-1]["prompt_token_ids"] = done.prompt
-        return chunks
+                yield _line(self._chunk([choice]) | more)
 
-    def chunk(self, place: int, event: TokenEvent) -> dict[str, Any] | None:
-        """Add an event; return its chunk of a stream, or None if the stream has nothing to send."""
+    def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
+        """Add an event; yield its line of a stream, if there is something to send."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
         tokens = [] if event.token is None else [event.token]
         said = self._logprobs[place][-len(tokens) :] if self._with_logprobs and tokens else []
         if not (text or calls or event.finish_reason or said or (tokens and self._with_ids)):
-            return None
+            return
         choice = self._choice(place, event.finish_reason, said, tokens)
         if self._chat:
             choice["delta"] = {"content": text} if text else {}
             choice["delta"] |= {"tool_calls": calls} if calls else {}
         else:
             choice["text"] = text
-        return self._chunk([choice])
+        yield _line(self._chunk([choice]))
 
-    def last_chunk(self) -> dict[str, Any] | None:
-        """Return the chunk with the usage, if the request asks for it."""
-        return self._chunk([]) | {"usage": self.usage} if self._with_usage else None
+    def last_lines(self) -> Iterator[bytes]:
+        """Yield the last lines of a stream: the usage, if the request asks for it, and the end."""
+        if self._with_usage:
+            yield _line(self._chunk([]) | {"usage": self.usage})
+        yield b"data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the line that ends a stream after an error."""
+        return _line(error.body)
 
     def calls(self, place: int) -> list[dict[str, Any]]:
         """Return the complete tool calls of a sequence."""
@@ -245,11 +254,6 @@ class Answer:
         return self._done[place].finish_reason
 
     @property
-    def created(self) -> int:
-        """Unix time of the request, in whole seconds."""
-        return self._created
-
-    @property
     def usage(self) -> dict[str, int]:
         """Counts of tokens so far, in OpenAI's form."""
         # The `n` sequences of a prompt share it: count it once.
@@ -263,6 +267,11 @@ def _by_name(said: dict[str, Any]) -> dict[str, float]:
     """Return log-probabilities by text, of the best tokens and the chosen one; for equal texts, the highest."""
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
+
+
+def _line(chunk: dict[str, Any]) -> bytes:
+    """Return a chunk as a server-sent event."""
+    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -17,8 +17,17 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.serve.core import EndingError, QueueFullError, Work
-from trt_kvcache.serve.structure import ResponseFormat, StructuredOutputs, grammar_of
-from trt_kvcache.serve.tools import GENERIC, Tool, ToolUse, form_of, in_text, use_tools
+from trt_kvcache.serve.tools import (
+    GENERIC,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+    ToolUse,
+    form_of,
+    grammar_of,
+    in_text,
+    use_tools,
+)
 
 LATER = {"Retry-After": "1"}
 """Headers of a refusal after which the client may try again in a second."""
@@ -438,19 +447,25 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
     return {"id": call.id, "type": call.type, "function": {"name": call.function.name, "arguments": text}}
 
 
-_PARTS = {"text": "text", "refusal": "refusal"}
-"""For each type of a content part: the field with the text."""
+def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
+    """Return the text of a message's content, which may be a list of parts; None if a part is no text.
+
+    Args:
+        content: the content.
+        fields: for each type of a part, the field with its text.
+    """
+    if isinstance(content, str):
+        return content
+    texts = [p.get(fields.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]
+    strings = [text for text in texts if isinstance(text, str)]
+    return "".join(strings) if len(strings) == len(texts) else None
 
 
 def _text(message: Message, at: int) -> str:
-    content = message.content
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = [p.get(_PARTS.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]
-    strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) < len(texts):
+    text = joined_text(message.content or "", {"text": "text", "refusal": "refusal"})
+    if text is None:
         raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
-    return "".join(strings)
+    return text
 
 
 def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:

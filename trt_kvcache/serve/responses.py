@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.serve.answers import Answer
-from trt_kvcache.serve.api_requests import ApiError, ChatRequest, as_request
+from trt_kvcache.serve.api_requests import ApiError, ChatRequest, as_request, joined_text
 
 _STATELESS = "nothing is stored here; send the whole conversation in input"
 _REFUSED = {
@@ -128,14 +128,10 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 
 
 def _content(content: Any, at: int) -> str:
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    texts = [p.get(_TEXTS.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in parts]
-    strings = [text for text in texts if isinstance(text, str)]
-    if len(strings) < len(texts):
+    text = joined_text(content if isinstance(content, (str, list)) else [content], _TEXTS)
+    if text is None:
         raise ApiError(400, f"input[{at}]: supported are text, and parts of type input_text or output_text", "input")
-    return "".join(strings)
+    return text
 
 
 def _format(text: TextSettings | None) -> dict[str, Any] | None:
@@ -185,12 +181,12 @@ class ResponseAnswer:
             pass
         return self._body(self._status())
 
-    def first_events(self) -> Iterator[bytes]:
+    def first_lines(self) -> Iterator[bytes]:
         """Yield the events of a stream before any token."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._body("in_progress"))
 
-    def events(self, place: int, event: TokenEvent) -> Iterator[bytes]:
+    def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
         """Add an event; yield the events of the stream that follow from it."""
         text = self._answer.take(place, event)
         if text:
@@ -205,6 +201,10 @@ class ResponseAnswer:
         if event.finish_reason is not None:
             status = self._status()
             yield self._event(f"response.{status}", response=self._body(status))
+
+    def last_lines(self) -> tuple[bytes, ...]:
+        """Return nothing: the last event of a sequence completes the stream."""
+        return ()
 
     def failed(self, error: ApiError) -> bytes:
         """Return the event that ends a stream after an error."""

@@ -209,16 +209,12 @@ class Service:
 
     async def _responses(self, http: Request) -> Response:
         request = read_request(await _body(http), ResponsesRequest)
-        adapter = find_adapter(request.model, self._name, self._session.adapters)
-        asked = await asyncio.to_thread(prepare, self._session, as_chat(request), self._most, adapter)
-        answer = http.scope[_ANSWER] = Answer(asked, adapter or self._name, self._names)
-        response = ResponseAnswer(request, answer, adapter or self._name)
-        events = self.core.events(asked.works, asked.config)
+        answer, events = await self._begin(http, request.model, as_chat(request))
+        response = ResponseAnswer(request, answer, answer.model)
         if not request.stream:
             await _unless_gone(http, whole_answer(events, answer))
             return _json(response.whole())
-        first = await _unless_gone(http, _first(events))
-        return _Stream(_response_lines(first, events, response), media_type="text/event-stream", headers=_NO_CACHE)
+        return await _streamed(http, events, response)
 
     async def _tokenize(self, http: Request) -> Response:
         request = read_request(await _body(http), TokenizeRequest)
@@ -241,14 +237,18 @@ class Service:
 
     async def _answer(self, http: Request, kind: type[_Kind]) -> Response:
         request = read_request(await _body(http), kind)
-        adapter = find_adapter(request.model, self._name, self._session.adapters)
-        asked = await asyncio.to_thread(prepare, self._session, request, self._most, adapter)
-        answer = http.scope[_ANSWER] = Answer(asked, adapter or self._name, self._names)
-        events = self.core.events(asked.works, asked.config)
+        answer, events = await self._begin(http, request.model, request)
         if not request.stream:
             return _json(await _unless_gone(http, whole_answer(events, answer)))
-        first = await _unless_gone(http, _first(events))  # an error before the first event still sets the HTTP status
-        return _Stream(_lines(first, events, answer), media_type="text/event-stream", headers=_NO_CACHE)
+        return await _streamed(http, events, answer)
+
+    async def _begin(
+        self, http: Request, model: str | None, request: CompletionRequest | ChatRequest
+    ) -> tuple[Answer, _Events]:
+        adapter = find_adapter(model, self._name, self._session.adapters)
+        asked = await asyncio.to_thread(prepare, self._session, request, self._most, adapter)
+        answer = http.scope[_ANSWER] = Answer(asked, adapter or self._name, self._names)
+        return answer, self.core.events(asked.works, asked.config)
 
     def _card(self, adapter: str | None = None) -> dict[str, Any]:
         card = {"id": adapter or self._name, "object": "model", "created": self._since, "owned_by": "trt-kvcache"}
@@ -350,48 +350,33 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
         await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _first(events: _Events) -> tuple[int, TokenEvent]:
-    return await anext(events)
+async def _streamed(http: Request, events: _Events, answer: Answer | ResponseAnswer) -> Response:
+    """Return a stream of server-sent events; an error before the first token still sets the HTTP status."""
+
+    async def first() -> tuple[int, TokenEvent]:
+        return await anext(events)
+
+    lines = _lines(await _unless_gone(http, first()), events, answer)
+    return _Stream(lines, media_type="text/event-stream", headers=_NO_CACHE)
 
 
-async def _lines(first: tuple[int, TokenEvent], events: _Events, answer: Answer) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a stream."""
-    async with aclosing(events):
-        for chunk in answer.first_chunks():
-            yield _line(chunk)
-        try:
-            item: tuple[int, TokenEvent] | None = first
-            while item is not None:
-                if (chunk_ := answer.chunk(*item)) is not None:
-                    yield _line(chunk_)
-                item = await anext(events, None)
-        except TrtKvCacheError as error:
-            yield _line(_said(error).body)
-            return
-    if (usage := answer.last_chunk()) is not None:
-        yield _line(usage)
-    yield b"data: [DONE]\n\n"
-
-
-async def _response_lines(
-    first: tuple[int, TokenEvent], events: _Events, response: ResponseAnswer
+async def _lines(
+    first: tuple[int, TokenEvent], events: _Events, answer: Answer | ResponseAnswer
 ) -> AsyncIterator[bytes]:
-    """Yield the server-sent events of a stream of the Responses API."""
     async with aclosing(events):
-        for line in response.first_events():
+        for line in answer.first_lines():
             yield line
         try:
             item: tuple[int, TokenEvent] | None = first
             while item is not None:
-                for line in response.events(*item):
+                for line in answer.lines(*item):
                     yield line
                 item = await anext(events, None)
         except TrtKvCacheError as error:
-            yield response.failed(_said(error))
-
-
-def _line(chunk: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+            yield answer.failed(_said(error))
+            return
+    for line in answer.last_lines():
+        yield line
 
 
 # --- the page

@@ -6,9 +6,8 @@ there may be fewer than `num_beams` live beams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +25,6 @@ from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
 Tokens = npt.NDArray[np.int64]
 Logits = npt.NDArray[np.float32]
-
-
-class BeamDecoder(Protocol):
-    """The rows that hold the live beams: one row after the prompt, at most `num_beams` later."""
-
-    def step(self, tokens: Tokens) -> Logits:
-        """Feed one token to each of the R live beams: int64 ``[R]`` in, float32 logits ``[R, V]`` out."""
-        ...
-
-    def reorder(self, indices: Tokens) -> None:
-        """Make beam `i` a copy of the former beam ``indices[i]``; int64 ``[R']``, R' is the new number of beams."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -65,7 +52,7 @@ class _Beam:
 
 
 def beam_search(
-    prompt: Tokens, logits: Logits, decoder: BeamDecoder, config: GenerationConfig, *, free_tokens: int | None = None
+    prompt: Tokens, logits: Logits, decoder: _LiveBeams, config: GenerationConfig, *, free_tokens: int | None = None
 ) -> list[Hypothesis]:
     """Find the likeliest continuations of a prompt.
 
@@ -211,52 +198,54 @@ class BeamSlots:
                 with self._guard.lock, self._guard.idle:
                     free = min(self._rows.free, self._rows.count)
                     if config.num_beams > free:
-                        raise SlotError(_few_rows(config.num_beams, free, self._rows.count))
+                        raise SlotError(
+                            f"beam search with num_beams={config.num_beams} needs as many rows, and {free} of "
+                            f"{self._rows.count} are free; remove sequences, or open the session with a max_batch of "
+                            f"{config.num_beams} or more"
+                        )
                     adapter = self._adapters.find(config.adapter)
                     for _ in range(config.num_beams):
                         slots.append(self._rows.take(constants=prompt.constants, adapter=adapter))
-                logits = self.update({slots[0]: prompt})[slots[0]][-1]
+                beams = _LiveBeams(self._guard, self._rows, self._loop, slots)
+                logits = beams.start(prompt)
                 free_tokens = self._rows.free_tokens(slots[0])
-                best = beam_search(ids, logits, _LiveBeams(self, slots), config, free_tokens=free_tokens)[0]
+                best = beam_search(ids, logits, beams, config, free_tokens=free_tokens)[0]
             finally:
                 with self._guard.lock:
                     for slot in slots:
                         self._rows.drop(slot)
             yield from hypothesis_events(best, index, config, tokenizer, ids)
 
-    def update(self, tokens: Mapping[int, ReadPrompt]) -> dict[int, Logits]:
-        """Write tokens to slots; return the logits of the last position of each."""
-        with self._guard.lock, self._guard.idle:
-            return self._loop.update(tokens, 1)
-
-    def reorder(self, indices: Sequence[int], slots: Sequence[int]) -> None:
-        """See `CacheRows.reorder`."""
-        with self._guard.lock, self._guard.idle:
-            self._rows.reorder(indices, slots)
-
 
 class _LiveBeams:
-    """The live beams: the first slots of a fixed list."""
+    """The rows of the live beams, the first slots of a fixed list: one after the prompt, at most `num_beams` later."""
 
-    def __init__(self, held: BeamSlots, slots: Sequence[int]) -> None:
-        self._held, self._slots, self._live = held, list(slots), 1
+    def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
+        self._guard, self._rows, self._loop = guard, rows, loop
+        self._slots, self._live = list(slots), 1
+
+    def start(self, prompt: ReadPrompt) -> Logits:
+        """Write the prompt to the only row; return the scores ``[V]`` after it."""
+        logits: Logits = self._update([prompt])[0]
+        return logits
 
     def step(self, tokens: Tokens) -> Logits:
-        """Feed one token to each live beam."""
-        live = self._slots[: self._live]
-        logits = self._held.update({s: ReadPrompt([token]) for s, token in zip(live, tokens.tolist(), strict=True)})
-        return np.stack([logits[slot][-1] for slot in live])
+        """Feed one token to each of the R live beams: int64 ``[R]`` in, float32 logits ``[R, V]`` out."""
+        return self._update([ReadPrompt([token]) for token in tokens.tolist()])
 
     def reorder(self, indices: Tokens) -> None:
-        """Make beam i a copy of the former beam ``indices[i]``; slots without a beam keep unused contents."""
+        """Make beam `i` a copy of the former beam ``indices[i]``; int64 ``[R']``, R' is the new number of beams.
+
+        Slots without a beam keep unused contents.
+        """
         chosen = indices.tolist()
         idle = [i for i in range(len(self._slots)) if i not in set(chosen)]
-        self._held.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
+        with self._guard.lock, self._guard.idle:
+            self._rows.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
         self._live = len(chosen)
 
-
-def _few_rows(beams: int, free: int, rows: int) -> str:
-    return (
-        f"beam search with num_beams={beams} needs as many rows, and {free} of {rows} are free; "
-        f"remove sequences, or open the session with a max_batch of {beams} or more"
-    )
+    def _update(self, prompts: Sequence[ReadPrompt]) -> Logits:
+        live = self._slots[: self._live]
+        with self._guard.lock, self._guard.idle:
+            logits = self._loop.update(dict(zip(live, prompts, strict=True)), 1)
+        return np.stack([logits[slot][-1] for slot in live])

@@ -17,7 +17,7 @@ that rows beyond a sequence's length are never read.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeGuard
 
@@ -272,23 +272,23 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
     }
     if not fitting:
         return model
+    nodes = [fitting.get(next(iter(node.output), ""), node) for node in model.graph.node]
+    own = {tensor.name: tensor for tensor in model.graph.initializer}
+    return _with_nodes(model, nodes, {n: t for n, t in sorted(weights.items()) if n not in own})
+
+
+def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str, TensorProto]) -> ModelProto:
+    """Return a copy of a model with other nodes and more weights, without nodes and weights that nothing reads."""
     result = ModelProto()
     result.CopyFrom(model)
-    del result.graph.value_info[:]
-    nodes = [fitting.get(next(iter(node.output), ""), node) for node in model.graph.node]
-    live = {value.name for value in model.graph.output}
-    live_nodes: list[NodeProto] = []
+    live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
     for node in reversed(nodes):
         if live & {*node.output}:
             live_nodes.append(node)
             live |= names_read(node)
-    del result.graph.node[:]
-    result.graph.node.extend(reversed(live_nodes))
-    own = [tensor for tensor in model.graph.initializer if tensor.name in live]
-    taken = {tensor.name for tensor in own}
-    needed = {name for node in fitting.values() for name in node.input[2:]} - taken - {""}
-    del result.graph.initializer[:]
-    result.graph.initializer.extend([*own, *(weights[name] for name in sorted(needed))])
+    replace_field(result.graph.node, live_nodes[::-1])
+    replace_field(result.graph.initializer, [t for t in (*model.graph.initializer, *more.values()) if t.name in live])
+    del result.graph.value_info[:]
     if all(entry.domain != CONTRIB for entry in result.opset_import):
         result.opset_import.add(domain=CONTRIB, version=1)
     return result
@@ -341,21 +341,7 @@ def fuse_products(model: ModelProto) -> ModelProto:
     makers = {name: node for node in model.graph.node for name in node.output}
     views: dict[str, TensorProto] = {}
     nodes = [_fused(node, makers, weights, views) or node for node in model.graph.node]
-    if not views:
-        return model
-    result = ModelProto()
-    result.CopyFrom(model)
-    live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
-    for node in reversed(nodes):
-        if live & {*node.output}:
-            live_nodes.append(node)
-            live |= names_read(node)
-    replace_field(result.graph.node, live_nodes[::-1])
-    replace_field(result.graph.initializer, [t for t in (*weights.values(), *views.values()) if t.name in live])
-    del result.graph.value_info[:]
-    if all(entry.domain != CONTRIB for entry in result.opset_import):
-        result.opset_import.add(domain=CONTRIB, version=1)
-    return result
+    return _with_nodes(model, nodes, views) if views else model
 
 
 def _fused(

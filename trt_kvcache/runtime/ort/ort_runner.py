@@ -152,7 +152,10 @@ class OnnxRuntimeRunner:
         # Only outside of GroupQueryAttention; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
         allow_memory(per_row * self.max_batch)
-        self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
+        self._past = {
+            name: np.zeros((self.max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
+            for name, buffer in self._carried.items()
+        }
         # ONNX Runtime writes state, and caches that are not updated in place, to new arrays; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
@@ -268,9 +271,6 @@ class OnnxRuntimeRunner:
             rows = self._rows(name, row, start, stop)
             yield rows, data[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
             at += rows.nbytes
-
-    def _zeros(self, buffer: Carried) -> Array:
-        return np.zeros((self.max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
         """Return the last size of the logits of a step over empty caches; the caches stay empty."""

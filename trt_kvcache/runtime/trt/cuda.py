@@ -10,7 +10,9 @@ would keep freed memory, and the driver would report less free memory than Tenso
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -21,6 +23,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import BackendError
 from trt_kvcache.machine import free_memory
+from trt_kvcache.messages import human_bytes
 
 ALIGNMENT = 256
 """Alignment in bytes that TensorRT needs for every tensor's address (NvInferRuntime.h, setTensorAddress)."""
@@ -198,6 +201,25 @@ class Cuda:
         """Copy bytes from pinned host memory to the GPU."""
         self._check("cuMemcpyHtoDAsync", self._driver.cuMemcpyHtoDAsync(target, source, size, self.stream))
 
+    def upload_pieces(self, target: int, data: npt.NDArray[Any], through: Pinned) -> None:
+        """Copy an array to the GPU, in pieces that fit into pinned memory, and wait for it."""
+        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        for start in range(0, data.size, through.data.size):
+            piece = data[start : start + through.data.size]
+            through.data[: piece.size] = piece
+            self.upload(target + start, through.address, piece.size)
+            self.sync()  # the next piece goes through the same memory
+
+    def download_pieces(self, source: int, size: int, through: Pinned) -> npt.NDArray[np.uint8]:
+        """Return a copy of `size` bytes of the GPU, made in pieces that fit into pinned memory."""
+        data = np.empty(size, np.uint8)
+        for start in range(0, size, through.data.size):
+            piece = data[start : start + through.data.size]
+            self.download_rows(through.address, source + start, piece.size, piece.size, 1)
+            self.sync()
+            piece[...] = through.data[: piece.size]
+        return data
+
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
         """Copy `height` runs of `width` bytes, which start `pitch` bytes apart on both sides, within the GPU."""
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
@@ -340,3 +362,120 @@ class Cuda:
             raise
         except Exception as error:  # its CUDAError has no public name in cuda.core 1.2
             raise BackendError(f"CUDA: cannot {what}: {' '.join(str(error).split())}") from error
+
+
+RESERVE = 128 << 20
+"""Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, state of contexts). An estimate.
+"""
+
+
+@dataclass(frozen=True)
+class Need:
+    """Memory that will be allocated.
+
+    Attributes:
+        what: name of its use, such as ``"caches"``.
+        size: bytes, as the driver allocates them.
+        for_rows: bytes for a batch of fewer rows; None: `size`.
+    """
+
+    what: str
+    size: int
+    for_rows: Callable[[int], int] | None = None
+
+
+def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
+    """Refuse to run if the memory does not suffice.
+
+    Args:
+        needs: all memory that will be allocated, for `max_batch` rows.
+        free: free bytes of the GPU, as the driver counts them.
+        total: all bytes of the GPU.
+        gpu: name of the GPU.
+        max_batch: number of rows.
+        advice: what to do; None: the advice for a decoder, with batch and sizes.
+
+    Raises:
+        BackendError: `needs` and `RESERVE` together are more than `free`; the message says how many rows fit.
+    """
+    needed = sum(need.size for need in needs) + RESERVE
+    if needed <= free:
+        return
+    parts = ", ".join(f"{need.what} {human_bytes(need.size)}" for need in needs)
+    raise BackendError(
+        f"{gpu} has {human_bytes(free)} of {human_bytes(total)} free, and {human_bytes(needed)} are needed: {parts}, "
+        f"reserve {human_bytes(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
+    )
+
+
+def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
+    def fits(rows: int) -> bool:
+        return sum(need.for_rows(rows) if need.for_rows else need.size for need in needs) + RESERVE <= free
+
+    others = "build the engine again with a smaller --capacity or --max-chunk, or free memory that other programs hold"
+    fitting = next(filter(fits, range(max_batch - 1, 0, -1)), 0)
+    if fitting:
+        return f"open it with max_batch {fitting} instead of {max_batch}, {others}"
+    return f"not even one sequence fits: {others}"
+
+
+class DeviceBlock:
+    """GPU memory that holds several arrays. When the last array is gone, its address is appended to `gone`.
+
+    The owner of `gone` frees the memory later: an array may be collected in any thread and at any time, even while a
+    CUDA graph is recorded.
+    """
+
+    def __init__(self, address: int, gone: deque[int]) -> None:
+        self.address = address
+        weakref.finalize(self, gone.append, address).atexit = False
+
+
+class DeviceArray:
+    """A read-only array on a GPU; ``numpy.asarray`` copies it.
+
+    Args:
+        home: the GPU and stream that it belongs to.
+        block: the memory that holds it.
+        offset: bytes from the start of `block`.
+        shape: sizes.
+        dtype: dtype of the elements.
+        fetch: copies ``size`` bytes from an address to the host.
+
+    Attributes:
+        home, shape, dtype: as the arguments.
+        address: address of the C-contiguous elements.
+    """
+
+    def __init__(
+        self,
+        home: Cuda,
+        block: DeviceBlock,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        fetch: Callable[[int, int], npt.NDArray[Any]],
+    ) -> None:
+        self.home, self.shape, self.dtype = home, shape, dtype
+        self.address = block.address + offset
+        self._block = block  # keeps the memory alive
+        self._fetch = fetch
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:
+        if copy is False:
+            raise ValueError("an array on a GPU cannot be seen from the host without a copy")
+        array = self._fetch(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
+        return array if dtype is None else array.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {list(self.shape)} on {self.home.name}>"

@@ -1,4 +1,4 @@
-"""An engine without state: inputs come from the host, outputs stay on the GPU. Encoders are such engines."""
+"""An engine without state: inputs come from the host, outputs stay on the GPU as arrays. Encoders are such engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ import numpy as np
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, SessionError
-from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
-from trt_kvcache.runtime.trt.device_array import DeviceArray, DeviceBlock
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, DeviceBlock, Need, admit, taken
 from trt_kvcache.runtime.trt.load import TensorRT, open_engine
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -98,7 +96,7 @@ class EngineFunction:
         while self._gone:
             self._cuda.free(self._gone.popleft())
         for name, array in feed.items():
-            self._upload(self._addresses[name], array)
+            self._cuda.upload_pieces(self._addresses[name], array, self._staging)
         self._context.prepare({name: array.shape for name, array in feed.items()}, {})
         size, places = self._layout()
         try:
@@ -119,13 +117,7 @@ class EngineFunction:
 
     def fetch(self, address: int, size: int) -> Array:
         """Copy bytes from the GPU; return uint8 ``[size]``."""
-        data = np.empty(size, np.uint8)
-        for start in range(0, size, self._staging.data.size):
-            piece = data[start : start + self._staging.data.size]
-            self._cuda.download_rows(self._staging.address, address + start, piece.size, piece.size, 1)
-            self._cuda.sync()
-            piece[...] = self._staging.data[: piece.size]
-        return data
+        return self._cuda.download_pieces(address, size, self._staging)
 
     def let_go(self) -> None:
         """Drop the objects of TensorRT; `Cuda.close` frees the memory."""
@@ -135,14 +127,6 @@ class EngineFunction:
             self.__dict__.pop(name, None)
         if "_trt" in self.__dict__:
             self.__dict__.pop("_trt").let_go()
-
-    def _upload(self, address: int, array: Array) -> None:
-        data = array.reshape(-1).view(np.uint8)
-        for start in range(0, data.size, self._staging.data.size):
-            piece = data[start : start + self._staging.data.size]
-            self._staging.data[: piece.size] = piece
-            self._cuda.upload(address + start, self._staging.address, piece.size)
-            self._cuda.sync()  # the next piece goes through the same pinned memory
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
         """Return the bytes of all outputs for the present shapes, and the offset and shape of each.

@@ -43,13 +43,11 @@ class StepGraphs:
     Args:
         cuda: the GPU that runs the steps.
         native: the contexts record graphs themselves.
-        most: see `MOST_GRAPHS`.
     """
 
-    def __init__(self, cuda: Cuda, *, native: bool, most: int = MOST_GRAPHS) -> None:
+    def __init__(self, cuda: Cuda, *, native: bool) -> None:
         self._cuda = cuda
         self._native = native
-        self._most = most
         self._seen: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self.failure = ""
@@ -94,7 +92,7 @@ class StepGraphs:
 
     def _begin(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
         try:
-            while len(self._recorded) >= self._most:
+            while len(self._recorded) >= MOST_GRAPHS:
                 self._drop()
             context = make()
         except BackendError as error:  # such as too little memory for one more context

@@ -20,8 +20,7 @@ from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs
 from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
 from trt_kvcache.runtime.trt.context import Context
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned, taken
-from trt_kvcache.runtime.trt.device_array import DeviceArray
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, Pinned, taken
 from trt_kvcache.runtime.trt.device_caches import CacheBuffer
 
 _LOGITS_STAGING = 16 << 20
@@ -92,9 +91,7 @@ class StepBuffers:
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
         for name in self._spans:
             values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
-            _put(self._staging, 0, values)
-            self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
-            self._cuda.sync()  # the next span goes through the same pinned memory
+            self._cuda.upload_pieces(self.addresses[name], values, self._staging)
 
     def choose(self) -> str:
         """Let the GPU choose tokens when a step needs few scores per position. Return why it cannot, or ""."""
@@ -114,7 +111,7 @@ class StepBuffers:
                 if isinstance(array, DeviceArray):
                     self._cuda.copy_rows(address, array.address, array.nbytes, array.nbytes, 1)
                 else:
-                    self._upload(address, array.reshape(-1).view(np.uint8))
+                    self._cuda.upload_pieces(address, array, self._staging)
                 address += array.nbytes
         self._constants = constants
 
@@ -124,15 +121,7 @@ class StepBuffers:
         padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
         if data is not None:
             padded[: data.shape[0], : data.shape[1]] = data
-        self._upload(self.addresses[name] + slot * padded.nbytes, padded.reshape(-1).view(np.uint8))
-
-    def _upload(self, address: int, data: Array) -> None:
-        """Copy bytes to the GPU, in pieces that fit into pinned memory."""
-        for start in range(0, data.size, self._staging.data.size):
-            piece = data[start : start + self._staging.data.size]
-            _put(self._staging, 0, piece)
-            self._cuda.upload(address + start, self._staging.address, piece.size)
-            self._cuda.sync()  # the next piece goes through the same pinned memory
+        self._cuda.upload_pieces(self.addresses[name] + slot * padded.nbytes, padded, self._staging)
 
     def put(self, values: Mapping[str, Array]) -> None:
         """Write the inputs of a step into pinned memory."""
@@ -178,14 +167,9 @@ class StepBuffers:
 
     def output(self, name: str, shape: Shape) -> Array:
         """Return a copy of an output of the last step, other than a cache."""
-        data = np.empty(prod(shape), array_dtype(self._tensors[name].dtype))
-        flat = data.view(np.uint8)
-        for start in range(0, flat.size, self._host_logits.data.size):
-            piece = flat[start : start + self._host_logits.data.size]
-            self._cuda.download_rows(self._host_logits.address, self.addresses[name] + start, piece.size, piece.size, 1)
-            self._cuda.sync()
-            piece[...] = self._host_logits.data[: piece.size]
-        return data.reshape(shape)
+        dtype = array_dtype(self._tensors[name].dtype)
+        size = prod(shape) * dtype.itemsize
+        return self._cuda.download_pieces(self.addresses[name], size, self._host_logits).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
         """Return logits as a view of pinned memory."""

@@ -25,13 +25,11 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
-from trt_kvcache.runtime.trt.admission import Need, admit
-from trt_kvcache.runtime.trt.context import Context, ContextFactory
-from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Pinned, cuda_bindings, taken
+from trt_kvcache.runtime.trt.context import Context, ContextFactory, kernel_cache_path
+from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Need, Pinned, admit, cuda_bindings, taken
 from trt_kvcache.runtime.trt.device_caches import DeviceCaches
 from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
-from trt_kvcache.runtime.trt.jit import kernel_cache_path
 from trt_kvcache.runtime.trt.load import TensorRT, load_tensorrt, open_engine
 from trt_kvcache.runtime.trt.step_buffers import StepBuffers, StepShapes
 
