@@ -21,12 +21,10 @@ Entry = tuple[str, Make, dict[str, Any]]
 Builders = dict[str, Callable[[], onnx.ModelProto]]
 
 FAMILIES = (
-    "stored_exports", "layer_graphs", "concat_graphs", "grouped_graphs", "merged_graphs", "latent_graphs",
-    "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "block_graphs", "canonical_models",
-    "hybrids", "scan_graphs", "cases", "onnx_cases", "attention_forms", "mask_forms", "odd_steps", "position_forms",
-    "batch_forms", "size_forms", "reader_forms", "update_graphs", "shifted_graphs", "held_graphs", "window_graphs",
-    "overflow_graphs", "plain_graphs", "state_graphs", "edited_exports", "inlined_graphs",
-    "repaired_graphs", "tail_graphs", "interface_graphs", "scatter_graphs",
+    "stored_exports", "layer_graphs", "concat_graphs", "attention_forms", "mask_forms", "position_forms", "size_forms",
+    "update_forms", "row_forms", "held_graphs", "window_graphs", "foreign_tools", "block_graphs", "canonical_models",
+    "hybrids", "scan_graphs", "cases", "onnx_cases", "odd_steps", "overflow_graphs", "plain_graphs", "scatter_graphs",
+    "edited_exports", "inlined_graphs", "repaired_graphs", "tail_graphs", "interface_graphs",
 )  # fmt: skip
 
 

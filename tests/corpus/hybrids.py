@@ -7,15 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from concat_graphs import Build, Decoder, make_decoder
-from graphs import Graph, attention_model, renamed
+from graphs import Graph, renamed
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 
@@ -288,26 +286,6 @@ def _attend(x: Array, memory: Array, w: Mapping[str, Array], layer: str, *, caus
     return result
 
 
-def counted_apart() -> onnx.ModelProto:
-    """Sequences are counted by a symbol of each input: for torch.export, nothing says that they are one."""
-    decoder = Decoder(layers=2)
-
-    def attend(g: Build, query: str, keys: str, values: str) -> str:
-        layer = sum(f"encoder_{n}.key" in {i.name for i in g.inputs} for n in range(2))
-        shape = [decoder.heads, f"length_{layer}", decoder.size]
-        heard = g.input(f"encoder_{layer}.key", _FLOAT, ["batch", *shape])
-        said = g.input(f"encoder_{layer}.value", TensorProto.FLOAT, [f"sequences_{layer}", *shape])
-        batch = g.Shape(g.tokens, start=0, end=1)
-        sizes = [g.constant([decoder.heads]), g.constant([-1]), g.constant([decoder.size])]
-        flat = g.Concat(g.Mul(batch, sizes[0]), *sizes[1:], axis=0)
-        said = g.Reshape(g.Reshape(said, flat), g.Concat(batch, *sizes, axis=0))
-        scores = g.MatMul(query, g.Transpose(heard, perm=[0, 1, 3, 2]))
-        crossed = g.MatMul(g.Softmax(scores, axis=-1), said)
-        return g.Add(decoder.attend(g, query, keys, values), crossed)
-
-    return make_decoder(replace(decoder, attend=attend))
-
-
 def self_attention() -> onnx.ModelProto:
     """Embeddings that go into queries and keys alike are the text: no cross-attention."""
     return onnx.parser.parse_model("""
@@ -327,7 +305,7 @@ def fixed_length() -> onnx.ModelProto:
     return model
 
 
-def all_rows_but_the_first(length: int | None = None) -> onnx.ModelProto:
+def all_rows_but_the_first() -> onnx.ModelProto:
     """As mobius-onnx writes Jamba's convolution: its state keeps its size in steps of one token only."""
     model = hybrid_model(growing=True)
     bound = next(n for n in model.graph.node if n.output[0] == "present_conv.1").input[1]
@@ -336,19 +314,18 @@ def all_rows_but_the_first(length: int | None = None) -> onnx.ModelProto:
             tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([1]), bound))
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
-            if length is not None and dim.dim_param == "sequence":
-                dim.dim_value = length
-        if value.name == "present_conv.1" and length is None:
-            value.type.tensor_type.shape.dim[2].dim_param = "sequence + 1"
+            if dim.dim_param == "sequence":
+                dim.dim_value = 1
     return model
 
 
-def with_steps_apart(masked: bool = False, branched: bool = False, scale: float = 1.0) -> onnx.ModelProto:
+def with_steps_apart(scale: float = 1.0) -> onnx.ModelProto:
     """As transformers.js has Qwen3.5: a state is computed otherwise for one token, and pads stay out of it.
 
+    The inputs of the convolution are multiplied with the newest columns of the padding mask; if a step has one token,
+    products take the place of the convolution.
+
     Args:
-        masked: the inputs of the convolution times the newest columns of the padding mask.
-        branched: If a step has one token, products take the place of the convolution.
         scale: of what that branch makes; 1: the same as the other one.
     """
     model = hybrid_model(growing=True)
@@ -358,34 +335,30 @@ def with_steps_apart(masked: bool = False, branched: bool = False, scale: float 
     kept, conv = (next(n for n in parts if n.op_type == op) for op in ("Slice", "Conv"))
     g = Graph()
     length = g.Shape("input_ids", start=1, end=2)
-    if masked:
-        graph.input.append(helper.make_tensor_value_info("attention_mask", _INT, ["batch", "P + S"]))
-        columns = g.Slice("attention_mask", g.Neg(length), [np.iinfo(np.int64).max], [1])
-        join.input[1] = g.Mul(join.input[1], g.Unsqueeze(g.Cast(columns, to=_FLOAT), [1]))
+    graph.input.append(helper.make_tensor_value_info("attention_mask", _INT, ["batch", "P + S"]))
+    columns = g.Slice("attention_mask", g.Neg(length), [np.iinfo(np.int64).max], [1])
+    join.input[1] = g.Mul(join.input[1], g.Unsqueeze(g.Cast(columns, to=_FLOAT), [1]))
     nodes = [*graph.node]
     places = sorted(nodes.index(n) for n in (join, kept, conv))
+    one = Graph()
+    row = one.Concat(*join.input, axis=2)
+    taps = one.constant(weights()["conv"] * scale, np.float32)
+    summed = one.ReduceSum(one.Mul(row, taps), [2], keepdims=1)
+    last = one.Slice(row, [1], [np.iinfo(np.int64).max], [2])
+    bodies, made = {}, (conv.output[0], kept.output[0])
     inner = [nodes[place] for place in places]
-    if branched:
-        one = Graph()
-        row = one.Concat(*join.input, axis=2)
-        taps = one.constant(weights()["conv"] * scale, np.float32)
-        summed = one.ReduceSum(one.Mul(row, taps), [2], keepdims=1)
-        last = one.Slice(row, [1], [np.iinfo(np.int64).max], [2])
-        bodies = {}
-        made = (conv.output[0], kept.output[0])
-        for name, body, outs in (("then", one.nodes, (summed, last)), ("else", inner, made)):
-            own = {t.name: f"{name}_{t.name}" for t in one.initializers}
-            own |= {o: f"{name}_{o}" for n in body for o in n.output}
-            body = [renamed_node(n, own) for n in body]
-            values = [helper.make_tensor_value_info(own[o], _FLOAT, None) for o in outs]
-            bodies[f"{name}_branch"] = helper.make_graph(body, name, [], values)
-        for tensor in one.initializers:
-            tensor.name = f"then_{tensor.name}"
-        graph.initializer.extend(one.initializers)
-        single = g.Squeeze(g.Equal(length, g.constant([1])))
-        inner = [helper.make_node("If", [single], [conv.output[0], kept.output[0]], "apart", **bodies)]
+    for name, body, outs in (("then", one.nodes, (summed, last)), ("else", inner, made)):
+        own = {t.name: f"{name}_{t.name}" for t in one.initializers}
+        own |= {o: f"{name}_{o}" for n in body for o in n.output}
+        values = [helper.make_tensor_value_info(own[o], _FLOAT, None) for o in outs]
+        bodies[f"{name}_branch"] = helper.make_graph([renamed_node(n, own) for n in body], name, [], values)
+    for tensor in one.initializers:
+        tensor.name = f"then_{tensor.name}"
+    graph.initializer.extend(one.initializers)
+    single = g.Squeeze(g.Equal(length, g.constant([1])))
+    apart = helper.make_node("If", [single], [conv.output[0], kept.output[0]], "apart", **bodies)
     nodes = [n for place, n in enumerate(nodes) if place not in places]
-    nodes[places[0] : places[0]] = [*g.nodes, *inner]
+    nodes[places[0] : places[0]] = [*g.nodes, apart]
     for tensor in g.initializers:
         old, tensor.name = tensor.name, f"apart_{tensor.name}"
         for node in g.nodes:
@@ -403,33 +376,15 @@ def renamed_node(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodePro
     return new
 
 
-def two_tables_of_one_size() -> onnx.ModelProto:
-    """Which input is which, the names say."""
-    model = cross_model("hidden")
-    for table in model.graph.initializer:
-        if list(table.dims) == [CAPACITY, WIDTH]:
-            rows = onnx.numpy_helper.to_array(table)[:VOCAB]
-            table.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(rows), table.name))
-    return model
-
-
 def entries() -> Iterator[Entry]:
-    yield from built("cross", {"counted apart": counted_apart}, capacity=24)
     yield from built("cross", {"decomposed": partial(cross_model, "hidden", "ones", plain=True)})
-    made = (self_attention, fixed_length, two_tables_of_one_size)
-    yield from built("cross", {make.__name__: make for make in made} | {"no caches": attention_model})
-    states = {"any": all_rows_but_the_first, "one": partial(all_rows_but_the_first, 1)}
-    yield from built("all rows but the first, tokens", states, capacity=24)
-    apart = {
-        "mask": {"masked": True}, "branches": {"branched": True}, "both": {"masked": True, "branched": True},
-        "other branch": {"branched": True, "scale": 1.5},
-    }  # fmt: skip
-    models = {name: partial(with_steps_apart, **how) for name, how in apart.items()}
-    yield from built("hybrid, steps apart", models, capacity=24)
-    crosses = [(kind, mask) for kind in ("keys", "hidden") for mask in ("none", "ones", "bool")]
+    yield from built("cross", {make.__name__: make for make in (self_attention, fixed_length)})
+    yield from built("all rows but the first", {"one token": all_rows_but_the_first}, capacity=24)
+    apart = {"both": with_steps_apart, "other branch": partial(with_steps_apart, 1.5)}
+    yield from built("hybrid, steps apart", apart, capacity=24)
     for growing in (False, True):
-        models = {
-            f"convolution={c}": (lambda c=c, g=growing: hybrid_model(convolution=c, growing=g)) for c in (True, False)
+        models = {"products": partial(hybrid_model, convolution=False, growing=growing)}
+        models |= {
+            f"{k} {m}": partial(cross_model, k, m, growing=growing) for k, m in (("keys", "ones"), ("hidden", "bool"))
         }
-        models |= {f"{k} {m}": (lambda k=k, m=m, g=growing: cross_model(k, m, growing=g)) for k, m in crosses}
         yield from built(f"hybrid, growing={growing}", models, **({"capacity": 24} if growing else {}))

@@ -53,15 +53,15 @@ def input_left_out() -> onnx.ModelProto:
     return of_function("Norm", "y = LayerNormalization (x, scale, bias)")
 
 
-def condition(taken: str, constant: str, *, inputs: str = "", nested: bool = False) -> onnx.ModelProto:
-    """An If whose branch `taken` writes the cache; the inner names of both are the same."""
-    other = "else_branch" if taken == "then_branch" else "then_branch"
+def condition(constant: str = "", *, inputs: str = "") -> onnx.ModelProto:
+    """An If of which one branch writes the cache; the inner names of both are the same."""
     written = f"row = Identity (update)  out = {WRITE} (past, row, write_indices)"
-    rest = f"{other} = b () => ({CACHE} out) {{ row = Identity (past)  out = Identity (row) }}"
-    body = f"If (c) <{taken} = a () => ({CACHE} out) {{ {written} }}, {rest}>"
-    if nested:
-        body = f"If (c) <{taken} = n () => ({CACHE} inner) {{ inner = {body} }}, {rest}>"
-    return update(f"[node_present] present = {body}", inputs, constant)
+    return update(
+        f"""[node_present] present = If (c) <
+            then_branch = a () => ({CACHE} out) {{ {written} }},
+            else_branch = b () => ({CACHE} out) {{ row = Identity (past)  out = Identity (row) }}>""",
+        inputs, constant,
+    )  # fmt: skip
 
 
 def loop(inputs: str = "", constant: str = "") -> onnx.ModelProto:
@@ -74,21 +74,6 @@ def loop(inputs: str = "", constant: str = "") -> onnx.ModelProto:
             still = Identity (go)
         }}>""",
         inputs, constant,
-    )  # fmt: skip
-
-
-def without_caches() -> onnx.ModelProto:
-    """Control flow that stays, in a branch of which another one lies that captures a constant."""
-    rows = "float[B,2,S,4]"
-    return update(
-        f"""chosen = Squeeze (flag)
-        new = If (always) <
-            then_branch = t () => ({rows} s) <float factor = {{2}}> {{ s = If (chosen) <
-                then_branch = m () => ({rows} x) {{ x = Mul (update, factor) }},
-                else_branch = d () => ({rows} y) {{ y = Div (update, factor) }}> }},
-            else_branch = e () => ({rows} s) <float factor = {{3}}> {{ s = Mul (update, factor) }}>
-        present = {WRITE} (past, new, write_indices)""",
-        ", bool[1] flag", "bool always = {1}",
     )  # fmt: skip
 
 
@@ -158,18 +143,15 @@ def merged(*, swapped: bool = False, both_cached: bool = False) -> onnx.ModelPro
 
 
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
-    **{f"functions {depth}": partial(functions, depth) for depth in (1, 2, 3)},
+    "functions": partial(functions, 2),
     "functions of another opset": partial(functions, 1, opset=25),
     "functions of another local opset": partial(functions, 1, local=25),
     "endless functions": partial(functions, 1, "local.Write0"),
     # TensorRT's parser takes its own Relu for my::Relu; inlined, it cannot.
     "named_as_an_operator": partial(of_function, "Relu", "y = Mul (x, x)"),
-    "without_caches": without_caches,
-    "If then_branch": partial(condition, "then_branch", "bool c = {1}"),
-    "If else_branch": partial(condition, "else_branch", "bool c = {0}"),
-    "If in If": partial(condition, "then_branch", "bool c = {1}", nested=True),
-    "If computed": partial(condition, "then_branch", "", inputs=", bool c"),
-    **{f"Loop {trips}": partial(loop, constant=f"int64 trips = {{{trips}}}") for trips in (1, 2)},
+    "If": partial(condition, "bool c = {1}"),
+    "If computed": partial(condition, inputs=", bool c"),
+    "Loop 1": partial(loop, constant="int64 trips = {1}"),
     "Loop None": partial(loop, ", int64 trips"),
 }
 MERGED: dict[str, dict[str, bool]] = {

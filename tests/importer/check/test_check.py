@@ -15,7 +15,6 @@ import numpy as np
 import onnx
 import pytest
 from attention_forms import WIDE
-from batch_forms import MIXES
 from concat_graphs import VOCABULARY, Build, Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
@@ -23,6 +22,7 @@ from graphs import Graph
 from held_graphs import grouped
 from mutation_cuts import Pair, trial
 from onnx import TensorProto, helper, numpy_helper
+from size_forms import roll
 from verify import mistakes as m
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -198,13 +198,13 @@ def test_sequences_may_be_the_inner_part_of_an_axis(tmp_path: Path) -> None:
 
 
 def a_hundredth(g: Build, x: str) -> str:
-    return g.Add(x, g.Mul(MIXES["roll"](g, x), g.number(0.01)))
+    return g.Add(x, g.Mul(roll(g, x), g.number(0.01)))
 
 
 def behind_large_products(g: Build, x: str) -> str:
     """Random weights stand in for them."""
     wide = g.MatMul(x, g.weight(16, 1 << 15))
-    return MIXES["roll"](g, g.MatMul(wide, g.weight(1 << 15, 16)))
+    return roll(g, g.MatMul(wide, g.weight(1 << 15, 16)))
 
 
 @pytest.mark.parametrize("after", [a_hundredth, behind_large_products])
