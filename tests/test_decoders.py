@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from decoders import DTYPES, FORMS, DecoderConfig, main, make_decoder, write_decoder
+from decoders import DTYPES, FORMS, DecoderConfig, make_decoder
 
 
 def run(model: onnx.ModelProto | str, config: DecoderConfig, tokens: int = 5) -> np.ndarray:
@@ -40,35 +40,6 @@ def test_all_forms_are_the_same_decoder(kv_heads: int, mode: str) -> None:
     logits = [run(make_decoder(dataclasses.replace(config, form=form)), config) for form in FORMS]
     for form, other in zip(FORMS, logits, strict=True):
         np.testing.assert_allclose(other, logits[0], rtol=0, atol=1e-4, err_msg=form)
-
-
-def test_seed_decides_the_weights() -> None:
-    one, same, other = (make_decoder(DecoderConfig(seed=seed)).SerializeToString() for seed in (1, 1, 2))
-    assert one == same
-    assert one != other
-
-
-def test_external_weights_are_the_same_weights(tmp_path) -> None:
-    config = DecoderConfig()
-    path = write_decoder(tmp_path / "m.onnx", config, external_threshold=1024)
-    assert path.stat().st_size < 64 << 10
-    tensors = onnx.load(path, load_external_data=False).graph.initializer
-    assert {t.data_location for t in tensors if t.name.endswith("q.weight")} == {onnx.TensorProto.EXTERNAL}
-    np.testing.assert_array_equal(run(str(path), config), run(make_decoder(config), config))
-
-
-def test_symbolic_capacity() -> None:
-    model = make_decoder(DecoderConfig(capacity="max_len"))
-    cache = next(v for v in model.graph.input if v.name == "key_cache.0")
-    assert [d.dim_param or d.dim_value for d in cache.type.tensor_type.shape.dim] == ["batch", "max_len", 32]
-
-
-def test_command_line(tmp_path, capsys) -> None:
-    path = tmp_path / "m.onnx"
-    main([str(path), "--form", "heads-major", "--dtype", "float16", "--capacity", "256", "--no-causal"])
-    assert capsys.readouterr().out.strip() == str(path)
-    cache = next(v for v in onnx.load(path).graph.input if v.name == "key_cache.0")
-    assert [d.dim_param or d.dim_value for d in cache.type.tensor_type.shape.dim] == ["batch", 2, 256, 16]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import net
-import numpy as np
 import onnx
 import pytest
 import spellings
@@ -17,7 +16,6 @@ from spellings import FIXED_SPELLINGS, SPELLINGS, Spelling, all_single, spelled
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.recognize.records import ATTENTION, brought, layouts
 
 SHARE = 50
 
@@ -66,23 +64,6 @@ def test_one_token_a_step(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     plan = import_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).plan
     assert {c.update_length for c in plan.caches} == {1}
-
-
-def test_layouts() -> None:
-    """Each layout of [B, S, H * D] and [B * N, D] that its sizes allow, and where its numbers lie."""
-    sizes = {"b": 5, "n": 2, "g": 1, "s": 7, "d": 4}
-    found = list(layouts((5, 7, 8), sizes))
-    assert found == [(("b",), ("s",), ("n", "d")), (("b",), ("s",), ("d", "n"))]
-    numbers = np.arange(5 * 7 * 8).reshape(5, 7, 8)
-    brought_back = brought(numbers, found[0], sizes, ATTENTION)
-    np.testing.assert_array_equal(brought_back[:, :, 0], numbers.reshape(5, 7, 2, 4).transpose(0, 2, 1, 3))
-    assert list(layouts((10, 4), {"b": 5, "n": 2, "d": 4})) == [(("b", "n"), ("d",)), (("n", "b"), ("d",))]
-
-
-def test_softmax_over_rows() -> None:
-    """Scores in two dimensions: rows of all sequences, heads and tokens."""
-    for seed in range(3):
-        assert _check(spelled(seed, "softmax", "2-D rows")) == EQUAL
 
 
 @pytest.mark.slow

@@ -24,10 +24,8 @@ from trt_kvcache.importer.plan import (
     OriginalTensor,
     Route,
     StateUpdate,
-    UpdateMode,
 )
-from trt_kvcache.messages import human_bytes
-from trt_kvcache.page import Html, Point, chart, page, table, tag
+from trt_kvcache.page import Html
 from trt_kvcache.runtime.measure import BenchReport, Timing
 
 run = CliRunner().invoke
@@ -123,74 +121,11 @@ def test_names_are_text() -> None:
         assert r"\x1b[2J\u202e&amp;amp;" in made
 
 
-def test_attributes_are_text() -> None:
-    made = tag("i", title='"><b x="', data_x=HOSTILE)
-    assert Reader(made).elements == [("i", {"title": '"><b x="', "data-x": HOSTILE.replace("\x1b", r"\x1b").replace(
-        "\u202e", r"\u202e")})]  # fmt: skip
-    assert tag("p", "a < b", tag("b", "c")) == "<p>a &lt; b<b>c</b></p>"
-
-
 def test_pages_load_nothing() -> None:
     for made in all_pages("plain"):
         assert not re.search(r"https?:|url\(|@import|<script|<link|<img|\ssrc=|\shref=", made)
         assert "default-src 'none'" in made
         assert made.startswith('<!doctype html>\n<html lang="en"><head><meta charset="utf-8">')
-
-
-def test_memory_is_that_of_the_plan() -> None:
-    """By batch and by capacity: of 256 tokens, as planned, and of 1024, as a plan for these would say."""
-    plan = sample_plan(3)
-    larger = replace(plan, caches=tuple(replace(c, physical_shape=("batch", 4, 1024, 64)) for c in plan.caches))
-    said = [text for text in Reader(plan_page("m", plan, 1, "")).texts if " tokens each: " in text]
-    assert len(said) == 5 * 7
-    for batch in (1, 8, 64):
-        assert f"256 tokens each: {batch}: {human_bytes(plan.cache_bytes(batch))}" in said
-        assert f"1024 tokens each: {batch}: {human_bytes(larger.cache_bytes(batch))}" in said
-    circular = replace(plan, caches=tuple(replace(c, mode=UpdateMode.CIRCULAR) for c in plan.caches))
-    assert f"a window each: 2: {human_bytes(plan.cache_bytes(2))}" in plan_page("m", circular, 1, "")
-    fixed = replace(plan, caches=tuple(replace(c, physical_shape=(2, *c.physical_shape[1:])) for c in plan.caches))
-    assert f"256 tokens each: 2: {human_bytes(plan.cache_bytes(2))}" in plan_page("m", fixed, 2, "")
-    assert "Memory" not in plan_page("m", replace(plan, caches=(), attention=()), 1, "")
-
-
-def test_what_is_around_a_cache() -> None:
-    plan = sample_plan(2)
-    texts = " | ".join(Reader(plan_page("m", plan, 1, "")).texts)
-    assert "key_cache.0..1, value_cache.0..1 | float16 [batch, 256, 256] | of fixed capacity" in texts
-    assert "one buffer: float16 [batch, 4, 256, 64]" in texts
-    assert "TensorRT's cache update | writes the new rows | at write_indices, linear" in texts
-    assert "attention, fused | reads the rows in use | j < nonpad_kv_seqlen" in texts
-    grown = tuple(
-        OriginalTensor(name, io, OriginalRole.GROWING_CACHE, "float16", ("batch", 4, axis, 64), ("batch", "", axis, ""))
-        for c in plan.caches
-        for name, io, axis in ((c.past, "input", "past"), (c.present, "output", "total"))
-    )
-    caches = tuple(replace(c, idiom="Concat", route=Route.FUNCTIONAL) for c in plan.caches)
-    made = plan_page("m", replace(plan, caches=caches, original=grown), 1, "")
-    assert '<strong class="bad">0 of 4 caches in place' in made
-    texts = " | ".join(Reader(made).texts)
-    assert "float16 [batch, 4, past, 64] | grows in each step, and is copied" in texts
-    assert "two buffers: all rows are copied in each step" in texts
-    assert "plain operators" in texts
-
-
-def test_charts_have_logarithmic_axes() -> None:
-    made = chart("t", "x", [("a", [Point(1, 10), Point(10, 100, 50, 200), Point(100, 1000)])])
-    circles = [given for element, given in Reader(made).elements if element == "circle"]
-    x, y = ([float(given[key] or "") for given in circles] for key in ("cx", "cy"))
-    assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=0.2)
-    assert y[0] - y[1] == pytest.approx(y[1] - y[2], abs=0.2)
-    assert y[0] > y[2]
-    for lines in ([Point(3, 5)], [Point(1, 1e15), Point(1 << 40, 1e-3)]):
-        for binary in (False, True):
-            made = chart("t", "x", [("a", lines)], binary=binary)
-            assert "nan" not in made
-            assert 1 <= made.count('text-anchor="end"') <= 7
-
-
-def test_a_table_keeps_lines_of_our_own() -> None:
-    assert "<td>a\nb</td>" in table(("x",), [("a\nb",)])
-    assert page("t").endswith("<body></body></html>\n")
 
 
 def test_results_are_compared(tmp_path: Path) -> None:
