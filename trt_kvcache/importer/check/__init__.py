@@ -9,7 +9,6 @@ give different numbers.
     models             both models, with the inputs that mean the same on both sides
     region cuts the changed parts out of both models: from boundaries, caches and inputs to joins and presents
     shrunk_weights     regions with large weights: few rows and columns, random numbers
-    short_heads        regions with short heads, for long steps
     region_runs        both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
     region_comparison  the steps of a region, both sides over these steps, and where they differ first
     tolerances         how far numbers may be apart

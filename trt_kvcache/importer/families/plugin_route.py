@@ -96,7 +96,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     _check_types(graph)
 
 
-def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
+def define(model: onnx.ModelProto) -> onnx.ModelProto:
     """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
 
     TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts it in any
@@ -105,7 +105,7 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
     defined = {(f.domain, f.name) for f in model.functions}
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
     if not any(unknown):
-        return model, None
+        return model
     copy = copied(model)
     del copy.graph.node[:]
     types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
@@ -125,7 +125,7 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
         if name == TENSORRT_UPDATE:
             function.name, function.attribute[:] = name, ["update_form", "mode"]
         copy.functions.append(function)
-    return copy, None
+    return copy
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:

@@ -1,7 +1,7 @@
 """Recognize the caches of an exported model, and the attentions over them, by running parts of the model.
 
     carried             guesses from shapes which input and output are one cache; finds state that is no cache
-    sample_steps        makes steps (a shape and a value for each input), and evaluates any tensor in a step
+    sample_steps        makes steps: a shape and a value for each input
     constant_branches   replaces conditions and indices that are the same in every step with constants
     regions             cuts out the parts of the model that write a cache or attend to it
     region_steps        runs a region in a step, and finds how the step writes a cache
@@ -41,7 +41,8 @@ from trt_kvcache.importer.recognize.records import (
 )
 from trt_kvcache.importer.recognize.region_steps import Runner, read_updates
 from trt_kvcache.importer.recognize.regions import Cutter, Region
-from trt_kvcache.importer.recognize.sample_steps import Blueprint, Samples
+from trt_kvcache.importer.recognize.sample_steps import Samples
+from trt_kvcache.importer.steps.probe import Blueprint
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import RunError, open_session
 

@@ -18,8 +18,9 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.importer.protos import is_op
-from trt_kvcache.importer.recognize.sample_steps import Array, Sample, Samples
+from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 from trt_kvcache.importer.simplify import splice_body
+from trt_kvcache.importer.steps.probe import Array
 
 _LARGEST = 1 << 16  # elements of a constant
 
