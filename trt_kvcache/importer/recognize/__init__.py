@@ -15,6 +15,7 @@ refuses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -118,10 +119,12 @@ def recognize(
         try:
             return among(guesses)
         except (RecognizeError, UnsupportedModelError, OptionError):
-            caches = _without_states(graph, guesses)
-            if not caches:
+            growing = [c for c in guesses if c.growing]
+            if not growing or len(growing) == len(guesses):
                 raise
-        return among(caches)
+            with suppress(RecognizeError, UnsupportedModelError, OptionError):
+                return among(growing)  # the others may be states
+            raise
     except RecognizeError as error:
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack) from None
@@ -130,17 +133,6 @@ def recognize(
             "of earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch "
             "with DynamicCache"
         ) from None
-
-
-def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
-    """The guesses that cannot be state; an empty list if all of them could be state, or none of them."""
-    growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
-    try:
-        states = {s.past for s in find_states(graph, growing)}
-    except UnsupportedModelError:
-        return []
-    caches = [c for c in guesses if c.past.name not in states]
-    return caches if len(caches) < len(guesses) else []
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
@@ -179,9 +171,8 @@ class _Recognizer:
 
     def recognize(self, caches: list[Cache]) -> Recognized:
         """Find the caches and attentions of the model, starting from guessed caches."""
-        positions: tuple[str, ...] = ()
         for _ in range(_ROUNDS):
-            guess = [replace(c, positions=(*self._counters(c), *positions)) for c in caches]
+            guess = [replace(c, positions=self._counters(c)) for c in caches]
             self._interface = Interface(self._model, guess, self._options.config, self._states)
             asked = self._interface.fixed_capacity(None)
             self._samples = Samples(self._blueprint, self._interface, asked or self._options.capacity or self._usual)
@@ -210,16 +201,8 @@ class _Recognizer:
                         f"token ids ('{error.args[0]}') change an attention or its mask directly, not only through "
                         "their embeddings"
                     ) from None
-                if positions or not self._may_count(error.args[0]):
-                    raise
-                positions = error.args
+                raise
         raise RecognizeError("how steps change the caches could not be determined")
-
-    def _may_count(self, name: str) -> bool:
-        """True if an input may hold the positions of the new tokens."""
-        tokens, shape = self._interface.inputs[self._interface.tokens].shape, self._interface.inputs[name].shape
-        is_open = all(isinstance(d, str) for d in shape)
-        return len(shape) <= 2 and (is_open or shape in (tokens, tokens[:1], tokens[1:2]))
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
         """Names of integer inputs that may give the row at which a fixed cache is written."""
