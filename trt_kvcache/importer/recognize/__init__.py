@@ -122,8 +122,11 @@ def recognize(
             growing = [c for c in guesses if c.growing]
             if not growing or len(growing) == len(guesses):
                 raise
+            others = {str(c.past.name) for c in guesses if not c.growing}
             with suppress(RecognizeError, UnsupportedModelError, OptionError):
-                return among(growing)  # the others may be states
+                found = among(growing)
+                if others <= {state.past for state in found.interface.states}:
+                    return found
             raise
     except RecognizeError as error:
         if stack := stack_in_words(graph):

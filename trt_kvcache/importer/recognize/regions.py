@@ -154,7 +154,7 @@ class Cutter:
         for name in fronts:
             beside = (f for f in fronts if not after[f] & bits[name] and not after[name] & bits[f])
             if parts := [f for f in beside if fronts[f] & fronts[name]]:
-                raise RecognizeError(f"'{name}' and '{parts[0]}' attend to one cache, each to a part of it")
+                raise RecognizeError(f"'{name}' and '{parts[0]}' are computed from one cache, apart from each other")
             result, between = name, set[str]()
             if guard := self._guard(result, readers.get(result, ())):
                 result, between = guard, between | {result}

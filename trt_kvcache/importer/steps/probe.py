@@ -143,14 +143,16 @@ class Blueprint:
     def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
         """Infer the types of a node's outputs with ONNX's shape inference."""
         known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
-        types = {n: onnx.TypeProto.FromString(f.kind) for n, f in known.items() if f.kind is not None}
+        own = {*maker.node.input}  # bodies read names that they define
+        types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items() if f.kind or n in own}
         data = {
             n: numpy_helper.from_array(v) for n, f in known.items() if (v := f.value) is not None and _may_decide(v)
         }
         node, domain = maker.node, "" if maker.node.domain == "ai.onnx" else maker.node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
-            opsets = list(self.model.opset_import)
+            holds_bodies = any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)
+            opsets = list(self.model.opset_import) if holds_bodies else None
             inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=opsets)
         except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
             inferred = {}
