@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from trt_kvcache.child import Caller, serve
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.check.check_process import Request, Verdict
+from trt_kvcache.importer.check import Request, Verdict
 from trt_kvcache.importer.check.mixing import find_mixing
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import Region, find_regions

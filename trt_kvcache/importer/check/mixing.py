@@ -28,7 +28,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.models import ModelPair
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN, Term
@@ -38,10 +38,9 @@ from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, int_attribute, is_op, names_read, part_of
 from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
-from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, read_limits, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
-from trt_kvcache.importer.steps.step_limits import Step, read_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

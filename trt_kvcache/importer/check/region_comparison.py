@@ -10,7 +10,7 @@ import numpy as np
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.region_runs import Feeds, RegionRuns, StuckError
@@ -32,9 +32,9 @@ from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
-from trt_kvcache.importer.steps.step_limits import Limits, Step, read_limits
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of garbage in rows without a token, tried in this order until the original hides it. At the last one,

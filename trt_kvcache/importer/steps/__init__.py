@@ -1,7 +1,6 @@
 """Steps of a decode loop for the original and the rewritten model; `check` and `verify` run both models with these.
 
-step_limits         steps, and the limits that a model sets them
-drawn_inputs        values for the inputs of a step; the role of each decides
+drawn_inputs        steps, the limits that a model sets them, and values for their inputs; roles decide them
 cache_contents      values for its caches, with garbage in rows without a token
 original_interface  translates a step of the rewritten model for the original
 later_tokens        models whose tokens see later tokens of their step
