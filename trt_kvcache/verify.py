@@ -43,9 +43,8 @@ from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
-from trt_kvcache.importer.steps.drawn_inputs import draw_constants
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 from trt_kvcache.importer.steps.element_types import all_types
-from trt_kvcache.importer.steps.step_limits import read_limits
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.progress import phase
 

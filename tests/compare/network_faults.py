@@ -198,7 +198,7 @@ def _changes(exact: Parsed, broken: Parsed) -> bool:
     from trt_kvcache.compare.rewritten_model import Rewritten
     from trt_kvcache.compare.text_inputs import TextInputs
     from trt_kvcache.importer.planning.index_limits import index_limits
-    from trt_kvcache.importer.steps.step_limits import read_limits
+    from trt_kvcache.importer.steps.drawn_inputs import read_limits
 
     imported = exact.imported
     limits = read_limits(imported.plan, 2)

@@ -12,7 +12,7 @@ from trt_kvcache.compare.decode import DRAWN, Piece, plan_pieces
 from trt_kvcache.compare.rewritten_model import copy_rows
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.steps.cache_contents import CacheTensor, find_caches
-from trt_kvcache.importer.steps.step_limits import Limits
+from trt_kvcache.importer.steps.drawn_inputs import Limits
 
 PLACES = {40: "decode", 256: "span"}
 

@@ -18,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.families.quantizers import standardize
+from trt_kvcache.importer.families.quantizers import refuse_integers
 
 FLOAT = TensorProto.FLOAT
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)
@@ -38,7 +38,7 @@ def test_integers_are_refused_by_name(op: str, domain: str) -> None:
     graph.node(op, ["x"], "y", domain=domain)
     graph.output("y", FLOAT, [24])
     with pytest.raises(UnsupportedModelError, match=rf"{op} 'node_y' computes with integers of 8 bits. {ADVICE}"):
-        standardize(graph.model(21))
+        refuse_integers(graph.model(21))
 
 
 def decoder(scale: Any, zero: Any) -> onnx.ModelProto:
@@ -88,10 +88,10 @@ def test_tables_and_biases_of_integers_are_refused_by_name() -> None:
     graph.DequantizeLinear(rows, graph.constant(0.5, np.float32), out="y")
     graph.output("y", FLOAT, ["S", 4])
     with pytest.raises(UnsupportedModelError, match="Gather .* gathers rows of a quantized table. int8 of ONNX"):
-        standardize(graph.model(21))
+        refuse_integers(graph.model(21))
     graph = Graph()
     bias = graph.DequantizeLinear(graph.constant(np.ones(4), np.int32), graph.constant(0.5, np.float32))
     graph.Identity(bias, out="y")
     graph.output("y", FLOAT, [4])
     with pytest.raises(UnsupportedModelError, match="DequantizeLinear .* dequantizes int32. int8 of ONNX"):
-        standardize(graph.model(21))
+        refuse_integers(graph.model(21))

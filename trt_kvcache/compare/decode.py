@@ -13,8 +13,7 @@ import numpy.typing as npt
 
 from trt_kvcache.compare.differences import share_of_logits
 from trt_kvcache.importer.plan import CachePlan, Role
-from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS
-from trt_kvcache.importer.steps.step_limits import Limits
+from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, Limits
 
 __all__ = ["DRAWN", "Decode", "Difference", "Piece", "Runner", "compare", "plan_pieces"]
 

@@ -27,9 +27,9 @@ from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.steps.cache_contents import as_text, find_caches, find_states, fixed_rows, original_rows
+from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
-from trt_kvcache.importer.steps.step_limits import read_limits
 
 __all__ = ["Exported", "ring_rows"]
 

@@ -31,7 +31,7 @@ from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.plan import CachePlan, cache_bytes
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
-from trt_kvcache.importer.steps.step_limits import read_limits
+from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.machine import free_memory
 
 __all__ = ["NetworkComparison", "NetworkWatch", "compare_as_exported", "compare_network", "too_large"]

@@ -36,8 +36,7 @@ from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import iter_scopes
-from trt_kvcache.importer.steps.drawn_inputs import draw_constants
-from trt_kvcache.importer.steps.step_limits import read_limits
+from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 
 __all__ = ["Watch", "chooses_experts", "record_proof"]
 

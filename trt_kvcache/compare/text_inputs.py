@@ -16,8 +16,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, arrange, draw_constants, span_inputs
-from trt_kvcache.importer.steps.step_limits import Step
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, arrange, draw_constants, span_inputs
 from trt_kvcache.machine import free_memory
 
 __all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs", "token_table"]

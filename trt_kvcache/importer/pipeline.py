@@ -100,7 +100,6 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     prepared, plan, rewritten = _rewrite(source, options)
     plan = _check(source, options, prepared, plan, rewritten).on(plan)
     plan = _adapt(source, prepared, plan, rewritten)
-    families.for_tensorrt(rewritten, source.path.parent)  # may refuse; the edited model is not used
     return _quantize(plan, rewritten)[0]
 
 
@@ -233,7 +232,6 @@ def _plan_and_rewrite(
     check_unique_outputs(graph)
     fold_identities(graph)
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
-    plan = replace(plan, notes=(*plan.notes, *families.notes(prepared.model, source.path.parent)))
     for finish in prepared.finishes:
         plan = finish(plan)
     plan = replace(plan, warnings=(*plan.warnings, *_beyond_texts(source.path.parent, options.capacity)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 import onnx
@@ -71,17 +70,17 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
         raise OptionError(f"--capacity is {asked}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
-    model, chosen = families.edit("choose", model)
+    model, chosen = families.choose(model)
     if chosen:  # weights of the chosen branch are now in the main graph
         model, more = detach_weights(model)
         weights |= more
     model, functions = inline_functions(model)
     name_nodes(model.graph)
     reference = copied(model)
-    model, branches, notes = flatten(model)
-    notes += _doubles(model.graph)
+    model, branches = flatten(model)
+    notes = _doubles(model.graph)
     inlined = (*functions, *branches)
-    model, finishes = families.edit("rewrite", model)
+    model, finishes = families.rewrite(model)
     model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
@@ -94,18 +93,18 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     return Prepared(reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
 
 
-def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:
-    """Bring a model into one flat graph of named nodes, opset 24 or later, with edits of families.
+def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """Bring a model into one flat graph of named nodes, opset 24 or later.
 
     Args:
         model: a decoder or an encoder; may be changed.
 
     Returns:
-        The model, names of what was inlined, and notes for the plan.
+        The model, and names of what was inlined.
     """
     model, inlined = simplify(model)
-    model, notes = families.edit("standardize", model)
-    return model, inlined, tuple(chain(*notes))
+    families.standardize(model)
+    return model, inlined
 
 
 def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:

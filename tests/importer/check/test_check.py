@@ -606,7 +606,7 @@ def endless(graph: Graph, query: str) -> str:
 
 
 def test_the_process_may_die(tmp_path: Path) -> None:
-    from trt_kvcache.importer.check import check_process
+    from trt_kvcache.importer import check as check_process
 
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
     before = plan_model(tmp_path / "model.onnx", PLAN)
@@ -626,7 +626,7 @@ def test_a_type_that_there_is_not_is_no_trace() -> None:
 
 def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:
     """It starts a process of its own beside the one that answers."""
-    from trt_kvcache.importer.check import check_process
+    from trt_kvcache.importer import check as check_process
 
     onnx.save(hostile(endless), tmp_path / "endless.onnx")
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")

@@ -7,7 +7,7 @@ events as news. It asks the caller for weights that are stored inside the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from onnx import TensorProto
 
 from trt_kvcache.child import Caller, serve
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.check.check_process import Request, Verdict
+from trt_kvcache.importer.check import Request, Verdict
 from trt_kvcache.importer.check.mixing import find_mixing
 from trt_kvcache.importer.check.models import pair_models
 from trt_kvcache.importer.check.region import Region, find_regions
@@ -74,9 +74,8 @@ def check_models(
 ) -> list[Verdict]:
     """Return a verdict for every region; `check_rewrite` describes the arguments."""
     plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
-    pair = pair_models(original, rewritten, plan)
-    limits = index_limits(rewritten, plan)
-    done: dict[str, Verdict] = {}
+    pair, limits = pair_models(original, rewritten, plan), index_limits(rewritten, plan)
+    judge = _Judge(plan, limits, weights, folder, thorough)
     first: list[Verdict] = []
     for _ in range(_ROUNDS):
         try:
@@ -84,7 +83,7 @@ def check_models(
             verdicts = []
             with phase("regions", len(regions)) as compared:
                 for region in regions:
-                    verdicts.append(_judge(region, plan, limits, weights, folder, done, thorough=thorough))
+                    verdicts.append(judge.verdict(region))
                     compared()
         except UnsupportedModelError:
             if not first:
@@ -93,7 +92,7 @@ def check_models(
         wrong = {v.name for v in verdicts if v.answer != "equal"}
         first = first or verdicts
         if not wrong:
-            outside = find_mixing(pair, regions, limits, lambda model: _loaded(model, weights, folder))
+            outside = find_mixing(pair, regions, limits, judge.loaded)
             return verdicts if outside is None else [*verdicts, outside]
         # A name may have other contents in the rewritten graph, such as a view of a cache. Then later tensors decide:
         # regions whose joins differ are merged with the regions that read them.
@@ -104,22 +103,6 @@ def check_models(
     return first
 
 
-def _judge(
-    region: Region,
-    plan: CachePlan,
-    limits: IndexLimits,
-    weights: Mapping[str, TensorProto],
-    folder: Path,
-    done: dict[str, Verdict],
-    *,
-    thorough: bool,
-) -> Verdict:
-    if region.key not in done:
-        done[region.key] = _compared(region, plan, limits, weights, folder, thorough=thorough)
-    name = next(iter(region.joins), ", ".join(region.presents))
-    return replace(done[region.key], name=name, layer=region.layer)
-
-
 def _with_batch(tensor: TensorRole) -> TensorRole:
     """Name a tensor's first axis "batch" if the exporter used another symbol there than for the batch."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
@@ -128,59 +111,68 @@ def _with_batch(tensor: TensorRole) -> TensorRole:
     return replace(tensor, axes=("batch", *tensor.axes[1:]))
 
 
-def _compared(
-    region: Region,
-    plan: CachePlan,
-    limits: IndexLimits,
-    weights: Mapping[str, TensorProto],
-    folder: Path,
-    *,
-    thorough: bool,
-) -> Verdict:
-    """Compare a region: with the model's own weights if it has caches; else with random weights and fewer rows."""
-    own = has_caches(region, plan)
-    first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
-    readable = bytes_read(region.models) <= _WEIGHTS
+@dataclass(frozen=True)
+class _Judge:
+    """Compares regions; equal regions are compared once."""
 
-    def with_own_weights() -> Verdict:
-        read = tuple(_loaded(model, weights, folder) for model in region.models)
-        return compare_region(replace(region, models=(read[0], read[1])), plan, limits, thorough=thorough)
+    plan: CachePlan
+    limits: IndexLimits
+    weights: Mapping[str, TensorProto]
+    folder: Path
+    thorough: bool
+    done: dict[str, Verdict] = field(default_factory=dict)
 
-    # A weight that only one side reads may have no effect with its own numbers, but an effect with random ones.
-    if readable and (own or first != second or not first):
-        return with_own_weights()
-    stuck: Verdict | None = None
-    if first and second <= first:
-        for small, its_plan, its_limits in shrunk(region, plan, limits, *((_WEIGHTS, _WEIGHTS) if own else _DRAWN)):
-            verdict = compare_region(drawn(small), its_plan, its_limits, thorough=thorough)
-            if verdict.answer in ("equal", "different"):
-                return verdict
-            if verdict.answer == "stuck":
-                stuck = verdict
-    if readable:
-        return with_own_weights()
-    if stuck is not None:  # the rewritten side does not run although all sizes but the shrunk ones are equal
-        return stuck
-    unread = not own and not region.is_end and second <= first
-    return Verdict("", "equal" if unread else "undecided", "it has more weights than can be read")
+    def verdict(self, region: Region) -> Verdict:
+        """Return the verdict for a region, with its name."""
+        if region.key not in self.done:
+            self.done[region.key] = self._compared(region)
+        name = next(iter(region.joins), ", ".join(region.presents))
+        return replace(self.done[region.key], name=name, layer=region.layer)
 
+    def _compared(self, region: Region) -> Verdict:
+        """Compare a region with the model's own weights if it has caches; else with random weights and fewer rows."""
+        own = has_caches(region, self.plan)
+        first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
+        readable = bytes_read(region.models) <= _WEIGHTS
+        # A weight that only one side reads may have no effect with its own numbers, but an effect with random ones.
+        if readable and (own or first != second or not first):
+            return self._with_own_weights(region)
+        stuck: Verdict | None = None
+        if first and second <= first:
+            sizes = (_WEIGHTS, _WEIGHTS) if own else _DRAWN
+            for small, its_plan, its_limits in shrunk(region, self.plan, self.limits, *sizes):
+                verdict = compare_region(drawn(small), its_plan, its_limits, thorough=self.thorough)
+                if verdict.answer in ("equal", "different"):
+                    return verdict
+                if verdict.answer == "stuck":
+                    stuck = verdict
+        if readable:
+            return self._with_own_weights(region)
+        if stuck is not None:  # the rewritten side does not run although all sizes but the shrunk ones are equal
+            return stuck
+        unread = not own and not region.is_end and second <= first
+        return Verdict("", "equal" if unread else "undecided", "it has more weights than can be read")
 
-def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> onnx.ModelProto:
-    """Return a copy of the model with the data of its weights."""
-    copy = copied(model)
-    for tensor in copy.graph.initializer:
-        if (data := detached(tensor, weights)) is not None:
-            name = tensor.name
-            tensor.CopyFrom(data)
-            tensor.name = name
-        try:
-            read_data(tensor, folder)
-        except (OSError, ValueError):
-            raise InvalidModelError(
-                f"{folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
-                "files stay as they are"
-            ) from None
-    return copy
+    def _with_own_weights(self, region: Region) -> Verdict:
+        one, other = map(self.loaded, region.models)
+        return compare_region(replace(region, models=(one, other)), self.plan, self.limits, thorough=self.thorough)
+
+    def loaded(self, model: onnx.ModelProto) -> onnx.ModelProto:
+        """Return a copy of the model with the data of its weights."""
+        copy = copied(model)
+        for tensor in copy.graph.initializer:
+            if (data := detached(tensor, self.weights)) is not None:
+                name = tensor.name
+                tensor.CopyFrom(data)
+                tensor.name = name
+            try:
+                read_data(tensor, self.folder)
+            except (OSError, ValueError):
+                raise InvalidModelError(
+                    f"{self.folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
+                    "files stay as they are"
+                ) from None
+        return copy
 
 
 if __name__ == "__main__":

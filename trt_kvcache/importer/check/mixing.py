@@ -28,7 +28,7 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.models import ModelPair
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.symbolic_shapes import UNKNOWN, Term
@@ -36,12 +36,11 @@ from trt_kvcache.importer.check.tolerances import sequence_axis, token
 from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.protos import int_attribute, is_op, names_read, part_of
+from trt_kvcache.importer.protos import FLOATS, int_attribute, is_op, names_read, part_of
 from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
-from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, read_limits, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
-from trt_kvcache.importer.steps.step_limits import Step, read_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -146,6 +145,9 @@ class _Outside:
         # Graph outputs that are results of regions, for example in a model that is one attention.
         self._of_caches = graph.tainted(pasts, through=stops.keys() - ends, shapes=False)
         shapes = {name: _shape(pair, name) for name in ends}
+        if inner:  # integers may count the tokens of a step
+            floats = {n for n in ends if (k := pair.kinds[1].get(n)) and k.elem_type in FLOATS}
+            shapes = {name: shape for name, shape in shapes.items() if name in floats}
         self._shapes = {n: s for n, s in shapes.items() if s and sequence_axis(s) is not None and _separates_tokens(s)}
         self._axes = {t.name: t.axes.index("batch") for t in pair.plan.tensors if t.name in ends and "batch" in t.axes}
         self._axes |= {name: axis for name, shape in shapes.items() if (axis := self._axis(shape)) is not None}

@@ -59,10 +59,6 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     pair = ModelPair(
         *sides, plan, (Kinds(sides[0].model, first, batch), Kinds(sides[1].model, second, batch)), frozenset(shared)
     )
-    both = [name for name in sides[0].makes if name in sides[1].makes]
-    if any(all(_is_open(kinds.get(name)) for kinds in pair.kinds) for name in both):
-        for kinds in pair.kinds:
-            kinds.compute()
     if plan.logits_span is not None:
         pair.last_positions = sides[1].tainted([plan.logits_span.name])
     return pair
@@ -141,8 +137,3 @@ def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
         Term(d, 0, 0) if isinstance(d, int) else sizes.get(a) for d, a in zip(tensor.shape, tensor.axes, strict=True)
     ]
     return len(wanted) == len(kind.shape) and all(w in (None, t) for w, t in zip(wanted, kind.shape, strict=True))
-
-
-def _is_open(kind: Kind | None) -> bool:
-    """True for a float type, or an unknown one, without a shape."""
-    return kind is None or (kind.shape is None and kind.elem_type in (0, *FLOATS))

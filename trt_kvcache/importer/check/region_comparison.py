@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import permutations
 
@@ -10,11 +10,10 @@ import numpy as np
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.check_process import Verdict
+from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.region_runs import Feeds, RegionRuns, StuckError
-from trt_kvcache.importer.check.short_heads import with_short_heads
 from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.check.tolerances import (
     FAR,
@@ -33,9 +32,9 @@ from trt_kvcache.importer.check.verdicts import current_verdicts, key_of
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
-from trt_kvcache.importer.steps.step_limits import Limits, Step, read_limits
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of garbage in rows without a token, tried in this order until the original hides it. At the last one,
@@ -43,7 +42,6 @@ both sides must be equal even if the original reads garbage: else the rewritten 
 _HALF_GARBAGE = _GARBAGE[3:]
 """In float16, ONNX Runtime adds the lowest number to masked scores; scores from larger garbage would outweigh it."""
 _BATCH = 2
-_MANY = 1 << 13  # scores; a step with more is expensive
 _FEW_STEPS = 6
 _FEW = 64  # keys that are changed, one after the other, to find the key that only one side sees
 _MOST_INTEGERS = 8
@@ -91,36 +89,25 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
     allowed = read_limits(plan, _BATCH)
     rows = rows_needed((k for k in region.integers if k < capacity), min(allowed.length or 9, allowed.longest))
     wide = is_narrow(region.models)
-    sessions: tuple[list[ModelSession], list[ModelSession]] = ([], [])  # with whole and with short heads
+    sessions: list[ModelSession] = []
 
     def make(plan: CachePlan, steps: Sequence[Step]) -> _Run:
-        return _Run(RegionRuns(region, plan, limits, wide=wide, sessions=sessions[0]), steps)
-
-    def by_length(plan: CachePlan, steps: Sequence[Step]) -> Iterator[_Run]:
-        """Yield a run for cheap steps, and one for expensive steps, which uses short heads if possible."""
-        few, many = ([s for s in steps if (_cost(s) > _MANY) is large] for large in (False, True))
-        short = with_short_heads(region, plan) if many else None
-        if short is None:
-            yield make(plan, steps)
-            return
-        if few:
-            yield make(plan, few)
-        yield _Run(RegionRuns(*short, limits, wide=wide, sessions=sessions[1]), many, lambda: make(plan, many))
+        return _Run(RegionRuns(region, plan, limits, wide=wide, sessions=sessions), steps)
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
         # A region without a constant near the capacity also runs on short caches.
         short = _shortened(plan, rows)
-        first, *others = by_length(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
+        first = make(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
         if first.has_verdict(first=True) or first.opens():
             at = short
-            yield from (first, *others)
-            yield from by_length(plan, end_steps(allowed, capacity))
+            yield first
+            yield make(plan, end_steps(allowed, capacity))
     if at is plan:
-        yield from by_length(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
+        yield make(plan, plan_steps(allowed, region.integers, capacity, thorough=thorough))
     few = plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:_FEW_STEPS] if wide else []
     if _caches(region, at) and _has_norm(region):
-        small = RegionRuns(region, at, limits, wide=wide, sessions=sessions[0], small=True)
+        small = RegionRuns(region, at, limits, wide=wide, sessions=sessions, small=True)
         yield _Run(small, plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:_FEW_STEPS])
     if wide and is_half(region.models):
         yield _Run(RegionRuns(region, at, limits, wide=False, sessions=[]), few)
@@ -136,11 +123,6 @@ def _has_norm(region: Region) -> bool:
     return any(op in norms or "Normalization" in op for op in operators)
 
 
-def _cost(step: Step) -> int:
-    """Return the approximate number of scores in a step."""
-    return len(step.starts) * (step.length + 8) * (max(step.starts) + step.length)
-
-
 class _Run:
     """Both sides of a region over some steps.
 
@@ -152,12 +134,10 @@ class _Run:
     Args:
         sides: both sides of the region.
         steps: the steps to run.
-        whole: the same run with whole heads, for a run with short heads; it decides if some step seems to differ.
     """
 
-    def __init__(self, runs: RegionRuns, steps: Sequence[Step], whole: Callable[[], _Run] | None = None) -> None:
+    def __init__(self, runs: RegionRuns, steps: Sequence[Step]) -> None:
         region = runs.region
-        self._whole = whole
         self.runs, self.region = runs, region
         self.compared: list[Step] = []
         self.alive: set[str] = set()
@@ -195,26 +175,10 @@ class _Run:
         """
         if self.has_verdict(first=first):
             return ""
-        if self._whole is None:
-            why = self.compare()
-        elif self._finds_all_equal():
-            why = ""
-        else:
-            whole = self._whole()
-            why = whole.judge(first=first)
-            self.alive, self._was_compared = whole.alive, whole.compares
-            return why
-        why = why or (self.multiplies_no_number() if first else "")
+        why = self.compare() or (self.multiplies_no_number() if first else "")
         if self._verdicts is not None and not why and self.compared:
             self._verdicts.keep(self._name(first=first), self.alive)
         return why
-
-    def _finds_all_equal(self) -> bool:
-        """True if each step runs, and nothing differs."""
-        try:
-            return not self.compare() and len(self.compared) == len(self._steps) > 0
-        except (RunError, OptionError, UnsupportedModelError):
-            return False
 
     def _name(self, *, first: bool) -> str:
         """Return the name of the stored verdict; the first run of a region compares more than later ones."""

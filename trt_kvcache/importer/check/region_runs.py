@@ -27,11 +27,10 @@ from trt_kvcache.importer.steps.cache_contents import (
     numpy_dtype,
     ring_window,
 )
-from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, draw_constants, span_inputs
+from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, Step, draw_constants, span_inputs
 from trt_kvcache.importer.steps.original_interface import OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
-from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

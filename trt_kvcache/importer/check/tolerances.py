@@ -15,9 +15,9 @@ from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.protos import FLOATS, elem_type_of, is_op
 from trt_kvcache.importer.steps.cache_contents import CacheTensor
+from trt_kvcache.importer.steps.drawn_inputs import Step
 from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.runnable import NARROW
-from trt_kvcache.importer.steps.step_limits import Step
 
 Array = npt.NDArray[Any]
 

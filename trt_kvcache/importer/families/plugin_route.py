@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import numpy as np
 import onnx
@@ -45,6 +44,7 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
+from trt_kvcache.importer.lower.body import parse
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, opset_version
 from trt_kvcache.importer.rewrite.cache_updates import first_rows
@@ -53,6 +53,7 @@ from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERS
 
 _ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
 
+_LINE = "\n"
 _THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.TensorProto.FLOAT4E2M1}
 
 
@@ -96,7 +97,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     _check_types(graph)
 
 
-def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
+def define(model: onnx.ModelProto) -> onnx.ModelProto:
     """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
 
     TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts it in any
@@ -105,7 +106,7 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
     defined = {(f.domain, f.name) for f in model.functions}
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
     if not any(unknown):
-        return model, None
+        return model
     copy = copied(model)
     del copy.graph.node[:]
     types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
@@ -125,7 +126,7 @@ def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
         if name == TENSORRT_UPDATE:
             function.name, function.attribute[:] = name, ["update_form", "mode"]
         copy.functions.append(function)
-    return copy, None
+    return copy
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
@@ -288,20 +289,6 @@ def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
 _OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # attributes that do not change the meaning
 
 
-class _Body:
-    """Nodes of a function under construction."""
-
-    def __init__(self) -> None:
-        self.nodes: list[onnx.NodeProto] = []
-
-    def add(self, op: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        self.nodes.append(helper.make_node(op, inputs, [output], **attributes))
-        return output
-
-    def constant(self, value: Any, name: str, dtype: Any = np.int64) -> str:
-        return self.add("Constant", [], name, value=onnx.numpy_helper.from_array(np.asarray(value, dtype), name))
-
-
 def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
     """Make the function of one operator, for a model of this opset.
 
@@ -311,127 +298,115 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
         through_float: cast values to float32 and back. ONNX's GatherND and ScatterND do not support 8-bit and 4-bit
             floats and 4-bit integers. float32 holds all numbers of these types exactly, but not all of int32 and int64.
     """
-    body = _Body()
-    for value in (0, 1):
-        body.constant(value, f"scalar_{value}")
-    for value in (0, 1, -1):
-        body.constant([value], f"vector_{value}")
-    body.constant([2**62], "vector_end")
-    suffix = "_float" if through_float else ""
-    if through_float:
-        for name in (name for name in operator.inputs if name.startswith(("cache", "update"))):
-            body.add("Cast", [name], name + suffix, to=TensorProto.FLOAT)
-    _bounds(body, operator, suffix)
-    _accepted(body, operator)
-    _places(body, operator)
-    for i in range(operator.caches):
-        _scatter(body, operator, i, suffix)
+    nodes, numbers = parse(_body(operator, "_float" if through_float else ""))
+    constants = [helper.make_node("Constant", [], [name], value=number) for name, number in numbers.items()]
     return helper.make_function(
-        NAMESPACE, operator.name, list(operator.inputs), list(operator.outputs), body.nodes,
+        NAMESPACE, operator.name, list(operator.inputs), list(operator.outputs), [*constants, *nodes],
         [helper.make_opsetid("", opset)], attributes=list(_OF_THE_PARSER),
     )  # fmt: skip
 
 
-def _bounds(body: _Body, operator: Operator, suffix: str) -> None:
-    """Emit ``first``, ``start``, ``end`` and ``count`` [B], ``length`` and ``capacity`` [1]."""
-    axis = 0 if operator.packed else 2
-    body.add("Shape", [f"update_0{suffix}"], "length", start=axis, end=axis + 1)
-    body.add("Shape", [f"cache_0{suffix}"], "capacity", start=2, end=3)
-    body.add("Cast", ["write_indices"], "given_first", to=TensorProto.INT64)
-    circular = operator.mode is UpdateMode.CIRCULAR
-    body.add("Mod", ["given_first", "capacity"], "first") if circular else body.add(
-        "Identity", ["given_first"], "first"
-    )
-    if operator.packed:
-        body.add("Cast", ["lengths"], "bounds", to=TensorProto.INT64)
-        body.add("Slice", ["bounds", "vector_0", "vector_-1"], "start")
-        body.add("Slice", ["bounds", "vector_1", "vector_end"], "end")
-    else:
-        body.add("Mul", ["first", "scalar_0"], "start")
-        body.add("Add", ["start", "length"], "end")
-    body.add("Sub", ["end", "start"], "count")
+def _body(operator: Operator, wide: str) -> str:
+    """The text of a function (see `lower.body`); `wide` ends the names of values that are cast to float32.
+
+    ``first``, ``start``, ``end`` and ``count`` are [B], ``length`` and ``capacity`` [1]; ``accepted`` [B] is True for
+    sequences that the operator writes. ``sources`` [K, 2] are sequence and token to write, ``targets`` [K, 2] sequence
+    and row of the cache.
+    """
+    packed, circular = operator.packed, operator.mode is UpdateMode.CIRCULAR
+    given = [name for name in operator.inputs if name.startswith(("cache", "update"))] if wide else []
+    bounds = f"""
+        bounds = Cast <to = {TensorProto.INT64}> (lengths)
+        start = Slice (bounds, [0], [-1])
+        end = Slice (bounds, [1], [{2**62}])
+    """
+    whole = """
+        start = Mul (first, 0)
+        end = Add (start, length)
+    """
+    ascending = f"""
+        ascends_int = Cast <to = {TensorProto.INT64}> (ascends)
+        all_ascend_int = ReduceMin <keepdims = 0> (ascends_int)
+        all_ascend = Cast <to = {TensorProto.BOOL}> (all_ascend_int)
+        legal = And (inside, all_ascend)
+    """
+    fitting = """
+        last_first = Sub (capacity, count)
+        fits_after = LessOrEqual (first, last_first)
+        fits_before = GreaterOrEqual (first, 0)
+        fits_inside = And (fits_after, fits_before)
+        is_empty = Equal (count, 0)
+        fits = Or (fits_inside, is_empty)
+        accepted = And (legal, fits)
+    """
+    wrapped = """
+        overwritten = Sub (count_column, capacity)
+        stays = GreaterOrEqual (ahead, overwritten)
+        written = And (among, stays)
+        position = Mod (unwrapped, capacity)
+    """
+    straight = """
+        written = Identity (among)
+        position = Identity (unwrapped)
+    """
+    return f"""
+        {_LINE.join(f"{name}{wide} = Cast <to = {TensorProto.FLOAT}> ({name})" for name in given)}
+        length = Shape <start = {0 if packed else 2}, end = {1 if packed else 3}> (update_0{wide})
+        capacity = Shape <start = 2, end = 3> (cache_0{wide})
+        given_first = Cast <to = {TensorProto.INT64}> (write_indices)
+        first = {"Mod (given_first, capacity)" if circular else "Identity (given_first)"}
+        {bounds if packed else whole}
+        count = Sub (end, start)
+        starts_inside = GreaterOrEqual (start, 0)
+        ascends = GreaterOrEqual (count, 0)
+        ends_inside = LessOrEqual (end, length)
+        begins = And (starts_inside, ascends)
+        inside = And (begins, ends_inside)
+        {ascending if packed else "legal = Identity (inside)"}
+        {"accepted = Identity (legal)" if circular else fitting}
+        first_column = Unsqueeze (first, [1])
+        start_column = Unsqueeze (start, [1])
+        count_column = Unsqueeze (count, [1])
+        accepted_column = Unsqueeze (accepted, [1])
+        length_scalar = Squeeze (length)
+        token = Range (0, length_scalar, 1)
+        ahead = Sub (token, start_column)
+        is_after_start = GreaterOrEqual (ahead, 0)
+        is_before_end = Less (ahead, count_column)
+        between = And (is_after_start, is_before_end)
+        among = And (accepted_column, between)
+        unwrapped = Add (first_column, ahead)
+        {wrapped if circular else straight}
+        written_indices = NonZero (written)
+        sources = Transpose (written_indices)
+        written_position = GatherND (position, sources)
+        position_column = Unsqueeze (written_position, [1])
+        row_column = Slice (sources, [0], [1], [1])
+        targets = Concat <axis = 1> (row_column, position_column)
+        {f"token_column = Slice (sources, [1], [{2**62}], [1])" if packed else ""}
+        {_LINE.join(_scatter(operator, i, wide) for i in range(operator.caches))}
+    """
 
 
-def _accepted(body: _Body, operator: Operator) -> None:
-    """Emit ``accepted`` [B]: True for sequences that the operator writes."""
-    tests = [
-        body.add("GreaterOrEqual", ["start", "scalar_0"], "starts_inside"),
-        body.add("GreaterOrEqual", ["count", "scalar_0"], "ascends"),
-        body.add("LessOrEqual", ["end", "length"], "ends_inside"),
-    ]
-    if operator.packed:
-        body.add("Cast", ["ascends"], "ascends_int", to=TensorProto.INT64)
-        body.add("ReduceMin", ["ascends_int"], "all_ascend_int", keepdims=0)
-        tests.append(body.add("Cast", ["all_ascend_int"], "all_ascend", to=TensorProto.BOOL))
-    if operator.mode is UpdateMode.LINEAR:
-        body.add("Sub", ["capacity", "count"], "last_first")
-        body.add("LessOrEqual", ["first", "last_first"], "fits_after")
-        body.add("GreaterOrEqual", ["first", "scalar_0"], "fits_before")
-        body.add("And", ["fits_after", "fits_before"], "fits_inside")
-        body.add("Equal", ["count", "scalar_0"], "is_empty")
-        tests.append(body.add("Or", ["fits_inside", "is_empty"], "fits"))
-    _all(body, tests, "accepted")
-
-
-def _places(body: _Body, operator: Operator) -> None:
-    """Emit ``sources`` [K, 2]: sequence and token to write; ``targets`` [K, 2]: sequence and row of the cache."""
-    for name in ("first", "start", "count", "accepted"):
-        body.add("Unsqueeze", [name, "vector_1"], f"{name}_column")
-    body.add("Squeeze", ["length"], "length_scalar")
-    body.add("Range", ["scalar_0", "length_scalar", "scalar_1"], "token")
-    body.add("Sub", ["token", "start_column"], "ahead")
-    tests = [
-        "accepted_column",
-        body.add("GreaterOrEqual", ["ahead", "scalar_0"], "is_after_start"),
-        body.add("Less", ["ahead", "count_column"], "is_before_end"),
-    ]
-    body.add("Add", ["first_column", "ahead"], "unwrapped")
-    if operator.mode is UpdateMode.CIRCULAR:
-        body.add("Sub", ["count_column", "capacity"], "overwritten")
-        tests.append(body.add("GreaterOrEqual", ["ahead", "overwritten"], "stays"))
-        body.add("Mod", ["unwrapped", "capacity"], "position")
-    else:
-        body.add("Identity", ["unwrapped"], "position")
-    _all(body, tests, "written")
-    body.add("NonZero", ["written"], "written_indices")
-    body.add("Transpose", ["written_indices"], "sources")
-    body.add("GatherND", ["position", "sources"], "written_position")
-    body.add("Unsqueeze", ["written_position", "vector_1"], "position_column")
-    body.add("Slice", ["sources", "vector_0", "vector_1", "vector_1"], "row_column")
-    body.add("Concat", ["row_column", "position_column"], "targets", axis=1)
-    if operator.packed:
-        body.add("Slice", ["sources", "vector_1", "vector_end", "vector_1"], "token_column")
-
-
-def _scatter(body: _Body, operator: Operator, i: int, suffix: str) -> None:
-    update, cache, present = f"update_{i}{suffix}", f"cache_{i}{suffix}", f"present_{i}{suffix}"
-    if operator.quantized:
-        update = _quantize(body, i)
-        if suffix:
-            update = body.add("Cast", [update], f"quantized_{i}{suffix}", to=TensorProto.FLOAT)
-    if operator.packed:
-        body.add("GatherND", [update, "token_column"], f"rows_{i}")
-    else:
-        body.add("Transpose", [update], f"update_rows_{i}", perm=[0, 2, 1, 3])
-        body.add("GatherND", [f"update_rows_{i}", "sources"], f"rows_{i}")
-    body.add("Transpose", [cache], f"cache_rows_{i}", perm=[0, 2, 1, 3])
-    body.add("ScatterND", [f"cache_rows_{i}", "targets", f"rows_{i}"], f"present_rows_{i}")
-    body.add("Transpose", [f"present_rows_{i}"], present, perm=[0, 2, 1, 3])
-    if suffix:
-        body.add("CastLike", [present, f"cache_{i}"], f"present_{i}")
-
-
-def _quantize(body: _Body, i: int) -> str:
-    """Quantize an update in float32 to the cache's type; axis 1 is the axis of heads in both forms."""
-    body.add("Cast", [f"update_{i}"], f"unquantized_{i}", to=TensorProto.FLOAT)
-    body.add("Mul", [f"scale_{i}", body.constant(0, f"zero_{i}", np.float32)], f"zeros_{i}")
-    body.add("CastLike", [f"zeros_{i}", f"cache_{i}"], f"zero_point_{i}")
-    inputs = [f"unquantized_{i}", f"scale_{i}", f"zero_point_{i}"]
-    return body.add("QuantizeLinear", inputs, f"quantized_{i}", axis=1)
-
-
-def _all(body: _Body, tests: list[str], name: str) -> None:
-    """Emit ``name``, which is True if all `tests` are."""
-    result = tests[0]
-    for i, test in enumerate(tests[1:], start=2):
-        result = body.add("And", [result, test], name if i == len(tests) else f"{name}_{i}")
+def _scatter(operator: Operator, i: int, wide: str) -> str:
+    """Lines that write the rows of update `i`; in quantized updates, axis 1 is the axis of heads in both forms."""
+    update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
+    quantized = f"""
+        unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})
+        zeros_{i} = Mul (scale_{i}, 0.0)
+        zero_point_{i} = CastLike (zeros_{i}, cache_{i})
+        codes_{i} = QuantizeLinear <axis = 1> (unquantized_{i}, scale_{i}, zero_point_{i})
+        new_{i} = {f"Cast <to = {TensorProto.FLOAT}>" if wide else "Identity"} (codes_{i})
+    """
+    padded = f"""
+        turned_{i} = Transpose <perm = [0, 2, 1, 3]> (new_{i})
+        rows_{i} = GatherND (turned_{i}, sources)
+    """
+    return f"""
+        {quantized if operator.quantized else f"new_{i} = Identity ({update})"}
+        {f"rows_{i} = GatherND (new_{i}, token_column)" if operator.packed else padded}
+        cache_rows_{i} = Transpose <perm = [0, 2, 1, 3]> ({cache})
+        present_rows_{i} = ScatterND (cache_rows_{i}, targets, rows_{i})
+        {present} = Transpose <perm = [0, 2, 1, 3]> (present_rows_{i})
+        {f"present_{i} = CastLike ({present}, cache_{i})" if wide else ""}
+    """

@@ -2,7 +2,7 @@
 
 See `trt_kvcache.importer.families` for when each function is called.
 
-`standardize` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
+`refuse_integers` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
 
     quantize_dynamic    DynamicQuantizeLinear, MatMulInteger and what ONNX Runtime fuses of them; tables of 8 bits
     quantize_static     QLinear operators; rounding to uint8, to 16 bits, or with a zero point; int32 biases
@@ -69,18 +69,7 @@ from trt_kvcache.importer.protos import (
 from trt_kvcache.importer.simplify import raise_opset
 from trt_kvcache.importer.weights import reinterpret
 
-__all__ = ["for_cpu", "read", "standardize"]
-
-
-def standardize(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
-    """Refuse models that are quantized for CPUs.
-
-    Raises:
-        UnsupportedModelError: an operator computes with 8-bit integers, or rounds in a way that TensorRT does not
-            support.
-    """
-    refuse_integers(model)
-    return model, ()
+__all__ = ["for_cpu", "read", "refuse_integers"]
 
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:

@@ -33,6 +33,7 @@ attention. If the parts cover all zeros, the zeros are not needed. Their shape d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -40,7 +41,7 @@ from graphlib import CycleError, TopologicalSorter
 
 import numpy as np
 import onnx
-from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, TypeProto, helper, numpy_helper
+from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.families import Finish
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
@@ -62,7 +63,7 @@ from trt_kvcache.importer.protos import (
 )
 from trt_kvcache.importer.simplify import take_branches
 
-__all__ = ["choose", "read", "rewrite"]
+__all__ = ["choose", "join_slices", "read"]
 
 _CONTRIB = "com.microsoft"
 _LONG = "ai.onnx"
@@ -73,11 +74,6 @@ _LISTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split"), (1,)),
     "Slice": (1, 2, 3, 4), "Pad": (1, 3), "ConstantOfShape": (0,), "Concat": tuple(range(64)),
 }  # fmt: skip
-
-
-def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
-    """Replace each group of assignments to slices with a Concat. This is a guess, which the check tests."""
-    return join_slices(model), None
 
 
 def read(model: ModelProto) -> bool:
@@ -129,36 +125,13 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop stated shapes of initializers, and merge values that are stated twice."""
+    """Drop, in place, stated shapes of initializers, and values that are stated twice; inference finds their shapes."""
     is_graph = isinstance(scope, GraphProto)
-    known = {tensor.name for tensor in scope.initializer} if is_graph else set()
-    first = {value.name: value for value in ((*scope.output, *scope.input) if is_graph else ())}
-    stated = []
-    for value in (value for value in scope.value_info if value.name not in known):
-        if value.name in first:
-            _add_stated(first[value.name].type, value.type)
-        else:
-            first[value.name] = value
-            stated.append(value)
+    known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
+    counts = Counter(value.name for value in scope.value_info)
+    stated = [value for value in scope.value_info if value.name not in known and counts[value.name] == 1]
     if len(stated) < len(scope.value_info):
         replace_field(scope.value_info, stated)
-
-
-def _add_stated(known: TypeProto, other: TypeProto) -> None:
-    """Add facts of `other` to `known`, in place. If both contradict each other, `known` stays."""
-    if other.WhichOneof("value") != "tensor_type" or known.WhichOneof("value") not in (None, "tensor_type"):
-        return
-    one, two = known.tensor_type, other.tensor_type
-    one.elem_type = one.elem_type or two.elem_type
-    if not two.HasField("shape") or (one.HasField("shape") and len(one.shape.dim) != len(two.shape.dim)):
-        return
-    if not one.HasField("shape"):
-        one.shape.CopyFrom(two.shape)
-    for dim, more in zip(one.shape.dim, two.shape.dim, strict=True):
-        if more.HasField("dim_value") and not dim.HasField("dim_value"):
-            dim.dim_value = more.dim_value
-        elif dim.WhichOneof("value") is None:
-            dim.CopyFrom(more)
 
 
 def _sort(scope: Scope) -> None:

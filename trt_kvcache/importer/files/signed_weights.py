@@ -17,7 +17,6 @@ import onnx
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import families
 from trt_kvcache.importer.files.flipped import Flipped, flip
 from trt_kvcache.importer.files.links import held
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
@@ -35,16 +34,15 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, mi
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     """Edit, in place, a rewritten model before TensorRT reads it.
 
-    Unsigned weights become signed if only DequantizeLinear reads them. Families also edit the model here.
+    Unsigned weights become signed if only DequantizeLinear reads them.
 
     Returns:
         Weights in external data (in `folder`) that are now declared signed, while their bytes are still unsigned.
 
     Raises:
         UnsupportedModelError: TensorRT does not support the quantized weights: a scale of 8-bit weights is not
-            positive, a zero point is not in the middle, or a family cannot edit the model.
+            positive, or a zero point is not in the middle.
     """
-    families.for_tensorrt(model, folder)
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
     outputs = {value.name for value in model.graph.output}

@@ -233,7 +233,7 @@ class Call:
 
     def nodes(self, text: str) -> Iterator[NodeProto]:
         """Yield the nodes of the body `text`, with names of the graph."""
-        body, literals = _parse(text)
+        body, literals = parse(text)
         names = dict(self._names)
         for local, literal in literals.items():
             self.constant(local, literal)
@@ -256,7 +256,7 @@ class Call:
 
 
 @lru_cache(maxsize=4096)
-def _parse(text: str) -> tuple[tuple[NodeProto, ...], dict[str, TensorProto]]:
+def parse(text: str) -> tuple[tuple[NodeProto, ...], dict[str, TensorProto]]:
     """Parse a body; returns its nodes, and the constants for its numbers, by name."""
     literals: dict[str, TensorProto] = {}
 

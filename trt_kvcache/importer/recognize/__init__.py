@@ -1,8 +1,7 @@
 """Recognize the caches of an exported model, and the attentions over them, by running parts of the model.
 
     carried             guesses from shapes which input and output are one cache; finds state that is no cache
-    sample_steps        makes steps (a shape and a value for each input), and evaluates any tensor in a step
-    constant_branches   replaces conditions and indices that are the same in every step with constants
+    sample_steps        makes steps: a shape and a value for each input
     regions             cuts out the parts of the model that write a cache or attend to it
     region_steps        runs a region in a step, and finds how the step writes a cache
     attention_reader    finds what an attention computes
@@ -15,6 +14,7 @@ refuses.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -22,15 +22,15 @@ from typing import TypeAlias
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
+from onnx import numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import PlanOptions, StateUpdate
-from trt_kvcache.importer.protos import elem_type_of, shape_of
+from trt_kvcache.importer.protos import elem_type_of, is_op, shape_of
 from trt_kvcache.importer.recognize.attention_reader import Reader, reading_step
 from trt_kvcache.importer.recognize.carried import find_caches, find_states, stack_in_words, state_inner_sizes
-from trt_kvcache.importer.recognize.constant_branches import fold_fixed
 from trt_kvcache.importer.recognize.records import (
     Attention,
     Cache,
@@ -41,7 +41,9 @@ from trt_kvcache.importer.recognize.records import (
 )
 from trt_kvcache.importer.recognize.region_steps import Runner, read_updates
 from trt_kvcache.importer.recognize.regions import Cutter, Region
-from trt_kvcache.importer.recognize.sample_steps import Blueprint, Samples
+from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
+from trt_kvcache.importer.simplify import splice_body
+from trt_kvcache.importer.steps.probe import Array, Blueprint
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import RunError, open_session
 
@@ -52,6 +54,7 @@ _PLACES = ((4, 2), (4, 1), (3, 1))  # (rank of a cache, axis of its rows)
 _Seen: TypeAlias = "Attention | FartherError | ComputedError"
 _SOME = 0.05  # share of a present that must come from its past
 _ROUNDS = 6  # rounds of guesses
+_LARGEST = 1 << 16  # elements of a constant
 _SHORT = 41  # the most rows of fixed caches while attentions are read, if the model leaves their length open
 
 
@@ -117,10 +120,15 @@ def recognize(
         try:
             return among(guesses)
         except (RecognizeError, UnsupportedModelError, OptionError):
-            caches = _without_states(graph, guesses)
-            if not caches:
+            growing = [c for c in guesses if c.growing]
+            if not growing or len(growing) == len(guesses):
                 raise
-        return among(caches)
+            others = {str(c.past.name) for c in guesses if not c.growing}
+            with suppress(RecognizeError, UnsupportedModelError, OptionError):
+                found = among(growing)
+                if others <= {state.past for state in found.interface.states}:
+                    return found
+            raise
     except RecognizeError as error:
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack) from None
@@ -129,17 +137,6 @@ def recognize(
             "of earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch "
             "with DynamicCache"
         ) from None
-
-
-def _without_states(graph: gs.Graph, guesses: list[Cache]) -> list[Cache]:
-    """The guesses that cannot be state; an empty list if all of them could be state, or none of them."""
-    growing = {t.name for c in guesses if c.growing for t in (c.past, c.present)}
-    try:
-        states = {s.past for s in find_states(graph, growing)}
-    except UnsupportedModelError:
-        return []
-    caches = [c for c in guesses if c.past.name not in states]
-    return caches if len(caches) < len(guesses) else []
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
@@ -178,13 +175,12 @@ class _Recognizer:
 
     def recognize(self, caches: list[Cache]) -> Recognized:
         """Find the caches and attentions of the model, starting from guessed caches."""
-        positions: tuple[str, ...] = ()
         for _ in range(_ROUNDS):
-            guess = [replace(c, positions=(*self._counters(c), *positions)) for c in caches]
+            guess = [replace(c, positions=self._counters(c)) for c in caches]
             self._interface = Interface(self._model, guess, self._options.config, self._states)
             asked = self._interface.fixed_capacity(None)
             self._samples = Samples(self._blueprint, self._interface, asked or self._options.capacity or self._usual)
-            if (folded := fold_fixed(self._samples)) is not None:
+            if (folded := _fold_fixed(self._samples)) is not None:
                 again = recognize(folded, self._weights, self._options, self._usual, self._folder)
                 if again is None:
                     raise RecognizeError("constants that are folded leave no cache")
@@ -209,16 +205,8 @@ class _Recognizer:
                         f"token ids ('{error.args[0]}') change an attention or its mask directly, not only through "
                         "their embeddings"
                     ) from None
-                if positions or not self._may_count(error.args[0]):
-                    raise
-                positions = error.args
+                raise
         raise RecognizeError("how steps change the caches could not be determined")
-
-    def _may_count(self, name: str) -> bool:
-        """True if an input may hold the positions of the new tokens."""
-        tokens, shape = self._interface.inputs[self._interface.tokens].shape, self._interface.inputs[name].shape
-        is_open = all(isinstance(d, str) for d in shape)
-        return len(shape) <= 2 and (is_open or shape in (tokens, tokens[:1], tokens[1:2]))
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
         """Names of integer inputs that may give the row at which a fixed cache is written."""
@@ -350,3 +338,52 @@ def _alike(one: Cache, two: Cache) -> bool:
     """True for caches of equal shape and type that the model writes in the same way."""
     kinds = [(elem_type(c.past), dims(c.past), dims(c.present), c.axis, c.growing, c.shifted) for c in (one, two)]
     return kinds[0] == kinds[1]
+
+
+def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
+    """Replace indices and conditions that are the same in every step with constants.
+
+        repeat_interleave(cos, 2)       NonZero(Range(n) < 2) -> GatherND          becomes      constant -> GatherND
+        LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
+        states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
+
+    TorchScript writes the first form if n is a dimension that never changes. TensorRT for RTX has no NonZero. If the
+    model always takes the same branch, removing the If also removes inputs that only its condition reads, such as the
+    mask. A branch for steps of one token is dropped: the other branch must give the same numbers, and the check
+    compares them.
+
+    Returns a new model, or None if the function replaces nothing.
+    """
+    graph = samples.blueprint.model.graph
+    outputs = {value.name for value in graph.output}
+    names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
+    chosen = {node.input[0] for node in graph.node if is_op(node, "If")}
+    names |= chosen
+    # The check runs only one size of an axis of unknown meaning. So a value that depends on such an axis is not fixed.
+    batch, past, length = samples.few[0].batch, samples.few[0].past, samples.few[0].length
+    steps = (*samples.plain, *samples.wrapped, samples.step(batch, past, length, other=None)) if names else ()
+    fixed = {name: value for name in names if (value := _same(name, steps)) is not None}
+    several = [step for step in steps if step.length > 1]
+    fixed |= {n: value for n in chosen - fixed.keys() if several and (value := _same(n, several)) is not None}
+    if not fixed:
+        return None
+    model = onnx.ModelProto()
+    model.CopyFrom(samples.blueprint.model)
+    graph = model.graph
+    for index in reversed(range(len(graph.node))):
+        node = graph.node[index]
+        if is_op(node, "If") and node.input[0] in fixed:
+            wanted = "then_branch" if fixed[node.input[0]].reshape(-1)[0] else "else_branch"
+            splice_body(graph, index, next(a.g for a in node.attribute if a.name == wanted))
+        elif is_op(node, "NonZero") and node.output[0] in fixed:
+            graph.initializer.append(numpy_helper.from_array(fixed[node.output[0]], node.output[0]))
+            del graph.node[index]
+    return model
+
+
+def _same(name: str, steps: Sequence[Sample]) -> Array | None:
+    """The value of a small tensor, if it is the same in all steps."""
+    first, *others = (step.probe.value(name) for step in steps)
+    if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
+        return None
+    return first if all(value is not None and np.array_equal(first, value) for value in others) else None

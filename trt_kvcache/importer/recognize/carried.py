@@ -13,8 +13,7 @@ shape (only the first axis, the batch, may be open). The operators between them 
 outputs: they differ only in words such as past and present (RWKV replaces its last token without reading it). The
 importer refuses an input that is named like state if the model computes an output with another name from it.
 
-Attention caches may have the shape of state. Their readers tell them apart: a scatter into the input, an attention
-operator, a product of two activations that reads rows concatenated to the input, or a product under a Softmax.
+Attention caches may have the shape of state; all that is recognized as a cache is none.
 
 Nothing is rewritten. TensorRT lets an output share the buffer of an input in its cache layer and in plugins only
 (NvInfer.h, ``getAliasedInputTensor``), so that state needs two buffers.
@@ -39,7 +38,6 @@ from trt_kvcache.importer.graph import (
     elem_type,
     input_or_none,
     inputs_behind,
-    is_constant,
     is_op,
     producer,
 )
@@ -189,10 +187,6 @@ def stack_in_words(graph: gs.Graph) -> str:
 
 REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
 
-_VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast", "Expand", "Slice", "Flatten")
-_WRITES = ("TensorScatter", "ScatterND", "ScatterElements", "Scatter")
-_UPDATES = (*_VIEWS, "Mul", "Div", "Add", "Sub", "Where")
-_SCORES = (*_UPDATES, "Tanh", "Clip", "Max", "Min")
 _CALLED = {
     "past", "prev", "previous", "old", "initial", "state", "states", "cache", "conv", "ssm", "recurrent", "memory",
 }  # fmt: skip
@@ -212,8 +206,7 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
     Raises:
         UnsupportedModelError: an input is named like state, and only an output of another name could be its next value.
     """
-    read = [t for t in graph.inputs if t.name not in caches and consumers(t)]
-    inputs = [t for t in read if _is_state_like(t) and not _is_cache_like(t)]
+    inputs = [t for t in graph.inputs if t.name not in caches and consumers(t) and _is_state_like(t)]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
     sources = inputs_behind(graph)
     alike = {past.name: [out for out in outputs if _same_kind(past, out)] for past in inputs}
@@ -243,40 +236,6 @@ def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
     while (node := producer(tensor)) is not None and is_op(node, "Identity", "Cast"):
         tensor = node.inputs[0]
     return (before[0] == after[0] or open_batch) and tensor is not past
-
-
-def _is_cache_like(past: gs.Tensor) -> bool:
-    """True if an input has the readers of an attention cache."""
-    for tensor in _reached([past], _VIEWS):
-        for node in consumers(tensor):
-            if is_op(node, *_WRITES) and node.inputs[0] is tensor:
-                return True
-            if "Attention" in node.op:
-                return True
-            if is_op(node, "Concat"):
-                rows = _reached(node.outputs, _VIEWS)
-                if _products(rows) or any("Attention" in reader.op for row in rows for reader in consumers(row)):
-                    return True
-    scores = _reached([node.outputs[0] for node in _products(_reached([past], _UPDATES))], _SCORES)
-    return any(is_op(node, "Softmax") for tensor in scores for node in consumers(tensor))
-
-
-def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
-    """Products of one of these tensors with another activation."""
-    readers = [node for tensor in tensors for node in consumers(tensor) if is_op(node, "MatMul", "Einsum")]
-    return [node for node in readers if not any(map(is_constant, node.inputs))]
-
-
-def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
-    """These tensors, and all tensors computed from them by these operators."""
-    reached = list(tensors)
-    seen = {id(tensor) for tensor in reached}
-    for tensor in reached:
-        for node in consumers(tensor):
-            if is_op(node, *ops) and id(node.outputs[0]) not in seen:
-                seen.add(id(node.outputs[0]))
-                reached.append(node.outputs[0])
-    return reached
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:

@@ -4,35 +4,26 @@
     no mask     query i sees all keys of its step              a prompt has to come in one step
     a prefix    every query sees the first N tokens            the same, as long as these come in one step
 
-The plan describes most masks. If the graph computes a mask itself, this module runs it in two steps.
+The plan describes most masks. If the graph computes a mask itself, this module computes it in two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Mask, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import copied, names_read, part_of, replace_field
-from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.steps.cache_contents import drawn_contents, find_caches
-from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, draw_constants
-from trt_kvcache.importer.steps.runnable import open_types
-from trt_kvcache.importer.steps.sessions import RunError, open_session
-from trt_kvcache.importer.steps.step_limits import Step
-
-Array = npt.NDArray[Any]
+from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants
+from trt_kvcache.importer.steps.probe import Array, Blueprint, Probe
 
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
 _LONGEST = 4  # tokens of a step
 _HIDDEN = -15.0  # a mask adds at most this to hidden scores; float masks of `DrawnInputs` add -20
-_MOST = 1 << 20  # bytes of a constant in a mask; larger constants are weights
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
@@ -73,11 +64,8 @@ def _is_open(values: Array, step: Step) -> bool:
 
 
 def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
-    """Yield a tensor's values in some steps; nothing if it depends on weights or ONNX Runtime cannot compute it."""
-    part = _cone(model, name)
-    if part is None:
-        return
-    part = open_types(part, wide=True)
+    """Yield a tensor's values in some steps; nothing if it depends on weights or on an unknown operator."""
+    blueprint, limits = Blueprint(model, {}), index_limits(model, plan)
     caches = {c.role.name: c for c in find_caches(plan)}
     # In inputs without a role, such as token types, the value 1 may make tokens visible that 0 hides.
     ones = {
@@ -87,24 +75,13 @@ def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tupl
     }
     for step, others in ((step, others) for step in _STEPS for others in ({}, ones)):
         try:
-            rng = np.random.default_rng(0)
             values = draw_constants(plan, 1, 0) | others
-            inputs = DrawnInputs(plan, index_limits(model, plan), values, rng, unknown=_LONGEST, plain=True)
+            inputs = DrawnInputs(plan, limits, values, np.random.default_rng(0), unknown=_LONGEST, plain=True)
             feeds = inputs.shared(step)
-            for value in part.graph.input:
-                if value.name in caches:
-                    feeds[value.name] = drawn_contents(caches[value.name], 0, step.starts, 0.0)
-            yield step, open_session(part, feeds).run(feeds)[name]
-        except (RunError, OptionError, UnsupportedModelError, KeyError):
+            feeds |= {n: drawn_contents(c, 0, step.starts, 0.0) for n, c in caches.items() if n in blueprint.inputs}
+        except (OptionError, UnsupportedModelError):
             return
-
-
-def _cone(model: onnx.ModelProto, name: str) -> onnx.ModelProto | None:
-    """Return the part of a model that computes a tensor; None if it reads weights."""
-    graph = copied(model.graph)
-    replace_field(graph.output, [onnx.ValueInfoProto(name=name)])
-    drop_dead(graph)
-    if any(t.ByteSize() > _MOST or t.data_location == onnx.TensorProto.EXTERNAL for t in graph.initializer):
-        return None
-    read = {name}.union(*map(names_read, graph.node))
-    return part_of(model, graph.node, [v for v in graph.input if v.name in read], [name], graph.initializer)
+        value = Probe(blueprint, {n: v.shape for n, v in feeds.items()}, feeds).value(name)
+        if value is None:
+            return
+        yield step, value

@@ -26,8 +26,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.importer.steps.cache_contents import find_caches, numpy_dtype, size_of
-from trt_kvcache.importer.steps.drawn_inputs import arrange
-from trt_kvcache.importer.steps.step_limits import rows_together
+from trt_kvcache.importer.steps.drawn_inputs import arrange, rows_together
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

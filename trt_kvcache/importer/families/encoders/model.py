@@ -38,9 +38,9 @@ from trt_kvcache.importer.planning.attention_plans import analyze_attention
 from trt_kvcache.importer.planning.cache_plans import check_dtypes
 from trt_kvcache.importer.prepare import attach_weights, detach_weights, fix_digit_dims, flatten
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
-from trt_kvcache.importer.recognize.sample_steps import Blueprint, Probe
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.simplify import drop_unused_outputs
+from trt_kvcache.importer.steps.probe import Blueprint, Probe
 
 __all__ = ["EncoderModel", "import_encoder"]
 
@@ -86,7 +86,7 @@ def import_encoder(
     source = load_source(path, first_step=True)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
     length = _length(source.proto.graph, parts, constants)
-    model, weights, notes = _standard(source.proto)
+    model, weights = _standard(source.proto)
     sources, outputs = [source], dict(parts.own)
     if parts.rest:
         step = load_source(first_step, first_step=True) if first_step is not None else None
@@ -98,9 +98,8 @@ def import_encoder(
         keep_outputs(step.proto.graph, later.values())
         inputs = _check_inputs(step)
         onnx.compose.add_prefix(step.proto, _STEP, inplace=True)
-        second, more, said = _standard(step.proto)
+        second, more = _standard(step.proto)
         _prefix_added(second.graph)
-        notes = notes or said
         _append(model, second, inputs, parts.hidden)
         weights |= more
         sources.append(step)
@@ -112,7 +111,7 @@ def import_encoder(
     model = export_inferred(graph.cleanup(remove_unused_graph_inputs=True).toposort())
     _fold_sizes(model, weights)
     graph = gs.import_onnx(model).cleanup(remove_unused_graph_inputs=True).toposort()
-    plan = _plan(graph, constants, length, options, notes)
+    plan = _plan(graph, constants, length, options)
     rewrite_graph(graph, plan)
     rewritten: onnx.ModelProto = gs.export_onnx(graph)
     del rewritten.graph.value_info[:]
@@ -140,20 +139,16 @@ def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
         )
 
 
-def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto], tuple[str, ...]]:
-    """A model in standard operators of opset 24, flat, with named nodes.
-
-    Returns:
-        The model, the weights behind its stand-ins, and notes.
-    """
+def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
+    """A model in standard operators of opset 24, flat, with named nodes; and the weights behind its stand-ins."""
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
-    model, _, notes = flatten(model)
+    model, _ = flatten(model)
     graph = gs.import_onnx(model)
     fold_identities(graph)
     model = export_inferred(graph.cleanup().toposort())
     drop_unused_outputs(model.graph)
-    return model, weights, notes
+    return model, weights
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:
@@ -255,9 +250,7 @@ def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, s
         graph.outputs.append(tensor)
 
 
-def _plan(
-    graph: gs.Graph, constants: Sequence[TensorRole], length: Dim, options: PlanOptions, notes: tuple[str, ...]
-) -> CachePlan:
+def _plan(graph: gs.Graph, constants: Sequence[TensorRole], length: Dim, options: PlanOptions) -> CachePlan:
     attention = analyze_attention(graph, (), options)
     axes = {t.name: t.axes for t in constants}
     tensors = []
@@ -278,5 +271,4 @@ def _plan(
         spans=attention.spans,
         tensors=tuple(tensors),
         warnings=attention.warnings,
-        notes=notes,
     )

@@ -15,7 +15,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
-from trt_kvcache.importer.recognize.sample_steps import Blueprint, Probe
+from trt_kvcache.importer.steps.probe import Blueprint, Probe
 
 __all__ = ["check_positions", "count_positions", "most_ids"]
 

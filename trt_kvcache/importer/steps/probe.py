@@ -1,0 +1,348 @@
+"""Evaluate parts of a model in one step, lazily, by ONNX's own means.
+
+Recognizers ask for the shapes of tensors, and for the values of masks and positions; the check asks for shapes. A step
+fixes the shape of every graph input, and the values of some. `Probe` derives the type of each tensor, and the value of
+each tensor that depends on no weight and no token. A caller may also set the value of any tensor, in place of its
+producer's result, to feed numbers into a chain of operators and compare the result.
+
+ONNX shape inference gives the types, and ONNX's reference evaluator gives the values: one operator at a time, and only
+for requested tensors. Equal operators with equal inputs, as in the layers of a decoder, are evaluated once:
+
+    layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
+    layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import numpy_helper
+from onnx.reference.ops import load_op
+
+from trt_kvcache.importer.protos import is_op, may_be_bias, names_read, sliced_squares
+
+Array = npt.NDArray[Any]
+Shape = tuple[int, ...]
+
+_SMALL = 1 << 12  # bytes; larger values are compared as objects
+_FEW = 64  # the most elements of a value that may decide a shape
+_LARGEST = 1 << 26  # the most elements of a value: an untrusted model runs here in the caller's process
+_SHARED = 1 << 12  # the most results that all steps share
+_SLOW = {"Conv", "ConvTranspose", "Einsum"}  # no mask and no position is computed by these
+_COUNTING = {"NonZero", "Compress", "Unique"}  # the size of their output depends on values, and is at most the input's
+_RANDOM = {"RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial"}
+_READABLE = {  # masks kept as buffers, and rows counted over a capacity
+    onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
+    onnx.TensorProto.INT64,
+}  # fmt: skip
+
+
+class _Fact(NamedTuple):
+    """Facts about a tensor.
+
+    Attributes:
+        kind: a serialized onnx.TypeProto: element type and shape as one hashable value. None: unknown.
+        value: the value; None if it depends on weights, tokens or an unknown operator.
+    """
+
+    kind: bytes | None
+    value: Array | None = None
+
+
+_UNKNOWN = _Fact(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """The node that makes a tensor. Reading a proto is slow, so each node is read once.
+
+    Attributes:
+        node: the node.
+        place: index of the node in the graph; the makers of its inputs have lower ones.
+        op: its operator, with the domain if it is not ONNX's.
+        form: a number that is equal for nodes with the same operator and attributes.
+        inputs: names of the inputs; an omitted input has an empty name.
+    """
+
+    node: onnx.NodeProto
+    place: int
+    op: str
+    form: int
+    inputs: tuple[str, ...]
+
+
+class Blueprint:
+    """A model in the form that probes read. All steps share one blueprint.
+
+    Attributes:
+        makers: nodes by the names of their outputs; constants have no maker.
+        results: facts about outputs, by a node's form and the facts about its inputs. All steps share them.
+
+    Args:
+        model: a model without functions, with named tensors. The blueprint does not follow later edits.
+        weights: large inline initializers that were detached from `model`, by name. Only integers, masks and tensors
+            with the shape of a bias are read.
+    """
+
+    def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+        self.model = model
+        self.opsets = {o.domain if o.domain != "ai.onnx" else "": o.version for o in model.opset_import}
+        self.initializers = {t.name: t for t in model.graph.initializer}
+        self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
+        self.makers: dict[str, Maker] = {}
+        self.results: dict[Hashable, Sequence[_Fact]] = {}
+        self._weights = weights
+        self._masks = sliced_squares(model.graph)
+        self._forms: dict[Hashable, int] = {}
+        self._operators: dict[int, Callable[..., Any] | None] = {}
+        self._stated: dict[str, _Fact] = {}
+        for place, node in enumerate(model.graph.node):
+            if is_op(node, "Constant") and (tensor := next((a.t for a in node.attribute if a.name == "value"), None)):
+                self.initializers[node.output[0]] = tensor
+            else:
+                self.makers |= dict.fromkeys(node.output, self._maker(node, place))
+
+    def _maker(self, node: onnx.NodeProto, place: int) -> Maker:
+        op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+        inputs = (*node.input, *sorted(names_read(node).difference(node.input)))  # bodies read tensors of the graph
+        places = tuple(inputs.index(n) if n else -1 for n in inputs)
+        attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
+        form = (op, attributes, places, tuple(map(bool, node.output)))
+        return Maker(node, place, op, self._forms.setdefault(form, len(self._forms)), inputs)
+
+    def stated(self, name: str) -> _Fact:
+        """Facts about a constant: its value if it is small or may be a mask."""
+        if name not in self._stated:
+            tensor = self.initializers[name]
+            external = tensor.data_location == onnx.TensorProto.EXTERNAL
+            may_be_mask = tensor.data_type in _READABLE or may_be_bias(tensor) or name in self._masks
+            if external and name in self._weights and may_be_mask:
+                tensor, external = self._weights[name], False
+            value = None if external else np.asarray(numpy_helper.to_array(tensor))
+            self._stated[name] = _Fact(_kind(tensor.data_type, tuple(tensor.dims)), value)
+        return self._stated[name]
+
+    def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
+        """Derive facts about the outputs of a node from facts about its inputs (None for an omitted input)."""
+        if maker.op == "Range":  # ONNX Runtime accepts [1] in the place of a scalar, and exporters rely on this
+            facts = [
+                _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
+            ]
+        kinds = self._infer(maker, facts)
+        values = self._evaluate(maker, facts, kinds)
+        return [_Fact(k) if v is None else _fact(v) for k, v in zip(kinds, values, strict=True)]
+
+    def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
+        """Infer the types of a node's outputs with ONNX's shape inference."""
+        known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
+        own = {*maker.node.input}  # bodies read names that they define
+        types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items() if f.kind or n in own}
+        data = {
+            n: numpy_helper.from_array(v) for n, f in known.items() if (v := f.value) is not None and _may_decide(v)
+        }
+        node, domain = maker.node, "" if maker.node.domain == "ai.onnx" else maker.node.domain
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
+            holds_bodies = any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute)
+            opsets = list(self.model.opset_import) if holds_bodies else None
+            inferred = onnx.shape_inference.infer_node_outputs(schema, node, types, data, opset_imports=opsets)
+        except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
+            inferred = {}
+        return [inferred[n].SerializeToString(deterministic=True) if n in inferred else None for n in maker.node.output]
+
+    def _evaluate(
+        self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
+    ) -> Sequence[Array | None]:
+        """Compute a node's outputs with ONNX's reference implementation; None for an unknown output."""
+        values = [None if f is None else f.value for f in facts]
+        nothing = [None] * len(kinds)
+        if maker.op in ("Shape", "Size"):
+            shape = _shape(facts[0].kind) if facts[0] is not None else None
+            if shape is None:
+                return nothing
+            bounds = {a.name: a.i for a in maker.node.attribute}
+            part = shape[bounds.get("start", 0) : bounds.get("end", len(shape))]
+            return [np.asarray(part if maker.op == "Shape" else prod(shape), np.int64)]
+        if maker.op == "CastLike" and kinds[0] is not None and values[0] is not None:
+            return [values[0].astype(onnx.helper.tensor_dtype_to_np_dtype(_elem_type(kinds[0])))]
+        if any(v is None or v.dtype.kind not in "biufcV" for f, v in zip(facts, values, strict=True) if f is not None):
+            return nothing
+        shapes = [_shape(kind) for kind, name in zip(kinds, maker.node.output, strict=True) if name]
+        is_bounded = all(shape is not None and prod(shape) <= _LARGEST for shape in shapes)
+        if maker.op in _SLOW or not (is_bounded or maker.op in _COUNTING):
+            return nothing
+        if maker.form not in self._operators:
+            self._operators[maker.form] = self._operator(maker.node)
+        return _run(maker, self._operators[maker.form], values) or nothing
+
+    def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
+        """The reference implementation of a node, with its attributes."""
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or node.op_type in _RANDOM:
+            return None
+        try:
+            operator = load_op(domain, node.op_type, self.opsets.get(domain, 1))
+            settings = {"log": lambda *_: None, "opsets": self.opsets, "verbose": 0, "new_ops": None}
+            return cast("Callable[..., Any]", operator(node, settings).run)
+        except Exception:  # noqa: BLE001 - no such operator: its values are unknown
+            return None
+
+
+class Probe:
+    """The tensors of a model in one step.
+
+    Args:
+        blueprint: the model.
+        shapes: shape of every graph input. Not copied.
+        values: values of graph inputs or any other tensors, by name.
+    """
+
+    def __init__(self, blueprint: Blueprint, shapes: Mapping[str, Shape], values: Mapping[str, Array]) -> None:
+        self._blueprint = blueprint
+        self._shapes = shapes
+        self._values = dict(values)
+        self._other: Probe | None = None  # lacks these values; its facts hold for all tensors before them
+        self._first = 0
+        self._facts = {name: _fact(value) for name, value in values.items()}
+        self._large: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
+
+    def with_values(self, values: Mapping[str, Array]) -> Probe:
+        """Return a probe of the same step in which these tensors also have these values."""
+        probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
+        probe._other = self
+        makers = self._blueprint.makers
+        probe._first = min((makers[n].place if n in makers else -1 for n in values), default=0)
+        return probe
+
+    def shape(self, name: str) -> Shape | None:
+        """The shape of a tensor, or None if an operator is unknown or the shape depends on weights or tokens."""
+        return _shape(self._fact(name).kind)
+
+    def elem_type(self, name: str) -> int | None:
+        """The ONNX element type of a tensor, or None where it is unknown."""
+        kind = self._fact(name).kind
+        return None if kind is None else _elem_type(kind)
+
+    def value(self, name: str) -> Array | None:
+        """The value of a tensor; None if it depends on weights, tokens or an unknown operator.
+
+        The caller must not change the array: other tensors may share it.
+        """
+        return self._fact(name).value
+
+    def _fact(self, name: str) -> _Fact:
+        """Derive facts about a tensor and its producers. A loop instead of recursion allows chains of any length."""
+        pending = [name]
+        while pending:
+            name = pending[-1]
+            maker = None if name in self._facts else self._blueprint.makers.get(name)
+            missing = [n for n in maker.inputs if n and n not in self._facts] if maker is not None else []
+            if name in self._facts:
+                pending.pop()
+            elif maker is None:
+                self._facts[name] = self._stated(name)
+            elif self._other is not None and maker.place < self._first:
+                self._facts[name] = self._other._fact(name)
+            elif missing:
+                pending += missing
+            else:
+                for output, fact in zip(maker.node.output, self._make(maker), strict=True):
+                    self._facts.setdefault(output, fact)  # keeps a value that the caller gave
+        return self._facts[name]
+
+    def _make(self, maker: Maker) -> Sequence[_Fact]:
+        facts = [self._facts[n] if n else None for n in maker.inputs]
+        key = (maker.form, *(f and _content(f) for f in facts))
+        shared = self._blueprint.results
+        results = shared.get(key) or self._large.get(key)
+        if results is None:
+            results = self._blueprint.run(maker, facts)
+            is_small = all(f is None or _is_small(f.value) for f in (*facts, *results))
+            (shared if is_small and len(shared) < _SHARED else self._large)[key] = results
+        return results
+
+    def _stated(self, name: str) -> _Fact:
+        """Facts about a weight or a graph input."""
+        if name in self._blueprint.initializers:
+            return self._blueprint.stated(name)
+        if name in self._shapes:
+            return _Fact(_kind(self._blueprint.inputs[name].type.tensor_type.elem_type, self._shapes[name]))
+        return _UNKNOWN
+
+
+def _fact(value: Array) -> _Fact:
+    return _Fact(_kind(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape), value)
+
+
+def _content(fact: _Fact) -> Hashable:
+    """A key for the cache of results. It compares types and small values by contents, large values by identity."""
+    value = fact.value
+    if value is None:
+        return fact.kind
+    return (fact.kind, value.tobytes()) if _is_small(value) else id(value)
+
+
+def _is_small(value: Array | None) -> bool:
+    return value is None or (value.nbytes <= _SMALL and not value.dtype.hasobject)
+
+
+def _may_decide(value: Array) -> bool:
+    """True if a value may decide a shape: sizes, axes, bounds."""
+    return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
+
+
+def _run(
+    maker: Maker, operator: Callable[..., Any] | None, inputs: Sequence[Array | None]
+) -> Sequence[Array | None] | None:
+    if operator is None:
+        return None
+    if maker.op == "Pad":
+        inputs = _without_negative_pads(inputs)
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            results = [None if value is None else np.asarray(value) for value in operator(*inputs)]
+    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the value is unknown
+        return None
+    count = len(maker.node.output)
+    return [*results, *[None] * count][:count]
+
+
+def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
+    """Crop the input of Pad by its negative pads, and set these pads to 0; the reference implementation fails on them.
+
+    torch.onnx writes them where it cuts a padding mask to the length of a window.
+    """
+    data, pads, value, axes = (*inputs, *[None] * 4)[:4]
+    if data is None or pads is None or pads.min(initial=0) >= 0:
+        return inputs
+    inside = [slice(None)] * data.ndim
+    for axis, begin, end in zip(range(data.ndim) if axes is None else axes, *np.split(pads, 2), strict=True):
+        inside[axis] = slice(max(-begin, 0), data.shape[axis] + min(end, 0))
+    return [data[tuple(inside)], np.maximum(pads, 0), value, *([] if axes is None else [axes])]
+
+
+@lru_cache(1 << 16)
+def _kind(elem_type: int, shape: Shape) -> bytes:
+    kind: bytes = onnx.helper.make_tensor_type_proto(elem_type, list(shape)).SerializeToString(deterministic=True)
+    return kind
+
+
+@lru_cache(1 << 16)
+def _shape(kind: bytes | None) -> Shape | None:
+    tensor = onnx.TypeProto.FromString(kind or b"").tensor_type
+    if not tensor.HasField("shape") or not all(d.HasField("dim_value") for d in tensor.shape.dim):
+        return None
+    return tuple(d.dim_value for d in tensor.shape.dim)
+
+
+def _elem_type(kind: bytes) -> int:
+    return int(onnx.TypeProto.FromString(kind).tensor_type.elem_type)
