@@ -54,7 +54,8 @@ def verdicts(imported: ImportedModel, model: onnx.ModelProto, join: str) -> list
     limits = index_limits(model, plan)
     regions = [r for r in find_regions(pair_models(flat.reference, model, plan)) if join in r.joins]
     with exact_experts():
-        return [checker._judge(r, plan, limits, flat.weights, folder, {}, thorough=False) for r in regions]
+        judge = checker._Judge(plan, limits, flat.weights, folder, thorough=False)
+        return [judge.verdict(region) for region in regions]
 
 
 def of_head(model: onnx.ModelProto, op: str, place: int = 0) -> onnx.NodeProto:

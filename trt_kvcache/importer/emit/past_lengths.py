@@ -79,6 +79,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
     queue += [n.outputs[0] for n in updates]
     seen: set[str] = set()
+    marks = _numbers_of(graph, {t.name for t in interface.of(OriginalRole.PADDING_MASK)})
     by_tokens = False
     while queue:
         tensor = queue.pop(0)
@@ -96,6 +97,8 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     continue
                 seen.add(output.name)
                 if _is_cancelled(output, samples):
+                    if output.name in marks:
+                        _fill(graph, output, canonical.emit, interface, samples)
                     continue
                 if _count_per_row(node, canonical, samples):
                     by_tokens = True
@@ -267,6 +270,26 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
     return reached
 
 
+def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
+    """Replace a tensor computed from a padding mask with a constant, if all its numbers are the same in all samples.
+
+    For example, some models multiply inputs of states by the last columns of the mask, which belong to the new tokens.
+    In a mask over the rows of caches of fixed capacity, the new tokens have other columns.
+    """
+    values = [(s, s.probe.value(output.name)) for s in (*samples.plain, *samples.twins)]
+    first = values[0][1]
+    if first is None or not first.size or any(v is None or np.any(v != first.flat[0]) for _, v in values):
+        return
+    tokens = next(t for t in graph.inputs if t.name == interface.tokens)
+    sizes = _sizes(emit, tokens, [(s, v.shape) for s, v in values if v is not None])
+    known = [size for size in sizes if size is not None]
+    if len(known) < len(sizes):
+        return
+    number = emit.constant(first.reshape(-1)[:1].reshape([1] * first.ndim))
+    shape = emit.op("Concat", known, "filled_shape", INT64, axis=0) if len(known) > 1 else known[0] if known else None
+    replace_uses(output, number if shape is None else emit.op("Expand", [number, shape], "filled", elem_type(output)))
+
+
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
     """For a tensor that equals P + arange(S) + offset: the offset and the axis of the new tokens. Else None."""
     counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
@@ -320,21 +343,29 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     offset = offsets.pop()
     if offsets or offset is None or offset < 0:
         return False
-    readers = consumers(rows)
-    if contains(graph.outputs, rows) or not all(_has_batch(n, rows, s) for n in readers for s in samples.twins):
+    one = all(sample.batch == 1 for sample in samples.twins)  # rows of one sequence fit wherever they are read
+    found = ([], []) if one else _readers_of_rows(graph, rows, samples.twins)
+    if found is None:
         return False
-    replace_uses(
-        rows,
-        canonical.emit.op("Gather", [node.inputs[0], _shifted(canonical, offset)], "position_rows", axis=0),
-    )
+    (chain, readers), emit = found, canonical.emit
+    gathered = emit.op("Gather", [node.inputs[0], _shifted(canonical, offset)], "position_rows", axis=0)
+    if not one and all(tensor is rows and not before and len(after) == 1 for _, tensor, before, after in readers):
+        replace_uses(rows, gathered)  # the result [B, S, H] fits its readers
+        return True
+    width = (samples.twins[0].probe.shape(rows.name) or (1,))[-1]
+    flat = emit.op("Reshape", [gathered, emit.ints([-1, width])], "position_rows")  # rows of all sequences, [B * S, H]
+    replace_uses(rows, flat)
+    for between, shape in chain:
+        if is_op(between, "Reshape"):
+            between.inputs[1] = emit.ints(shape)
+    for reader, tensor, before, after in readers:
+        operand = flat if tensor is rows else tensor
+        batch, length = (_size(emit, canonical.tokens, axis, axis) for axis in ("batch", "sequence"))
+        sizes = [batch, emit.ints([1] * before) if before else None, length, emit.ints(after) if after else None]
+        whole = emit.op("Concat", [size for size in sizes if size is not None], "rows_shape", INT64, axis=0)
+        placed = emit.op("Reshape", [operand, whole], "placed_rows", elem_type(tensor))
+        reader.inputs = [placed if t is operand else t for t in reader.inputs]
     return True
-
-
-def _has_batch(node: gs.Node, rows: gs.Tensor, sample: Sample) -> bool:
-    """True if a node combines rows ``[S, H]`` with a tensor ``[B, S, H]``, so that each sequence may have its own."""
-    own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
-    combines = own is not None and is_op(node, "Add", "Sub", "Mul", "Div", "Expand")
-    return combines and whole == (sample.batch, *(own or ()))
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
@@ -348,6 +379,67 @@ def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
         return None
     offset = int(rows[0, 0]) - sample.past
     return offset if (rows == sample.past + offset + np.arange(sample.length)[:, None]).all() else None
+
+
+_Chain = list[tuple[gs.Node, list[int]]]
+_Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
+
+
+def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
+    """The nodes that combine rows ``[S, H]`` with tensors of a batch; None if rows cannot differ between sequences.
+
+    Returns:
+        First, the nodes before these readers, which compute row by row, each with its output's shape (-1 for the rows).
+        Second, for each reader: the node, its operand, the number of axes of its result between batch and tokens, and
+        the operand's sizes after the axis of tokens.
+    """
+    chain: _Chain = []
+    readers: _Readers = []
+    made, pending = {rows.name}, [rows]
+    while pending:
+        tensor = pending.pop()
+        if contains(graph.outputs, tensor):
+            return None
+        for node in consumers(tensor):
+            output = node.outputs[0]
+            if output.name in made:
+                continue
+            if all(t.name in made or is_constant(t) for t in node.inputs):
+                axes = {_axis_of_rows(output, sample) for sample in samples}
+                axis = axes.pop()
+                if axes or axis is None or is_op(node, "Transpose", "Expand"):
+                    return None
+                shape = list(samples[0].probe.shape(output.name) or ())
+                shape[axis] = -1
+                chain.append((node, shape))
+                made.add(output.name)
+                pending.append(output)
+                continue
+            places = {_place_of_rows(node, tensor, sample) for sample in samples}
+            place = places.pop()
+            if places or place is None:
+                return None
+            readers.append((node, tensor, *place))
+    return chain, readers
+
+
+def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
+    """The axis of the new tokens in a tensor whose axes before it have size 1; None if the tensor has another form."""
+    shape = sample.probe.shape(tensor.name) or ()
+    first = next((a for a, d in enumerate(shape) if d != 1), len(shape))
+    axis = first - (sample.length == 1)
+    return axis if 0 <= axis < len(shape) and shape[axis] == sample.length else None
+
+
+def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
+    """For a node that reads rows: the number of its axes between batch and tokens, and the rows' other sizes."""
+    own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
+    axis = _axis_of_rows(rows, sample)
+    if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
+        return None
+    place = len(whole) - len(own) + axis
+    fits = place > 0 and (whole[0], whole[place]) == (sample.batch, sample.length)
+    return (place - 1, own[axis + 1 :]) if fits else None
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:

@@ -9,7 +9,8 @@ This module uses these words for tensors:
               the result of an attention, or a part of it
 
 The region of a front begins at text tensors (queries and new rows) and caches. Fronts over one cache that do not depend
-on each other are parts of one attention, such as single heads; they are refused.
+on each other are parts of one attention, such as single heads, or weighted values and the sum of weights. The result of
+this attention is the first short tensor that depends on all parts.
 """
 
 from __future__ import annotations
@@ -102,6 +103,8 @@ class Cutter:
         points = zip(POINTS, _PASTS, strict=True)
         self._steps = [samples.step(p["batch"], past, p["sequence"]) for p, past in points]
         self._rows = {rows for c in caches.values() for rows in self._lengths(c)}
+        self._last = {n: place for place, node in enumerate(self._graph.nodes) for n in self._reads(node)}
+        self._last |= dict.fromkeys(set(self._graph.outputs) - set(self._presents.values()), len(self._graph.nodes))
         self._results: dict[str, set[str]] = {}
         self._known: dict[str, tuple[int | None, list[tuple[int, ...] | None]]] = {}
         self._order = {name: place for place, node in enumerate(self._graph.nodes) for name in node.output}
@@ -153,9 +156,8 @@ class Cutter:
         self._results = {}
         for name in fronts:
             beside = (f for f in fronts if not after[f] & bits[name] and not after[name] & bits[f])
-            if parts := [f for f in beside if fronts[f] & fronts[name]]:
-                raise RecognizeError(f"'{name}' and '{parts[0]}' are computed from one cache, apart from each other")
-            result, between = name, set[str]()
+            parts = [f for f in beside if fronts[f] & fronts[name]]
+            result, between = self._joined([*parts, name]) if parts else (name, set[str]())
             if guard := self._guard(result, readers.get(result, ())):
                 result, between = guard, between | {result}
             self._results[result] = self._results.get(result, set()) | between
@@ -173,6 +175,20 @@ class Cutter:
         return (
             guard if by_length and self._long.isdisjoint(others) and self._text.isdisjoint(others) and is_alike else ""
         )
+
+    def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
+        """The first short tensor that depends on all of these fronts, and the tensors between the fronts and it."""
+        live, between = set(parts), set(parts)
+        for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
+            node = self._graph.nodes[place]
+            if live.isdisjoint(self._reads(node)):
+                continue
+            live = {n for n in (*live, *node.output) if self._last.get(n, -1) > place}
+            if len(live) == 1 and place >= max(self._order[n] for n in parts):
+                (result,) = live
+                return result, between
+            between |= live
+        raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
         """True if a long tensor is computed from a short one without a weight in between, as from a sum of scores."""
