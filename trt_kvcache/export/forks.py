@@ -4,7 +4,7 @@
 
 Each line on stdin is a program, as a JSON list of an interpreter's arguments: ``-c CODE ...``, ``-m MODULE ...`` or
 ``FILE ...``. It runs as if alone, with the same stdout and stderr. After it comes a line on stdout: a NUL and its exit
-code. Where processes cannot fork, each program gets a new interpreter.
+code. On Windows, where processes cannot fork, each program gets a new interpreter.
 
 This file needs nothing of this package: it runs in the interpreter of an exporter.
 """
@@ -37,13 +37,12 @@ def run_program(words: list[str]) -> None:
 
 def main() -> None:
     """Import modules, then run each program of stdin."""
-    can_fork = hasattr(os, "fork")
-    for name in sys.argv[1:] if can_fork else ():
+    for name in sys.argv[1:] if sys.platform != "win32" else ():
         with suppress(Exception):  # the program that needs it will say why it cannot be imported
             import_module(name)
     for line in sys.stdin:
         words = json.loads(line)
-        if not can_fork:
+        if sys.platform == "win32":
             code = subprocess.run([sys.executable, *words], stdin=subprocess.DEVNULL).returncode
         elif child := os.fork():
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
