@@ -54,7 +54,7 @@ def of_corpus(key: str, folder: Path) -> Path:
         ),
         (
             lambda folder: of_corpus("reader/past in the hidden states", folder),
-            r"'present.0.key' gets no new rows of 'past_key_values.0.key'; supported are caches",
+            r"'present.0.key' gets no new rows of 'past_key_values.0.key'; supported",
         ),
     ],
     ids=["axis of the softmax", "probabilities are an output", "turned mask", "scores over the past", "another reader"],

@@ -310,10 +310,10 @@ class Reader:
         if not (seen == shown).all():
             raise RecognizeError(f"heads or sequences of '{self._region.result}' see different keys")
         mask = self._biased(base, Mask())
-        if self._key.circular:
+        if self._key.circular and not self._sees_lengths():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, and the model computes its mask; supported are masks "
-                "of the caller: give the mask [B, 1, S, L] as an input"
+                f"the cache '{self._key.past.name}' is circular, and after the end of its rows queries see other rows "
+                "than those up to their own; supported are masks of the caller: give the mask [B, 1, S, L] as an input"
             )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
@@ -338,6 +338,17 @@ class Reader:
         if np.array_equal(seen, wanted & causal):
             return Mask(causal=True, own=own)
         raise RecognizeError(f"the mask '{name}' is not what queries of '{self._region.result}' see")
+
+    def _sees_lengths(self) -> bool:
+        """True if queries past the end of a circular cache see the rows that a mask computed from lengths shows."""
+        rows = self._far.capacity
+        sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
+        seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
+        counted = (
+            np.arange(sample.total - rows, sample.total) % rows
+            <= rows - sample.length + np.arange(sample.length)[:, None]
+        )
+        return np.array_equal(seen, np.broadcast_to(counted, seen.shape))
 
     def _biased(self, base: Array, mask: Mask) -> Mask:
         """Add slopes, or a bias for each distance, to the mask if keys of 0 get different weights."""
