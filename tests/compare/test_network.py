@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ pytest.importorskip("tensorrt_rtx")
 from cases import decoder_attention
 from compare.network_faults import LOGGER, TRT, parsed, plant, read
 from decoders import DecoderConfig, make_decoder
+from harness import Feeds
+from plugin_reference import feeds_of, reference
 
 from trt_kvcache.cli.verify import parsed_as_exported
 from trt_kvcache.compare import network_comparison as comparing
@@ -25,6 +28,7 @@ from trt_kvcache.compare.numpy_network import Network, UnknownLayerError
 from trt_kvcache.cpu import UnfusedSession
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.plugins.operators import OPERATORS, Operator
 
 MODELS = Path(__file__).parents[1] / "models"
 EXPORTS = {
@@ -142,6 +146,40 @@ def test_a_layer_of_another_kind_is_named() -> None:
     model = _model([node("MaxPool", ["x"], ["y"], kernel_shape=[2])], {"x": _floats(2, 3, 6)}, {})
     network = _network(model)
     with pytest.raises(UnknownLayerError, match="has the type POOLING, which does not run here"):
+        Network(network, TRT)
+
+
+class OneLayer:
+    """A parsed network of one layer of this project's plugin, as full TensorRT shows it."""
+
+    num_layers = 1
+
+    def __init__(self, operator: Operator, feeds: Feeds) -> None:
+        kinds = {"int8": TRT.DataType.INT8, "int32": TRT.DataType.INT32, "int64": TRT.DataType.INT64}
+        kinds |= {"float16": TRT.DataType.HALF, "float32": TRT.DataType.FLOAT}
+        inputs = [SimpleNamespace(name=n, dtype=kinds[str(v.dtype)]) for n, v in feeds.items()]
+        outputs = [SimpleNamespace(name=name, dtype=TRT.DataType.INT8) for name in operator.outputs]
+        self.num_inputs, self.num_outputs = len(inputs), len(outputs)
+        self.get_input, self.get_output = inputs.__getitem__, outputs.__getitem__
+        layer = SimpleNamespace(name="update", type=SimpleNamespace(name="PLUGIN_V3"), **vars(self))
+        self.get_layer = [layer].__getitem__
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_layer_of_the_plugin_gives_what_its_reference_gives(name: str) -> None:
+    """On a stand-in: TensorRT for RTX has no plugins."""
+    operator, drawn = OPERATORS[name], np.random.default_rng(list(name.encode()))
+    for trial in range(24):
+        feeds = feeds_of(operator, drawn, trial)
+        given = Network(OneLayer(operator, feeds), TRT, {"present_0": operator}).run(feeds)
+        for output, values in reference(operator, feeds).items():
+            np.testing.assert_array_equal(given[output], values, err_msg=f"{output} of trial {trial}")
+
+
+def test_a_layer_of_another_plugin_is_named() -> None:
+    operator = OPERATORS["KVCacheUpdate"]
+    network = OneLayer(operator, feeds_of(operator, rng, 0))
+    with pytest.raises(UnknownLayerError, match="'update' of TensorRT's network has the type PLUGIN_V3"):
         Network(network, TRT)
 
 

@@ -33,6 +33,7 @@ from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.importer.steps.drawn_inputs import read_limits
 from trt_kvcache.machine import free_memory
+from trt_kvcache.plugins.operators import OPERATORS
 
 __all__ = ["NetworkComparison", "NetworkWatch", "compare_as_exported", "compare_network", "too_large"]
 
@@ -180,7 +181,8 @@ class NetworkWatch:
         self._model, self._folder, self._garbage, self._steps, self._seen = model, folder, garbage, steps, 0
         self.found = NetworkComparison(0, 0.0)
         with self._reported(0):
-            self._network = Network(network, trt)
+            updates = {n.output[0]: OPERATORS[n.op_type] for n in model.graph.node if n.op_type in OPERATORS}
+            self._network = Network(network, trt, updates)
 
     def __call__(self, feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
         """Compare a step, unless an earlier step had a finding or a note."""

@@ -3,8 +3,9 @@
 ``INetworkDefinition`` describes everything in a parsed network: layers with their attributes, constants, tensors. Each
 layer computes what TensorRT documents for its class
 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); undocumented
-details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. An unknown layer is refused with
-its name and type; no layer is skipped.
+details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. Layers of this project's plugin
+compute what `trt_kvcache.importer.families.plugin_route` defines; they were run on a stand-in only, because TensorRT
+for RTX has no plugins. An unknown layer is refused with its name and type; no layer is skipped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.plugins.operators import Operator
 
 __all__ = ["Network", "NetworkError", "Node", "UnknownLayerError"]
 
@@ -80,13 +83,14 @@ class Network:
     Args:
         network: TensorRT's ``INetworkDefinition``. It, its builder and its parser must live as long as this object.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
+        updates: operators of this project's plugin, by the name of their first output.
 
     Raises:
         UnknownLayerError: a layer has an unknown type; the message names the first.
     """
 
-    def __init__(self, network: Any, trt: Any) -> None:
-        self._room = _CONSTANTS
+    def __init__(self, network: Any, trt: Any, updates: Mapping[str, Operator] | None = None) -> None:
+        self._room, self._updates = _CONSTANTS, updates or {}
         self._kinds = {getattr(trt.DataType, name, None): name for name in _DTYPES}
         self._classes = {n.lower(): getattr(trt, n) for n in dir(trt) if n.startswith("I") and n.endswith("Layer")}
         self._constants: dict[str, Array] = {}
@@ -138,6 +142,8 @@ class Network:
         names = tuple("" if t is None else t.name for t in inputs)
         dtypes = tuple(self._kinds.get(t.dtype, "") for t in outputs)
         node = Node(layer.name, kind, layer, names, tuple(t.name for t in outputs), dtypes)
+        if kind == "PLUGIN_V3" and outputs[0].name in self._updates:
+            return node
         known = kind in _RUN or kind in ("CONSTANT", "ATTENTION_INPUT")
         if not known or "" in dtypes:
             what = f"gives {outputs[dtypes.index('')].dtype}" if known else f"has the type {kind}"
@@ -148,6 +154,8 @@ class Network:
     def _results(self, node: Node, read: list[Any], attentions: dict[str, list[Any]]) -> list[Any]:
         if node.op_type == "CONSTANT":
             return [self._constant(node)]
+        if node.op_type == "PLUGIN_V3":
+            return _plugin_update(self._updates[node.output[0]], read)
         if node.op_type in _HALF_LAYERS:
             name = node.name.removesuffix(_HALF_LAYERS[node.op_type])
             if node.op_type == "ATTENTION_INPUT":
@@ -456,6 +464,28 @@ def _update(layer: Any, x: Sequence[Any]) -> Any:
     return cache
 
 
+def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
+    """Compute an update by this project's plugin: one cache or two, padded or packed, linear or circular."""
+    count, packed, circular = operator.caches, operator.packed, operator.mode is UpdateMode.CIRCULAR
+    starts, (capacity, length) = _ints(x[2 * count]), (x[0].shape[2], x[count].shape[0 if packed else 2])
+    bounds = _ints(x[2 * count + 1]) if packed else []
+    spans = list(itertools.pairwise(bounds)) if packed else [(0, length)] * len(starts)
+    scales = x[-count:] if operator.quantized else [None] * count
+    presents = [cache.copy() for cache in x[:count]]
+    for present, update, scale in zip(presents, x[count : 2 * count], scales, strict=True):
+        new = np.swapaxes(update, 0, 1) if packed else update  # packed: [N, T, H]
+        if scale is not None:
+            kind = "INT8" if present.dtype == np.int8 else "FP8"
+            new = _codes(new / scale.reshape(-1, 1, 1), kind).astype(present.dtype)
+        for row, (start, (begin, end)) in enumerate(zip(starts, spans, strict=True)):
+            legal = sorted(bounds) == bounds and 0 <= begin <= end <= length
+            if legal and (circular or 0 <= start <= capacity - (end - begin)):
+                first = max(begin, end - capacity)  # of tokens for one row of a ring, the last is written
+                rows = (start + np.arange(first - begin, end - begin)) % capacity
+                present[row][:, rows] = (new if packed else new[row])[:, first:end]
+    return presents
+
+
 def _normalization(layer: Any, x: Sequence[Any]) -> Any:
     data, axes, groups = x[0], _axes(layer.axes), layer.num_groups
     shape = data.shape
@@ -485,16 +515,13 @@ def _scales(layer: Any, data: Array, scale: Array) -> Array:
     return scale[tuple(slice(n) for n in data.shape)]
 
 
-def _quantize(layer: Any, x: Sequence[Any]) -> Any:
-    codes = x[0] / _scales(layer, x[0], x[1])
-    match _name(layer.to_type):
-        case "FP8":
-            return np.clip(codes, -448, 448).astype(ml_dtypes.float8_e4m3fn)
-        case "INT4":
-            return np.clip(np.rint(codes), -8, 7)
-        case kind:
-            limits = np.iinfo(np.dtype(_DTYPES[kind]))
-            return np.clip(np.rint(codes), limits.min, limits.max)
+def _codes(values: Array, kind: str) -> Any:
+    """Round to the nearest number of a quantized type; values beyond its range become its limits."""
+    if kind == "FP8":
+        return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    limits = np.iinfo(np.dtype(_DTYPES[kind]))
+    low, high = (-8, 7) if kind == "INT4" else (limits.min, limits.max)
+    return np.clip(np.rint(values), low, high)
 
 
 def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
@@ -569,7 +596,7 @@ _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
     "NORMALIZATION": _normalization,
     "ONE_HOT": _one_hot,
     "PARAMETRIC_RELU": lambda _, x: np.where(x[0] >= 0, x[0], x[0] * x[1]),
-    "QUANTIZE": _quantize,
+    "QUANTIZE": lambda layer, x: _codes(x[0] / _scales(layer, x[0], x[1]), _name(layer.to_type)),
     "REDUCE": lambda layer, x: _REDUCE[_name(layer.op)](x[0], axis=_axes(layer.axes), keepdims=layer.keep_dims),
     "ROTARY_EMBEDDING": _rotary,
     "SCATTER": _scatter,
