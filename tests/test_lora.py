@@ -66,7 +66,7 @@ def test_narrow_types(dtype: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"peft_type": "IA3"}, "an adapter of kind 'IA3'; supported is LORA"),
+        ({"peft_type": "IA3"}, "the adapter is of kind 'IA3'; only LORA is supported"),
         ({"bias": "all"}, "bias is 'all', and biases are not supported"),
         ({"use_dora": True}, "use_dora is True, which is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not supported"),

@@ -332,8 +332,8 @@ def serve(
     Args:
         work: computes the answer from a request, the bytes that follow it, and the caller.
         requests: type of a request.
-        abandoned: called in another thread when the caller ends, unless it keeps the child's files; then the process
-            ends.
+        abandoned: called in another thread when the caller's process ends, unless the caller keeps the child's files.
+            The child's process ends after it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))

@@ -95,8 +95,8 @@ def by_token(values: Array, tensor: TensorRole) -> Named:
 def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
     """Return values in a shape that broadcasts to a tensor with the axes `axes`, see `named_axes`.
 
-    If the tensor has no axis of a name, one entry stays: the last token of a sequence, the first row of a batch. Fixed
-    axes of the tensor repeat the values, except a mask's last one: it holds the keys.
+    If the tensor lacks an axis of the values, only one entry of that axis is kept: the last token of a sequence, the
+    first row of a batch. Along other axes of the tensor, the values repeat. The last axis of a mask holds the keys.
     """
     values, names = named
     if tuple(axes) == names:
@@ -136,7 +136,7 @@ def fixed_length(plan: CachePlan) -> int | None:
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with names for axes that are fixed at the plan's batch or update length, if it is not 1."""
+    """Return the tensor with a name for each axis that is fixed at the plan's batch or update length, except 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width

@@ -136,7 +136,7 @@ def module_key(name: str) -> tuple[str, ...] | None:
 def _check(settings: Mapping[str, Any], path: Path) -> None:
     """Refuse settings that change the computation in unsupported ways."""
     if settings.get("peft_type") != "LORA":
-        raise OptionError(f"{path}: an adapter of kind {shown(settings.get('peft_type'))}; supported is LORA")
+        raise OptionError(f"{path}: the adapter is of kind {shown(settings.get('peft_type'))}; only LORA is supported")
     if settings.get("bias") not in (None, "none"):
         raise OptionError(f"{path}: bias is {shown(settings['bias'])}, and biases are not supported; train with 'none'")
     if settings.get("init_lora_weights", True) not in _INITIAL:

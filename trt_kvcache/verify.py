@@ -253,7 +253,7 @@ class _Verification:
 
     @cached_property
     def table(self) -> Array | None:
-        """Embeddings that replace tokens."""
+        """The embeddings that stand for token ids, for a model that takes embeddings; None for other models."""
         return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property

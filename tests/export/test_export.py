@@ -193,7 +193,9 @@ def test_what_is_not_compared_is_said(
         return told[1:]
 
     assert export("all") == []
-    assert export("int4", int4=True) == ["the weights are not compared with the checkpoint's: 4 bits hold others"]
+    assert export("int4", int4=True) == [
+        "the weights are not compared with the checkpoint's: they were rounded to 4 bits"
+    ]
     stand_ins["genai"] = "fails on twins"
     assert export("twins") == ["genai's model is not compared with the checkpoint: it fails on a small twin: too small"]
     stand_ins["genai"] = "warns"
@@ -331,7 +333,7 @@ def test_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     for folder in (tmp_path, tmp_path / "nothing"):
         assert not is_checkpoint(folder)
-        with pytest.raises(InvalidModelError, match="no checkpoint; give a folder with config.json and weights"):
+        with pytest.raises(InvalidModelError, match="not a checkpoint; give a folder with config.json and weights"):
             export_checkpoint(folder, tmp_path / "out")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()

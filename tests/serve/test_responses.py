@@ -139,7 +139,7 @@ def test_calls_come_and_go_back(service: Service) -> None:
             {"input": [{"type": "image_generation_call"}]},
             "input[0].type is 'image_generation_call'; supported:",
         ),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]: supported are text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]: expected a text"),
         ({"tools": [{"type": "web_search"}]}, "there is no tool of type 'web_search' here; supported: function"),
         ({"include": ["message.output_text.logprobs"]}, "Invalid enum value"),
         ({"background": True}, "background"),

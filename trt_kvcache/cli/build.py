@@ -93,10 +93,10 @@ def _print(output: Path, manifest: Manifest, seconds: float, chosen: str) -> Non
         out.print(f"{proof}: its proof: checked once on each GPU before first use")
     if manifest.encoder is not None:
         encoder, encoder_size = beside(manifest.encoder.name), human_bytes(manifest.encoder.size)
-        out.print(f"{encoder}: {encoder_size}, the engine of its encoder; {encoder.name}.json: the manifest of that")
+        out.print(f"{encoder}: {encoder_size}, the engine of its encoder; its manifest: {encoder.name}.json")
     if output.is_dir():
         texts = [path.name for path in sorted(output.iterdir()) if path.name in TEXTS]
-        out.print(f"{output}: for texts: {', '.join(texts) or 'nothing beside the model'}")
+        out.print(f"{output}: files for texts: {', '.join(texts) or 'none'}")
     if manifest.network:
         out.print(f"TensorRT's network: {manifest.network}")
     out.print(

@@ -54,7 +54,7 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
 
     out = console()
     out.print(f"{report.engine}: {report.steps} steps on {report.ran_on}, driver {report.driver}")
-    out.print(f"recorded of the rewritten model on {report.recorded_on}")
+    out.print(f"compared with the rewritten model on {report.recorded_on}")
     grid = table("output", "largest difference", "allowed", "on average", "allowed", "")
     disagrees = {f.output for f in report.findings}
     keys = [(o.output, "DISAGREES" if o.output in disagrees else "ok") for o in report.outputs]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
-_form_flag = partial(typer.Option, rich_help_panel="What the text has to be (extra structured)")
+_form_flag = partial(typer.Option, rich_help_panel="Form of the text (extra structured)")
 
 
 _DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p")
@@ -48,8 +48,8 @@ class GenerationFlags(Flags):
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="generation_config.json; flags override it. Default: the one beside the model, of which only "
-            "special tokens are used.",
+            help="generation_config.json with the settings; flags override it. Default: the file beside the model; "
+            "only its special tokens are used.",
             readable=False,
             rich_help_panel="How tokens are chosen (as in transformers' GenerationConfig)",
         ),
@@ -129,13 +129,19 @@ class BatchGenerationFlags(GenerationFlags):
 class GrammarFlags:
     """Flags that restrict the form of the text: JSON, a regular expression, a grammar."""
 
-    json_schema: Annotated[str | None, _form_flag(metavar="FILE|JSON", help="JSON as this schema describes it.")] = None
-    regex: Annotated[str | None, _form_flag(metavar="PATTERN", help="Text that matches this pattern as a whole.")] = (
-        None
-    )
+    json_schema: Annotated[
+        str | None, _form_flag(metavar="FILE|JSON", help="Generate only JSON that matches this schema.")
+    ] = None
+    regex: Annotated[
+        str | None, _form_flag(metavar="PATTERN", help="Generate only text that matches this whole pattern.")
+    ] = None
     grammar: Annotated[
         Path | None,
-        _form_flag(metavar="FILE", help="Text of this grammar, in Lark's syntax or llama.cpp's GBNF.", readable=False),
+        _form_flag(
+            metavar="FILE",
+            help="Generate only text of this grammar: Lark's syntax or llama.cpp's GBNF.",
+            readable=False,
+        ),
     ] = None
 
     def check(self) -> None:

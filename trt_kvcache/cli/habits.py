@@ -11,7 +11,7 @@ _MODEL = (
     "the checkpoint is the argument, without a flag; --exporter NAME chooses who exports it",
     "the model or engine is the argument, without a flag",
 )
-_QUIET = "leave it out; what is long shows on a terminal alone, and errors are one line"
+_QUIET = "leave it out; progress shows only on a terminal, and an error is one line"
 FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("fp16", "bf16", "fp8", "best", "half", "dtype", "noTF32"), _TYPES),
     **dict.fromkeys(("int8", "precision", "bits"), ("give --int4 for weights of 4 bits, or --dtype", _BITS)),
@@ -34,14 +34,14 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
         ("t", "threads", "num-threads"),
         ("give --threads N", "ONNX Runtime takes one thread for each core; in Python: CpuOptions(threads=N)"),
     ),
-    "no-cnv": "generate is no conversation; leave it out",
+    "no-cnv": "leave it out; generate does not hold a conversation",
     **dict.fromkeys(("quiet", "q", "silent", "log-disable", "v", "vv", "debug"), _QUIET),
     **dict.fromkeys(("log-level", "loglevel", "log-verbosity"), _QUIET),
     "num-return-sequences": "give the prompt several times, each with --prompt",
-    "stream": "text comes as it is made; leave it out",
+    "stream": "leave it out; text is printed as it is generated",
     **dict.fromkeys(
         ("atol", "rtol", "tolerance", "threshold"),
-        "what may differ follows from rounding, which is measured; leave it out",
+        "leave it out; verify measures rounding, and allows no larger difference",
     ),
     **dict.fromkeys(("onnx", "model", "m", "loadEngine", "engine", "engine-dir"), _MODEL),
     **dict.fromkeys(("saveEngine", "save-engine", "output-dir"), "give -o ENGINE, or -o FOLDER/"),
@@ -67,7 +67,7 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     "shapes": "give --minShapes, --optShapes and --maxShapes, for inputs of unknown role",
     "stronglyTyped": f"{_TYPES}, always; leave it out",
     "do-sample": "give --sample",
-    "logit-processors": "rules of your own are Python: GenerationConfig(logits_processor=...)",
+    "logit-processors": "in Python: GenerationConfig(logits_processor=...)",
     **dict.fromkeys(("temp",), "give --temperature T"),
     **dict.fromkeys(("repeat-penalty",), "give --repetition-penalty X"),
     **dict.fromkeys(("parallel", "np"), "give --max-batch N"),
@@ -95,8 +95,8 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("n-gpu-layers", "ngl", "gpu-layers"), "an engine runs on the GPU as a whole; leave it out"),
     **dict.fromkeys(("flash-attn", "fa", "attention-backend"), "TensorRT chooses its kernels; leave it out"),
     **dict.fromkeys(("enforce-eager", "useCudaGraph", "cuda-graph"), "CUDA graphs are on; leave it out"),
-    **dict.fromkeys(("trust-remote-code",), "no code of a model is run; leave it out"),
-    **dict.fromkeys(("chat-template", "chat-template-file"), "it is read from the file beside the model"),
+    **dict.fromkeys(("trust-remote-code",), "leave it out; code that comes with a model is never run"),
+    **dict.fromkeys(("chat-template", "chat-template-file"), "leave it out; it is in a file beside the model"),
     **dict.fromkeys(
         ("enable-auto-tool-choice", "tool-call-parser", "jinja"), "tools work by the chat template; leave it out"
     ),
@@ -106,15 +106,15 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("hf-repo", "hf", "model-id", "model-name-or-path", "pretrained-model"), _MODEL),
     **dict.fromkeys(("interactive", "conversation", "cnv"), "that is a command of its own: trt-kvcache chat"),
     **dict.fromkeys(("dumpProfile", "dumpLayerInfo", "exportProfile"), "NVIDIA's Nsight Systems shows layers"),
-    **dict.fromkeys(("useDLACore", "allowGPUFallback"), "engines run on a GPU alone; leave it out"),
-    **dict.fromkeys(("mirostat", "typical", "typical-p"), "there is no such sampling; leave it out"),
+    **dict.fromkeys(("useDLACore", "allowGPUFallback"), "leave it out; engines run only on a GPU"),
+    **dict.fromkeys(("mirostat", "typical", "typical-p"), "leave it out; this way of sampling is not supported"),
     **dict.fromkeys(("torch-dtype", "device-map", "load-in-4bit", "load-in-8bit"), _TYPES),
-    **dict.fromkeys(("opset", "task", "monolith"), "an exporter's own; run that exporter by hand for it"),
+    **dict.fromkeys(("opset", "task", "monolith"), "only the exporter has this option; run it by hand"),
     "device-id": "choose the GPU by CUDA_VISIBLE_DEVICES",
-    "num-beams": "beam search is for generate",
-    "logprobs": "generate shows them in JSON, and serve gives them to who asks",
-    "gpu-memory-utilization": "memory follows from --max-batch and --capacity; leave it out",
-    "verbose": "leave it out; errors say what to do, and build has its own",
+    "num-beams": "only generate has beam search",
+    "logprobs": "generate --json shows them, and serve returns them if a request asks for them",
+    "gpu-memory-utilization": "leave it out; --max-batch and --capacity determine the memory",
+    "verbose": "leave it out; only build has it, for the log of TensorRT",
 }  # fmt: skip
 """Flags of trtexec, vLLM, TensorRT-LLM, llama.cpp and transformers, with dashes, and their replacements here."""
 
@@ -128,10 +128,10 @@ _COMMANDS = {
     **dict.fromkeys(
         ("list", "ls", "models"), "models are files: give the path of one, as in trt-kvcache plan model.onnx"
     ),
-    **dict.fromkeys(("ps", "stop", "top"), "a server tells at /metrics what runs, and Ctrl-C ends it"),
+    **dict.fromkeys(("ps", "stop", "top"), "a server shows at /metrics what it runs; Ctrl-C ends the server"),
     **dict.fromkeys(
         ("pull", "download", "push", "login"),
-        "hf download NAME brings a model of the hub; then give trt-kvcache export NAME -o FOLDER/",
+        "hf download NAME downloads a model of the hub; then give trt-kvcache export NAME -o FOLDER/",
     ),
     **dict.fromkeys(("show", "info", "view"), "give trt-kvcache plan MODEL, or inspect ENGINE"),
     **dict.fromkeys(
@@ -156,11 +156,11 @@ _COMMANDS = {
 """Commands of ollama, llama.cpp, vLLM, TensorRT-LLM and optimum-cli, and their replacements here."""
 
 _MORE = {
-    "verify": "it compares MODEL with its own rewrite; give --rewritten FILE for one that you wrote",
+    "verify": "it compares MODEL with a new rewrite of it; give --rewritten FILE for a file that 'rewrite' wrote",
     "export": "it takes one checkpoint; give -o FOLDER/ for the output",
     "build": "it takes one model; give -o ENGINE/ for the output",
     "rewrite": "it takes one model; give -o FILE for the output",
-    "inspect": "it takes an engine alone; trt-kvcache plan shows a model",
+    "inspect": "it takes only an engine; trt-kvcache plan shows a model",
 }
 """For each command: advice if the user gives one argument too many."""
 

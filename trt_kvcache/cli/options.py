@@ -103,8 +103,8 @@ class SessionPlanFlags(Flags):
         Path | None,
         _plan_flag(
             metavar="FILE",
-            help="With --cache-dtype: one scale for each cache, from a run over these prompts on the CPU. A text in "
-            "each line; .jsonl: a text, a list of token ids, or an object with one of them as its prompt.",
+            help="With --cache-dtype: compute one scale for each cache from these prompts, on the CPU. Each line has a "
+            "text; in a .jsonl file: a text, a list of token ids, or an object with one of them as its prompt.",
             readable=False,
         ),
     ] = None
@@ -183,7 +183,8 @@ class BuildPlanFlags(SessionPlanFlags):
     adapter: Annotated[
         list[str] | None,
         _plan_flag(
-            metavar="FOLDER", help="Take adapters such as this one, which peft wrote: its rank and modules; repeatable."
+            metavar="FOLDER",
+            help="Accept adapters (LoRA) with the rank and modules of this one, which peft wrote; repeatable.",
         ),
     ] = None
 

@@ -291,8 +291,8 @@ def _spans(plan: CachePlan) -> Iterator[str]:
         )
     if (last := plan.logits_span) is not None:
         yield (
-            f"logits: of the last positions of a step, computed from those of '{last.tensor}'; the shape of the added "
-            f"input {last.name} [{last.symbol}] says of how many, from 1 (the next token) to all; its contents do not "
+            f"logits: a step computes them from '{last.tensor}' for its last positions only; the shape of the added "
+            f"input {last.name} [{last.symbol}] says for how many, from 1 (the next token) to all; its contents do not "
             "matter"
         )
 

@@ -75,7 +75,7 @@ def verify(
 
 
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
-    """Return, as text, how the network that TensorRT's own parser makes of a model as exported differs from the model.
+    """Parse a model as exported with TensorRT's own parser, and return as text how the network differs from the model.
 
     Raises:
         BackendError: TensorRT's package is not installed.

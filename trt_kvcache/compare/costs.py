@@ -1,8 +1,8 @@
-"""Counts the bytes that a decode step must read and write: not its time, but a limit for it.
+"""Counts the bytes that a decode step must read and write. They give a lower bound of its time, not the time itself.
 
 A step of one token reads the weights and the cache rows that attention sees, and writes a row. Tensors between layers
-are small, and mostly stay inside of fused kernels: they are left out. So an engine that is larger than the caches of
-its GPU cannot be faster than these bytes divided by the bandwidth of the GPU's memory. ``tests/compare/test_costs.py``
+are small, and mostly stay inside of fused kernels: they are left out. If an engine does not fit into the L2 cache of
+its GPU, a step takes at least these bytes divided by the bandwidth of the GPU's memory. ``tests/compare/test_costs.py``
 compares the counts with TensorRT's own networks.
 """
 

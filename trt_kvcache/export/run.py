@@ -184,7 +184,7 @@ def export_checkpoint(
     source = checkpoint_named(as_path(checkpoint, "checkpoint"))
     if not is_checkpoint(source):
         raise InvalidModelError(
-            f"{source}: no checkpoint; give a folder with config.json and weights (.safetensors), as transformers' "
+            f"{source}: not a checkpoint; give a folder with config.json and weights (.safetensors), as transformers' "
             "save_pretrained writes it, or a .gguf file"
         )
     folder = as_path(output, "output", OutputError).expanduser().absolute()
@@ -193,7 +193,7 @@ def export_checkpoint(
     python = str(as_path(python, "python"))
     capacity = None if capacity is None else as_whole(capacity, "capacity", "tokens")
     if not callable(told):
-        raise OptionError(f"told is {shown(told)}; give a function of one text")
+        raise OptionError(f"told is {shown(told)}; it must be a function that takes one text")
     names = _chosen(exporter, dtype, python, int4=as_switch(int4, "int4"))
     with (
         new_folders(folder),
@@ -333,7 +333,7 @@ class _Job:
         """
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
-            self._told("the weights are not compared with the checkpoint's: 4 bits hold others")
+            self._told("the weights are not compared with the checkpoint's: they were rounded to 4 bits")
         elif needed > free_memory():
             self._told(
                 f"the weights are not compared with the checkpoint's: that takes {needed / 1e9:.0f} GB of memory, and "

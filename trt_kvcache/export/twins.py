@@ -103,13 +103,13 @@ class Twin:
         try:
             plan = plan_model(made, PlanOptions(capacity=self._capacity))
         except TrtKvCacheError as error:
-            return Verdict(None, f"what it makes of a small twin is refused: {error.message}")
+            return Verdict(None, f"its model of a small twin is refused: {error.message}")
         try:
             asked = json.loads((self._folder / "decode.json").read_text(encoding="utf-8"))
             texts, cuts = (asked[part][self._first :] for part in ("texts", "cuts"))
             logits = decode_exported(Exported(made, plan), texts, cuts)
         except UnsupportedModelError as error:
-            return Verdict(False, f"of a small twin it writes a model that does not decode: {error.message}")
+            return Verdict(False, f"its model of a small twin does not decode: {error.message}")
         wrong = difference(logits, _read_logits(self._folder / "logits.npz")[self._first :])
         if wrong is None:
             return Verdict(True, "", tuple(logits))

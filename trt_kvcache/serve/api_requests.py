@@ -233,8 +233,8 @@ _ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
     "modalities": ((["text"],), "answers are text; leave it out"),
     "audio": ((), "answers are text; leave it out"),
-    "verbosity": (("medium",), "the model has one; leave it out, or say it in the prompt"),
-    "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are kept in memory alone; leave it out"),
+    "verbosity": (("medium",), "it has no effect here; leave it out, or ask for it in the prompt"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "prompts are kept only in memory; leave it out"),
 }
 """Fields that are accepted only with these values, which have no effect; and the reason for the error message."""
 
@@ -413,7 +413,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
     if request.continue_final_message:
         if request.add_generation_prompt:
             raise ApiError(
-                400, "continue_final_message: the answer is part of the last message, or begins after it; set "
+                400, "continue_final_message contradicts add_generation_prompt; set "
                 "add_generation_prompt to false", "continue_final_message",
             )  # fmt: skip
         how["continues"] = True
@@ -464,7 +464,7 @@ def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | No
 def _text(message: Message, at: int) -> str:
     text = joined_text(message.content or "", {"text": "text", "refusal": "refusal"})
     if text is None:
-        raise ApiError(400, f"messages[{at}].content: supported are text, and parts of type text", "messages")
+        raise ApiError(400, f"messages[{at}].content: expected a text, or parts of type text", "messages")
     return text
 
 

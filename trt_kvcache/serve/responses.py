@@ -130,7 +130,7 @@ _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal"
 def _content(content: Any, at: int) -> str:
     text = joined_text(content if isinstance(content, (str, list)) else [content], _TEXTS)
     if text is None:
-        raise ApiError(400, f"input[{at}]: supported are text, and parts of type input_text or output_text", "input")
+        raise ApiError(400, f"input[{at}]: expected a text, or parts of type input_text or output_text", "input")
     return text
 
 

@@ -170,7 +170,7 @@ def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
     written = json.dumps(_ARGUMENTS)
     one = _calls(render, tools, prompt, around, _NAMES[:1]).split(_NAMES[0])
     if len(one) != 2 or one[1].count(written) != 1:
-        raise _unread("a name, and after it the arguments as JSON")
+        raise _unread("a name followed by the arguments as JSON")
     middle, _, end = one[1].partition(written)
     between = None
     try:
@@ -185,11 +185,11 @@ def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
     form = ToolForm(one[0].lstrip(), middle, between, end)
     texts = "".join((form.begin, form.middle, form.between or "", form.end))
     if hidden := next((token for token in special_tokens if token and token in texts), None):
-        raise _unread(f"text alone, and here the special token {hidden} is part of it")
+        raise _unread(f"calls without special tokens; here they contain {hidden}")
     if _ID in texts:
-        raise _unread("no ids of calls")
+        raise _unread("calls without ids")
     if not form.begin or form.end == "" == form.middle:
-        raise _unread("a text before the name")
+        raise _unread("calls with a text before the name")
     return form
 
 
@@ -200,7 +200,7 @@ def _unread(what: str) -> OptionError:
 def _after(text: str, prompt: str) -> str:
     """Return the text after the prompt."""
     if not text.startswith(prompt):
-        raise _unread("the answer right after the prompt")
+        raise _unread("an answer that begins right after the prompt")
     return text[len(prompt) :]
 
 
@@ -212,7 +212,7 @@ def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], nam
     said = _after(render([_USER, {"role": "assistant", "content": "", "tool_calls": calls}], tools), prompt)
     head, tail = around
     if not said.endswith(tail):
-        raise _unread("calls that end as text does")
+        raise _unread("calls that end like a text")
     return said.removeprefix(head).removesuffix(tail)
 
 
