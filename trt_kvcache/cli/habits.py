@@ -112,7 +112,7 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     **dict.fromkeys(("opset", "task", "monolith"), "only the exporter has this option; run it by hand"),
     "device-id": "choose the GPU by CUDA_VISIBLE_DEVICES",
     "num-beams": "only generate has beam search",
-    "logprobs": "generate --json shows them, and serve returns them if a request asks for them",
+    "logprobs": "generate shows them in its JSON, and serve returns them if a request asks for them",
     "gpu-memory-utilization": "leave it out; --max-batch and --capacity determine the memory",
     "verbose": "leave it out; only build has it, for the log of TensorRT",
 }  # fmt: skip
