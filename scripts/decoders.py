@@ -244,7 +244,7 @@ def _attention_block(g: _Graph, i: int, x: str) -> str:
 
 
 def _graph(config: DecoderConfig) -> _Graph:
-    """The whole graph but for its weights."""
+    """The whole graph, without its weights."""
     g = _Graph(config)
     c, dtype = config, DTYPES[config.dtype][0]
     tokens = (c.batch, c.sequence)

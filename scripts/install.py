@@ -2,8 +2,8 @@
 
     python scripts/install.py --editable '.[test]'
 
-uv takes a fifth of pip's time. It gets pip's settings: indexes, constraints, certificates. pip installs where uv is not
-to be had, where uv fails, and where pip has a setting that has no counterpart here.
+uv takes a fifth of pip's time. It gets pip's settings: indexes, constraints, certificates. pip installs if uv is
+missing, if uv fails, or if pip has a setting that has no counterpart here.
 """
 
 from __future__ import annotations

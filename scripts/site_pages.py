@@ -50,7 +50,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def names_of(module: re.Match[str]) -> str:
-    """Return directives for the public names of a module, but for those of `trt_kvcache` itself."""
+    """Return directives for the public names of a module, except those of `trt_kvcache` itself."""
     names = [name for name in import_module(module[1]).__all__ if name not in trt_kvcache.__all__]
     return "\n\n".join(f"::: {module[1]}.{name}" for name in names)
 

@@ -151,7 +151,7 @@ def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, 
 
 
 def measure(workers: dict[str, Worker], count: int) -> dict[str, list[float]]:
-    """Seconds of the steps of each way; all must give the same tokens, but for the products, which give none."""
+    """Seconds of the steps of each way; all must give the same tokens, except the products, which give no tokens."""
     tokens, times = take_turns(workers, count, BURST, SKIPPED)
     tokens.pop(FLOOR, None)
     for name, found in tokens.items():

@@ -132,7 +132,7 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
         [f"{c.tokens:,}", human_bytes(c.weights), human_bytes(c.total - c.weights), human_bytes(c.total),
          f"{c.share:.1%}"] for c in costs
     ]  # fmt: skip
-    notes = ["bytes read and written; what goes from layer to layer is left out"]
+    notes = ["bytes read and written, without tensors between layers"]
     if bandwidth is not None:
         columns.append("limit, tokens/s")
         rows = [[*row, f"{cost.limit(bandwidth):,.0f}"] for row, cost in zip(rows, costs, strict=True)]
