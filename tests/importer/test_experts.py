@@ -77,7 +77,7 @@ def test_a_model_with_canonical_caches(bits: int, dtype: str, tmp_path: Path) ->
     assert operators["DequantizeLinear"] == (4 if bits else 0)
     report = verify_model(path)
     report.check()
-    assert any("experts of the original" in note for note in report.notes) == bool(bits)
+    assert any("experts in QMoE" in note for note in report.notes) == bool(bits)
     build_engine(path, tmp_path / "model.engine")
 
 
