@@ -41,10 +41,11 @@ from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, PlanOptions, Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
-from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
 from trt_kvcache.importer.recorded_options import check_same_interface, recorded_options
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants, read_limits
 from trt_kvcache.importer.steps.element_types import all_types
+from trt_kvcache.importer.steps.runnable import rounds
 from trt_kvcache.machine import bounded_memory
 from trt_kvcache.progress import phase
 
@@ -193,6 +194,11 @@ class _Verification:
             why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
             raise OptionError(f"no cache of the model {why}: there is no decode to verify")
         reference = self._exported()
+        if any(rounds(node) for scope in iter_scopes(self.imported.source.proto) for node in scope.node):
+            self.notes.append(
+                "the model as exported ran with activations of float32: ONNX Runtime rounds them to 8 bits "
+                "(accuracy_level of MatMulNBits, experts in QMoE), and neither the rewritten model nor an engine does"
+            )
         asked = self.verify.station or [n for n in STATIONS if n != "quantized" or self.quantized is not None]
         wanted = [name for name in STATIONS if name in asked]
         self.title = f"station 1 of {len(wanted) + 1}: exported"
@@ -304,14 +310,16 @@ class _Verification:
         return self.copies.copy(model, folder or self.imported.source.path.parent, types=types)
 
     def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> Exported:
-        imported, seed = self.imported, self.verify.seed
         return Exported(
-            imported.source, imported.plan, self.given, self.table, seed, last=_LAST, edit=edit, copies=self.copies
-        )
+            self.imported.source, self.imported.plan, self.given, self.table, self.verify.seed, last=_LAST, edit=edit,
+            copies=self.copies,
+        )  # fmt: skip
 
     def _rewritten_runner(self, plan: CachePlan, model: ModelProto, folder: Path) -> Rewritten:
-        rings, seed = bool(ring_rows(self.imported.source, self.imported.plan)), self.verify.seed
-        inputs = TextInputs(plan, self.limits, self.given, self.table, rings=rings, seed=seed)
+        inputs = TextInputs(
+            plan, self.limits, self.given, self.table, seed=self.verify.seed,
+            rings=bool(ring_rows(self.imported.source, self.imported.plan)),
+        )  # fmt: skip
         return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
 
     def _measured(self, unit: float) -> float:
@@ -324,10 +332,9 @@ class _Verification:
 
     def _rewritten(self) -> Station:
         runner = self._rewritten_runner(self.imported.plan, *self.wide)
-        against = "the model as exported"
         return self._compared(
-            "rewritten", runner, self.decode, _FLOORS[self.dtype], _WIDE, against, self._first_layer
-        )  # fmt: skip
+            "rewritten", runner, self.decode, _FLOORS[self.dtype], _WIDE, "the model as exported", self._first_layer
+        )
 
     def _first_layer(self, found: Difference) -> str:
         """Find the first layer of the rewritten model that differs, in the piece and the text that differ."""

@@ -135,6 +135,12 @@ def wait_until_there(process: subprocess.Popen[str]) -> None:
 VERIFY = ["verify", "MODEL"]
 REWRITE = ["rewrite", "MODEL", "-o", "OUT/model.onnx"]
 BUILD = ["build", "MODEL", "-o", "OUT/model.engine"]
+MOVED = "pathlib:Path.replace"
+"""Gives files their names. A signal waits until all have them."""
+FILES = {
+    "rewrite": {"model.onnx", "model.onnx.data"},
+    "build": {"model.engine", "model.engine.json", "model.engine.proof"},
+}
 MOMENTS = [
     (VERIFY, "trt_kvcache.importer.pipeline:load_source", "before"),
     (VERIFY, "trt_kvcache.compare.float32_copy:copied", "after"),
@@ -143,13 +149,13 @@ MOMENTS = [
     (VERIFY, "trt_kvcache.engine.parsing:compare_parsed", "before"),
     (REWRITE, "trt_kvcache.importer.files.save:_copy", "before"),
     (REWRITE, "trt_kvcache.importer.files.save:_copy", "after"),
-    (REWRITE, "pathlib:Path.replace", "before"),
-    (REWRITE, "pathlib:Path.replace", "after"),
+    (REWRITE, MOVED, "at"),
+    (REWRITE, MOVED, "after"),
     (BUILD, "trt_kvcache.engine.engine_build:run_worker", "before"),
     (BUILD, "trt_kvcache.child:Child.keep", "before"),
     (BUILD, "trt_kvcache.engine.engine_build:_publish", "before"),
-    (BUILD, "pathlib:Path.replace", "before"),
-    (BUILD, "pathlib:Path.replace", "after"),
+    (BUILD, MOVED, "at"),
+    (BUILD, MOVED, "after"),
 ]
 
 
@@ -162,23 +168,24 @@ MOMENTS = [
         for number in (ENDING if moment in MOMENTS[1::5] else [signal.SIGTERM])
     ],
 )
-def test_nothing_is_left(
+def test_all_is_left_or_nothing(
     command: list[str], at: str, when: str, number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
     scratch, out = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()
     out.mkdir()
     arguments = [{"MODEL": str(model)}.get(part, part.replace("OUT", str(out))) for part in command]
-    process = start([PAUSING, at, when, *arguments], scratch)
+    pausing = PAUSING.replace("sleep(60)", "sleep(1)") if at == MOVED else PAUSING
+    process = start([pausing, at, when, *arguments], scratch)
     wait_until_there(process)
     process.send_signal(number)
     if number is not signal.SIGINT:
         process.send_signal(number)  # what cleans up is not disturbed
     stdout, stderr = process.communicate(timeout=30)
     said = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
-    assert (process.returncode, stdout, stderr) == (128 + number, "", f"error: {said}\n")
+    assert (process.returncode, stdout.replace("here\n", ""), stderr) == (128 + number, "", f"error: {said}\n")
     assert not list(scratch.glob("trt-kvcache*"))
-    assert not list(out.iterdir())
+    assert {file.name for file in out.iterdir()} == (FILES[command[0]] if at == MOVED else set())
     assert {file.name for file in model.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
 
 

@@ -87,8 +87,11 @@ def _traffic(name: str, capacity: int) -> _Traffic:
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_nothing_but_the_updates_grows_with_the_capacity(name: str) -> None:
-    """As many rows are in use: layers read and write as many bytes, whatever the caches could hold."""
-    small, large = _traffic(name, 4096), _traffic(name, 131072)
+    """As many rows are in use: layers read and write as many bytes, whatever the caches could hold.
+
+    T5's bias by distance is read for so many tokens only: 1024 times the size of a head.
+    """
+    small, large = _traffic(name, 4096), _traffic(name, 16384 if name == "optimum/t5" else 131072)
     updates = {n.output[0] for n in small.network.nodes if n.op_type == "KV_CACHE_UPDATE"}
     assert len(updates) == sum(cache.in_place for cache in small.plan.caches) > 0
     assert [n.output for n in small.network.nodes] == [n.output for n in large.network.nodes]

@@ -66,7 +66,7 @@ def test_a_model_with_canonical_caches(external: bool, tmp_path: Path) -> None:
     path = write(tmp_path / "in", external)
     report = verify_model(path)
     report.check()
-    assert any("ran without its accuracy_level" in note for note in report.notes)
+    assert any("ran with activations of float32" in note for note in report.notes)
     operators = Counter(node.op_type for node in import_model(path).model.graph.node)
     assert not operators["MatMulNBits"]
     assert operators["DequantizeLinear"] == 15  # seven in each layer, and the head

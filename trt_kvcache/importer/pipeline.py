@@ -432,7 +432,7 @@ def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
 
 
 def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
-    cache = replace(cache, idiom=findings.idioms.get(cache.past, cache.idiom))
+    cache = replace(cache, idiom=findings.idioms.get(cache.present, cache.idiom))
     if (longest := findings.longest.get(cache.past)) is None:
         return cache
     contract = cache.contract or UpdateContract(no_straddle=False)
@@ -492,7 +492,7 @@ def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
     """Interface changes for the caller, including the logits."""
-    if not findings.idioms or logits is None:
+    if not findings.written or logits is None:
         return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
 

@@ -79,18 +79,33 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     reference = copied(model)
     model, branches = flatten(model)
     notes = _doubles(model.graph)
-    inlined = (*functions, *branches)
     model, finishes = families.rewrite(model)
     model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
     # Normalization has checked the capacity. Circular windows may be shorter.
     bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
-    findings = recognized or Findings({})
+    findings = recognized or Findings()
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
     changes = (*findings.changes, *_without_passed_on(model.graph))
-    findings = replace(findings, notes=(*notes, *findings.notes), changes=changes)
-    return Prepared(reference, options, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
+    findings = replace(
+        findings,
+        notes=(*notes, *findings.notes),
+        changes=changes,
+        idioms={name: operator for name, operator in _writers(reference.graph).items() if name in findings.written},
+    )
+    return Prepared(
+        reference, options, infer_shapes(model), weights, (*functions, *branches), findings, (*finishes, *chosen)
+    )
+
+
+def _writers(graph: onnx.GraphProto) -> dict[str, str]:
+    """The operator that computes each tensor; casts and operators that only change a layout do not count."""
+    found: dict[str, str] = {}
+    for node in graph.node:
+        moves = node.op_type in ("Cast", "Identity", "Transpose", "Reshape")
+        found |= dict.fromkeys(node.output, found.get(node.input[0], node.op_type) if moves else node.op_type)
+    return found
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:

@@ -111,7 +111,9 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     roles = (*interface.roles, *canonical.added)
     longest = {} if rings is None else rings.longest
     open_capacity = None if interface.fixed_capacity(options.capacity) else samples.capacity
-    return model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest, open_capacity)
+    return model, Findings(
+        canonical.written, {}, changes, tensors, roles, interface.states, notes, longest, open_capacity
+    )
 
 
 def _own_masks(attentions: Sequence[Attention]) -> list[str]:

@@ -18,7 +18,7 @@ into another, and defines `Findings`: what normalization tells the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -57,7 +57,7 @@ class Canonical:
         first = (dims(cache) or ("?",))[0]
         self.batch = "batch" if first == "?" else first
         self.capacity = capacity
-        self.idioms: dict[str, str] = {}
+        self.written: list[str] = []
         self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # type, shape: inference may miss them
         self.added: list[TensorRole] = []
         self.opset = 24
@@ -105,7 +105,7 @@ class Canonical:
         present.shape, present.dtype = past.shape, past.dtype
         name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
         self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [present]))
-        self.idioms[past.name] = cache.idiom
+        self.written.append(present.name)
 
     def attend(self, attention: Attention) -> None:
         """Make an Attention over caches that produces `attention.result`, in the place of its old producer."""
@@ -375,7 +375,8 @@ class Findings:
     """What normalization did to a model, for the plan.
 
     Attributes:
-        idioms: how the exported model writes each cache, such as ``"Concat"``, by name of the cache input.
+        written: outputs that return caches, and that normalization wrote or kept; none if it did not run.
+        idioms: how the exported model writes each of them, such as ``"Concat"``.
         changes: changes of inputs and outputs.
         original: inputs and outputs of the exported model; empty if the model was canonical already.
         roles: roles of these inputs and outputs, and of inputs that normalization added.
@@ -385,7 +386,8 @@ class Findings:
         capacity: tokens per sequence, if the model leaves the capacity open; else None.
     """
 
-    idioms: dict[str, str]
+    written: Collection[str] = ()
+    idioms: Mapping[str, str] = field(default_factory=dict)
     changes: tuple[InterfaceChange, ...] = ()
     original: tuple[OriginalTensor, ...] = ()
     roles: tuple[TensorRole, ...] = ()

@@ -87,8 +87,8 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
     fixed = max((_rows(n, 0) for n in updates), default=0)
     capacity = options.capacity or fixed or usual
     rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
-    idioms = {n.inputs[0].name: "TensorScatter" for n in updates}
-    findings = Findings(idioms, notes=rings.notes, longest=rings.longest, capacity=None if fixed else capacity)
+    written = [str(n.outputs[0].name) for n in updates]
+    findings = Findings(written, notes=rings.notes, longest=rings.longest, capacity=None if fixed else capacity)
     if not rings.longest:
         return model, findings
     exported: onnx.ModelProto = gs.export_onnx(graph.cleanup(remove_unused_graph_inputs=False).toposort())

@@ -380,7 +380,7 @@ class Reader:
         """The number that the model adds to the score at each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
-            raise RecognizeError(f"a bias by distance is read for {most} tokens at most; give --capacity")
+            raise RecognizeError(f"a bias by distance is read for {most} tokens at most; give a smaller --capacity")
         length = self._step(1, 0, 1).length
         sample = self._far.step(1, capacity - length, length)
         weights = self._weights(self._still(sample), sample)[0, :, :, -1]

@@ -65,7 +65,7 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
         if past is not None:
             axis = fits[id(past)]
             growing = dims(past) != dims(present) and not isinstance((dims(past) or ())[axis], int)
-            found[id(past)] = Cache(past, present, axis, growing, idiom=_idiom(present))
+            found[id(past)] = Cache(past, present, axis, growing)
             del left[id(past)]
     caches = [found[id(t)] for t in graph.inputs if id(t) in found]
     ranks = {len(c.past.shape) for c in caches}
@@ -94,13 +94,6 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
         tensors = [t for t in {id(t): t for t in before}.values() if id(t) not in seen]
         seen.update(map(id, tensors))
     return None
-
-
-def _idiom(present: gs.Tensor) -> str:
-    node = producer(present)
-    while node is not None and is_op(node, "Cast", "Identity", "Transpose", "Reshape") and producer(node.inputs[0]):
-        node = producer(node.inputs[0])
-    return "" if node is None else str(node.op)
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:

@@ -103,7 +103,6 @@ class Cache:
         update: the new rows. None until the region that writes them has run. Also None for keys or values that are
             computed from caches: then `past` and `present` are the computed tensor, with all rows.
         perm: permutation that brings the axes of `update` into the order of the cache.
-        idiom: the operator that makes `present`.
     """
 
     past: gs.Tensor
@@ -116,7 +115,6 @@ class Cache:
     positions: tuple[str, ...] = ()
     update: gs.Tensor | None = None
     perm: tuple[int, ...] = ()
-    idiom: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -57,8 +57,10 @@ def _edited(
 
 
 def rounds(node: NodeProto) -> bool:
-    """True for a product that ONNX Runtime computes with activations of 8 bits."""
-    return node.op_type == "MatMulNBits" and any(a.name == ACCURACY and a.i for a in node.attribute)
+    """True for a product that ONNX Runtime may compute with activations of 8 bits; see `exact_experts` for QMoE."""
+    return node.op_type == "QMoE" or (
+        node.op_type == "MatMulNBits" and any(a.name == ACCURACY and a.i for a in node.attribute)
+    )
 
 
 def with_expanded_masks(model: ModelProto) -> ModelProto:

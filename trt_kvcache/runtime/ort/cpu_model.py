@@ -299,7 +299,8 @@ def _fits(
 ) -> bool:
     """Return True if a model computes a node's result from the node's tokens and logits, and from nothing else.
 
-    Comparing names is enough: a rewrite keeps the names of tensors that it keeps.
+    Comparing names is enough: a rewrite keeps the names of tensors that it keeps. Sizes may come from any tensor: the
+    rewrite reads those of a step from its token ids.
     """
     if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
         return False
@@ -319,7 +320,7 @@ def _fits(
             continue
         if name not in makers:
             return False
-        pending += names_read(makers[name])
+        pending += names_read(makers[name]) if makers[name].op_type != "Shape" else ()
     return ends <= seen
 
 
