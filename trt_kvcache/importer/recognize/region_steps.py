@@ -1,10 +1,11 @@
-"""Run a region in one step: make its inputs, with the rows of tokens at their places in caches and masks.
+"""Run a region in one step. The inputs have the rows of each token at the right place in caches and masks.
 
-grows      past [.., P, ..]: token t in row t; if the cache keeps K rows only, the newest K tokens
+growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
 fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
 shifted    past [.., L, ..]: the newest token in the last row
 
-`read_updates` finds out how a step writes a cache: it runs the step on numbered rows, and looks them up.
+`read_updates` finds how a step writes a cache: it gives rows unique numbers, runs the step, and looks for these rows in
+the present.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Runner:
 
     Args:
         region: the region to run.
-        caches: all caches, by the name of their past.
+        caches: all caches; maps the name of a past to its cache.
         interface: inputs and outputs of the model.
 
     Raises:
@@ -69,13 +70,14 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """The caller's own masks that the region reads."""
+        """Names of mask inputs that the region reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
     def feeds(self, sample: Sample) -> Feeds:
-        """Make a step's inputs: sampled lengths, positions and masks, else random numbers (0 in rows without a token).
+        """Make the inputs of a step.
 
+        Lengths, positions and masks come from the sample. Other inputs are random, with 0 in rows without a token.
         Raises:
             UnknownError: an integer input has no known value.
         """
@@ -118,7 +120,7 @@ class Runner:
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """Take the rows that hold tokens from a past, the oldest first."""
+        """Return those rows of a past that hold tokens, the oldest first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
@@ -132,7 +134,7 @@ class Runner:
         return past
 
     def columns(self, cache: Cache, sample: Sample, width: int) -> Array:
-        """Numbers of the columns that belong to tokens in a mask of `width` columns, the oldest token first."""
+        """Return which columns of a mask with `width` columns belong to tokens, the oldest token first."""
         keys = self.held(cache, sample) + sample.length
         if width == keys:
             return np.arange(keys)
@@ -141,7 +143,7 @@ class Runner:
         return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
 
     def shown(self, mask: str, sample: Sample) -> Array:
-        """A value for the caller's own mask, bool, that shows some tokens, and no rows without a token."""
+        """Return a bool value for a mask input: it shows some of the tokens, and hides all rows without a token."""
         shown = np.zeros_like(sample.own[mask])
         caches = [self._caches[n] for n in self._region.caches]
         if not caches:
@@ -178,14 +180,14 @@ def read_updates(
     Args:
         runner: runs the region.
         region: a region that writes the caches.
-        caches: guessed caches, by the name of their past.
+        caches: guessed caches; maps the name of a past to its cache.
         tensors: all tensors of the graph, by name.
-        sample: a step of several tokens after others.
-        beyond: a step that begins two rows after the last row of a fixed cache; None: no test for circular caches.
+        sample: a step of several tokens after earlier tokens.
+        beyond: a step that starts two rows after the last row of a fixed cache; None: do not test for circular caches.
 
     Raises:
         RecognizeError: a cache has no supported update; the message says what was seen.
-        FartherError: the new rows are several short tensors; a larger region may have them as one tensor.
+        FartherError: the new rows are several short tensors. In a larger region they may be one tensor.
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -198,7 +200,8 @@ def read_updates(
             cache, new = _written(caches[past], feeds[past], outputs[present], sample)
         except RecognizeError:
             rows = outputs[present].shape[caches[past].axis]
-            spread = [t for t in region.texts if rows in feeds[t].shape]  # of all rows: 0 except in new ones
+            # has all rows of the cache; only the new ones are not 0
+            spread = [t for t in region.texts if rows in feeds[t].shape]
             if spread:
                 raise FartherError(*spread) from None
             raise
@@ -220,7 +223,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Find out how a step wrote a cache; returns the corrected cache, and the new rows in the cache's layout."""
+    """Find how a step wrote a cache. Return the corrected cache, and the new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole
@@ -261,7 +264,7 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
         whole = runner.run(feeds)[str(cache.present.name)]
     except RecognizeError:
         return False
-    if whole.shape != feeds[name].shape:  # the update consists of slices, and made the cache longer
+    if whole.shape != feeds[name].shape:  # the model appends slices, so the cache became longer
         return False
     changed = np.argwhere(whole != feeds[name])[:, axis]
     rows = np.arange(beyond.past, beyond.total) % whole.shape[axis]
