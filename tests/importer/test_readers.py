@@ -46,15 +46,15 @@ def of_corpus(key: str, folder: Path) -> Path:
         ),
         (
             lambda folder: of_corpus("edited/mask_transposed", folder),
-            r"Add 'node_Add_98' takes sizes 7 and 64, which do not fit",
+            r"Add 'node_Add_98' gets sizes 7 and 64, which do not fit",
         ),
         (
             lambda folder: of_corpus("update/attention_over_past", folder),
-            r"Add 'node_add_36' takes sizes 4 and 11, which do not fit",
+            r"Add 'node_add_36' gets sizes 4 and 11, which do not fit",
         ),
         (
             lambda folder: of_corpus("reader/past in the hidden states", folder),
-            r"'present.0.key' gets no new rows of 'past_key_values.0.key'; supported",
+            r"'present.0.key' should hold new rows of the cache 'past_key_values.0.key', but holds none",
         ),
     ],
     ids=["axis of the softmax", "probabilities are an output", "turned mask", "scores over the past", "another reader"],

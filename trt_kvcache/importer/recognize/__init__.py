@@ -133,9 +133,9 @@ def recognize(
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack) from None
         raise UnsupportedModelError(
-            f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those "
-            "of earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch "
-            "with DynamicCache"
+            f"{error}. The importer supports only caches that are inputs and outputs of the model, whose outputs hold "
+            "all rows with the new rows after the earlier ones, and attention over one cache of keys and one cache of "
+            "values. Export with optimum, or with torch and DynamicCache"
         ) from None
 
 
@@ -186,7 +186,7 @@ class _Recognizer:
             if (folded := _fold_fixed(self._samples)) is not None:
                 again = recognize(folded, self._weights, self._options, self._usual, self._folder)
                 if again is None:
-                    raise RecognizeError("constants that are folded leave no cache")
+                    raise RecognizeError("no input looks like a cache after constant indices and conditions are folded")
                 return again
             is_open = asked is None and any(not c.growing for c in guess)
             short = min(_SHORT, self._samples.capacity)
@@ -209,7 +209,7 @@ class _Recognizer:
                         "their embeddings"
                     ) from None
                 raise
-        raise RecognizeError("how steps change the caches could not be determined")
+        raise RecognizeError("could not determine how a step changes the caches")
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
         """Names of integer inputs that may give the first row that a step writes in a fixed cache."""
@@ -263,7 +263,7 @@ class _Recognizer:
                 passed.add(max(error.args, key=region.texts.index))
                 continue
             return next(c for c in found if c.past is cache.past)
-        raise RecognizeError(f"the new rows of '{cache.past.name}' are not one tensor")
+        raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _attentions(self) -> list[Attention]:
         """Every attention, in the order of the graph."""
@@ -280,13 +280,13 @@ class _Recognizer:
                 part = self._cutter.computed(region, names[seen.query])
                 inner, others = self._seen_in(part, known)
                 if not isinstance(inner, Attention):
-                    raise RecognizeError(f"keys and values of '{front}' are not one tensor each")
+                    raise RecognizeError(f"the keys or the values of '{front}' are more than one tensor")
                 caches = tuple(self._cache(c, names) for c in seen.caches)
                 return replace(self._renamed(inner, others), computed_from=caches)
             if isinstance(seen, Attention):
                 return self._renamed(seen, names)
             passed.add(max((names[n] for n in seen.args), key=region.texts.index))
-        raise RecognizeError(f"queries and new rows of '{front}' are not one tensor each")
+        raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
         """Read a region, or reuse the result of an equal region.
@@ -309,7 +309,7 @@ class _Recognizer:
             if (rank, cache.axis) not in _PLACES:
                 raise RecognizeError(
                     f"the cache '{cache.past.name}' {list(cache.past.shape)} has its rows on axis {cache.axis}; "
-                    "supported are [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
+                    "the importer supports [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
@@ -319,7 +319,10 @@ class _Recognizer:
             return replace(of, past=tensor, present=tensor)
         own = self._caches[names[str(of.past.name)]]
         if str(own.present.name) != names[str(of.present.name)]:
-            raise RecognizeError(f"'{own.past.name}' comes back as '{names[str(of.present.name)]}'")
+            raise RecognizeError(
+                f"the present of '{own.past.name}' is '{own.present.name}', but its attention writes "
+                f"'{names[str(of.present.name)]}'"
+            )
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:

@@ -96,7 +96,7 @@ class Reader:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])
         if len(region.caches) != 2:
             raise RecognizeError(
-                f"'{region.result}' reads {len(region.caches)} caches, not one of keys and one of values"
+                f"'{region.result}' reads {len(region.caches)} caches; it must read one of keys and one of values"
             )
         found = read_updates(self._runner, region, dict(self._caches), dict(self._tensors), sample, None)
         found = [replace(c, circular=self._caches[str(c.past.name)].circular) for c in found]
@@ -107,7 +107,11 @@ class Reader:
             plain = self._run(feeds)
             queries = [t for t in queries if not np.array_equal(plain, self._run(feeds | {t: 2 * feeds[t]}))]
         if len(queries) != 1:
-            raise FartherError(*queries) if queries else RecognizeError(f"no queries go into '{region.result}'")
+            raise (
+                FartherError(*queries)
+                if queries
+                else RecognizeError(f"no input of '{region.result}' could be its queries")
+            )
         return self._described(found, queries[0])
 
     def _computed(self, name: str) -> Cache:
@@ -115,14 +119,17 @@ class Reader:
         shape, tensor = self._sample.probe.shape(name) or (), self._tensors[name]
         axis = next((a for a in (2, 3) if len(shape) == 4 and shape[a] == self._sample.total), None)
         if axis is None:
-            raise RecognizeError(f"'{name}' {list(shape)} is computed from caches; supported is [B, H, rows, D]")
+            raise RecognizeError(f"'{name}' {list(shape)} is computed from caches; its shape must be [B, H, rows, D]")
         return Cache(tensor, tensor, axis, growing=True, perm=(0, 1, 2, 3))
 
     def _described(self, found: list[Cache], query: str) -> Attention:
         region, sample = self._region, self._sample
         self._query = query
         if len(found) != 2:
-            raise RecognizeError(f"'{region.result}' reads {len(found)} tensors that are computed from caches, not two")
+            raise RecognizeError(
+                f"'{region.result}' reads {len(found)} tensors that are computed from caches; expected 2, keys "
+                "and values"
+            )
         self._key, self._value = self._roles(found)
         self._sinks: Array | None = None
         self._sizes, results = self._layout()
@@ -167,7 +174,8 @@ class Reader:
         if sum(linear) != 1:
             shown = sorted(str(c.past.name) for c in caches)
             raise RecognizeError(
-                f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}, not in one"
+                f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}; it must be linear in the "
+                "values only"
             )
         return caches[linear.index(False)], caches[linear.index(True)]
 
@@ -243,8 +251,8 @@ class Reader:
                     self._read_sinks(share[:, :, :, 0, 0])
                     return sizes, layout
         raise RecognizeError(
-            f"with one key, '{self._region.result}' is not a row of '{value.past.name}', or its heads are in an "
-            "unknown order"
+            f"with one key, '{self._region.result}' should be a row of '{value.past.name}' but is not, or its heads "
+            "are in an unknown order"
         )
 
     def _read_sinks(self, share: Array) -> None:
@@ -253,8 +261,9 @@ class Reader:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
                 raise RecognizeError(
-                    f"weights of '{self._region.result}' add up to less than 1, by amounts that differ between "
-                    f"sequences"
+                    f"the attention weights of '{self._region.result}' add up to less than 1, and how much less "
+                    "differs "
+                    "between sequences; a sink must be the same for all sequences"
                 )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
@@ -277,7 +286,9 @@ class Reader:
             whole = np.concatenate([self._runner.rows(key, sample, feeds[str(key.past.name)]), whole], key.axis)
         size, left = divmod(whole.size, sample.batch * self._sizes["n"] * self._keys(sample))
         if left or (whole.ndim == 4 and whole.shape[2 if key.axis == 1 else 1] != self._sizes["n"]):
-            raise RecognizeError(f"'{key.past.name}' has another number of heads than '{self._value.past.name}'")
+            raise RecognizeError(
+                f"keys '{key.past.name}' and values '{self._value.past.name}' have different numbers of heads"
+            )
         keys = _by_head(whole, key, self._sizes["n"])
         sizes = self._sizes | {"d": size}
         best = 0.0
@@ -295,9 +306,9 @@ class Reader:
                 break
         else:
             raise RecognizeError(
-                f"the weights of keys are no softmax of products of '{query}' and '{key.past.name}' (closest fit "
-                f"{best:.3f}) in a step of {sample.length} tokens; also unsupported are query heads in another "
-                "order than key heads, and queries that see only one key"
+                f"the attention weights are not a softmax of the products of '{query}' and '{key.past.name}' (closest "
+                f"fit {best:.3f}) in a step of {sample.length} tokens. The importer also does not support query heads "
+                "in another order than key heads, and queries that see only one key"
             )
         few, layout, products = found
         scale = _scaled(products, few)
@@ -316,12 +327,12 @@ class Reader:
             return self._own(seen, tokens <= own)
         shown = seen[0, 0, 0]
         if not (seen == shown).all():
-            raise RecognizeError(f"heads or sequences of '{self._region.result}' see different keys")
+            raise RecognizeError(f"different heads or sequences of '{self._region.result}' see different keys")
         mask = self._biased(base, Mask())
         if self._key.circular and not self._sees_lengths():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, and after the end of its rows queries see other rows "
-                "than those up to their own; supported are masks of the caller: give the mask [B, 1, S, L] as an input"
+                f"the cache '{self._key.past.name}' is circular, but after it is full queries see other rows than "
+                "those up to their own row. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
             )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
@@ -332,7 +343,10 @@ class Reader:
                 return replace(mask, causal=causal, window=window)
         query, key = (int(i) for i in np.argwhere(shown != wanted)[0])
         gives = "gives weight to" if shown[query, key] else "gives no weight to"
-        raise RecognizeError(f"at {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}")
+        raise RecognizeError(
+            f"in a step after {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}, "
+            "which fits no supported mask"
+        )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
         """Return the mask of an attention that reads the caller's mask. It is causal if it also hides later keys."""
@@ -345,7 +359,7 @@ class Reader:
             return Mask(causal=False, own=own, bounded=False)
         if np.array_equal(seen, wanted & causal):
             return Mask(causal=True, own=own)
-        raise RecognizeError(f"the mask '{name}' is not what queries of '{self._region.result}' see")
+        raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
         """Return True if `Mask.bounded` describes a full circular cache: query i sees the first L - S + i + 1 rows."""
@@ -373,11 +387,14 @@ class Reader:
             wanted = logs[:, query, keys[-1]][:, None] + by_distance[:, keys[-1] - keys]
             if np.abs(np.where(seen[0, 0, 0, query, keys], logs[:, query, keys] - wanted, 0)).max() > _CLOSE:
                 raise RecognizeError(
-                    f"weights of keys in '{self._region.result}' depend on more than head and distance where queries "
-                    "and keys are 0"
+                    f"with queries and keys of 0, the weights of keys in '{self._region.result}' depend on more than "
+                    "the head and the distance from query to key"
                 )
         if self._sinks is not None or not seen[..., -1, :].all():
-            raise RecognizeError(f"'{self._region.result}' has a bias by distance beside sinks or a window")
+            raise RecognizeError(
+                f"'{self._region.result}' has a bias that depends on the distance, and also sinks or a window; "
+                "the importer supports only one of them"
+            )
         far = by_distance.shape[1] - 1
         slopes = -by_distance[:, far] / far
         if np.abs(by_distance + slopes[:, None] * np.arange(far + 1)).max() < _CLOSE:
@@ -388,12 +405,17 @@ class Reader:
         """The number that the model adds to the score at each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
-            raise RecognizeError(f"a bias by distance is read for {most} tokens at most; give --capacity")
+            raise RecognizeError(
+                f"'{self._region.result}' has a bias that depends on the distance; the importer can read it for "
+                f"at most {most} tokens: give --capacity {most} or less"
+            )
         length = self._step(1, 0, 1).length
         sample = self._far.step(1, capacity - length, length)
         weights = self._weights(self._still(sample), sample)[0, :, :, -1]
         if weights.min() <= _NOTHING:
-            raise RecognizeError(f"the bias by distance of '{self._region.result}' hides keys")
+            raise RecognizeError(
+                f"the bias of '{self._region.result}' that depends on the distance hides keys; use a window instead"
+            )
         logs = np.log(weights).reshape(self._sizes["n"] * self._sizes["g"], -1)
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
@@ -498,7 +520,8 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
             at[0] = _rounded(at[0], size)
         if np.abs(missed(at)).max() > _CLOSE * _LARGE:
             raise RecognizeError(
-                "weights of keys do not follow from products of queries and keys, with or without a softcap"
+                "the attention weights are not a softmax of scaled products of queries and keys, with or without a "
+                "softcap"
             )
     return float(at[0]), 0.0 if np.isinf(at[1]) else float(f"{at[1]:.4g}")
 

@@ -147,9 +147,9 @@ def state_inner_sizes(graph: gs.Graph) -> None:
             if not contains(graph.inputs, start) or not contains(graph.outputs, end):
                 raise UnsupportedModelError(
                     stack_in_words(graph)
-                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and "
-                    "output of the model; supported are caches that the caller gives and takes back: export the model "
-                    "with past and present"
+                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is not an input "
+                    "and output of the model. The importer supports only caches that the caller passes in and gets "
+                    "back: export the model with past and present"
                 )
             for cache in (start, end):
                 known, new = list(dims(cache) or ("?",) * 4), dims(update) or ("?",) * 4
@@ -181,13 +181,13 @@ def stack_in_words(graph: gs.Graph) -> str:
         large = elem_type(t) in FLOATS and len(shape) >= _RANK and len(shape) in ranks
         if large and (len(shape) > _RANK or batches.intersection(shape[1:])):
             return (
-                f"'{t.name}' {list(shape)} holds several caches in one tensor; supported is a tensor of its own for "
-                "each cache: export by optimum, or by torch with DynamicCache"
+                f"'{t.name}' {list(shape)} holds several caches in one tensor; each cache must be a separate tensor: "
+                "export with optimum, or with torch and DynamicCache"
             )
     return ""
 
 
-REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
+REASON = "every step replaces the whole tensor, and TensorRT aliases outputs with inputs only for KV caches and plugins"
 
 _CALLED = {
     "past", "prev", "previous", "old", "initial", "state", "states", "cache", "conv", "ssm", "recurrent", "memory",
@@ -272,8 +272,7 @@ def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dic
         outs = [name for name in fits[past.name] if name not in pairs.values()]
         if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
             raise UnsupportedModelError(
-                f"'{past.name}' looks like state that each step replaces, and could become "
-                f"{' or '.join(map(repr, outs))}, of the same shape; give them names that differ only in past and "
-                f"present "
-                "(past_conv.0, present_conv.0) in the export"
+                f"'{past.name}' looks like state that each step replaces. Its next value could be "
+                f"{' or '.join(map(repr, outs))}, which has the same shape; in the export, give both names that differ "
+                "only in past and present (past_conv.0, present_conv.0)"
             )

@@ -70,7 +70,7 @@ class UnknownError(RecognizeError):
     """The meaning of the integer input that the first argument names is unknown; it may hold positions."""
 
     def __str__(self) -> str:
-        return f"nothing says what '{self.args[0]}' holds in a step: name it with --config"
+        return f"cannot tell what the input '{self.args[0]}' holds in a step; give its role with --config"
 
 
 class FartherError(Exception):
@@ -86,7 +86,9 @@ class ComputedError(RecognizeError):
     """
 
     def __init__(self, query: str, caches: Sequence[Cache]) -> None:
-        super().__init__(f"keys and values are computed from '{caches[0].past.name}', as of latents (MLA)")
+        super().__init__(
+            f"keys and values are computed from the cache '{caches[0].past.name}', as in latent attention (MLA)"
+        )
         self.query, self.caches = query, tuple(caches)
 
 

@@ -60,7 +60,9 @@ class Runner:
         try:
             self._session = UnfusedSession(open_types(region.model, wide=True))
         except RunError as error:
-            raise RecognizeError(f"the region of '{self._name}' does not load: {error}") from None
+            raise RecognizeError(
+                f"ONNX Runtime does not load the part of the model that computes '{self._name}': {error}"
+            ) from None
         self._names = [v.name for v in region.model.graph.input]
         self.rng = np.random.default_rng(0)
 
@@ -78,6 +80,7 @@ class Runner:
         """Make the inputs of a step.
 
         Lengths, positions and masks come from the sample. Other inputs are random, with 0 in rows without a token.
+
         Raises:
             UnknownError: an integer input has no known value.
         """
@@ -85,7 +88,7 @@ class Runner:
         for name in self._names:
             value, shape = sample.probe.value(name), sample.probe.shape(name)
             if value is None and shape is None:
-                raise RecognizeError(f"nothing says how large '{name}' is in a step")
+                raise RecognizeError(f"cannot tell the shape of '{name}' in a step")
             if value is None and name in self._region.inputs and sample.probe.elem_type(name) in INTEGERS:
                 raise UnknownError(name)
             feeds[name] = self.rng.standard_normal(shape).astype(np.float32) if value is None else value
@@ -108,10 +111,13 @@ class Runner:
             if misfit := _MISFIT.search(str(error)):
                 op, name, one, other = misfit.groups()
                 raise RecognizeError(
-                    f"{op} '{name}' takes sizes {one} and {other}, which do not fit each other, in a step of several "
-                    "tokens after others; if one of them is a mask, export it over all tokens of the text"
+                    f"{op} '{name}' gets sizes {one} and {other}, which do not fit each other, in a step of several "
+                    "tokens after earlier tokens; if one of them is a mask, export it so that it covers all tokens of "
+                    "the text"
                 ) from None
-            raise RecognizeError(f"the region of '{self._name}' does not run: {error}") from None
+            raise RecognizeError(
+                f"ONNX Runtime cannot run the part of the model that computes '{self._name}': {error}"
+            ) from None
 
     def held(self, cache: Cache, sample: Sample) -> int:
         """The number of tokens in the past of a cache."""
@@ -139,7 +145,7 @@ class Runner:
         if width == keys:
             return np.arange(keys)
         if width < keys:
-            raise RecognizeError(f"a mask has {width} columns for {keys} keys")
+            raise RecognizeError(f"a mask has {width} columns, but there are {keys} keys")
         return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
 
     def shown(self, mask: str, sample: Sample) -> Array:
@@ -157,7 +163,7 @@ class Runner:
     def _size(self, cache: Cache, sample: Sample) -> int:
         shape = sample.probe.shape(cache.past.name)
         if shape is None:
-            raise RecognizeError(f"nothing says how large '{cache.past.name}' is in a step")
+            raise RecognizeError(f"cannot tell the shape of '{cache.past.name}' in a step")
         return shape[cache.axis]
 
     def _places(self, cache: Cache, sample: Sample) -> Array:
@@ -207,7 +213,7 @@ def read_updates(
             raise
         sources = [t for t in region.texts if np.isin(feeds[t], new).any()]
         if not sources:
-            raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
+            raise RecognizeError(f"'{present}' should hold new rows of the cache '{past}', but holds none")
         orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
         rows = new.shape[cache.axis]  # fewer than S if the cache keeps fewer rows
         turned = ((p, feeds[sources[0]].transpose(p)) for p in orders)
@@ -231,10 +237,12 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
         old = whole.shape[axis] - length
         same = old <= before.shape[axis] and np.array_equal(_rows(whole, axis, 0, old), _rows(before, axis, -old, None))
         if old < 0 or (old and not same):
-            raise RecognizeError(f"'{cache.present.name}' does not hold the rows of '{past}' before the new ones")
+            raise RecognizeError(f"'{cache.present.name}' does not hold the rows of '{past}' followed by the new rows")
         return replace(cache, growing=True), _rows(whole, axis, old, None)
     if before.shape != whole.shape:
-        raise RecognizeError(f"'{cache.present.name}' {list(whole.shape)} is not as large as '{past}'")
+        raise RecognizeError(
+            f"'{cache.present.name}' {list(whole.shape)} and '{past}' {list(before.shape)} must have the same shape"
+        )
     axes = sorted(range(1, whole.ndim), key=lambda a: a != axis)
     for a in axes:
         old = whole.shape[a] - length
@@ -243,7 +251,7 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
             return replace(cache, axis=a, growing=True, shifted=True, window_rows=kept), _rows(whole, a, old, None)
     changed = np.argwhere(whole != before)
     if not len(changed):
-        raise RecognizeError(f"'{cache.present.name}' comes back as '{past}' went in")
+        raise RecognizeError(f"'{cache.present.name}' is the same as '{past}': the step writes no new rows")
     rows = list(range(sample.past, sample.total))
     for a in axes:
         if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
@@ -251,8 +259,8 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
             return fixed, np.take(whole, rows, a)
     seen = sorted({*map(int, changed[:, axis])})
     raise RecognizeError(
-        f"a step of {length} tokens after {sample.past} changes rows {seen[:9]} of '{past}' {list(whole.shape)}; "
-        f"supported are rows {rows[0]} to {rows[-1]} along one axis"
+        f"a step of {length} tokens after {sample.past} tokens changes rows {seen[:9]} of '{past}' "
+        f"{list(whole.shape)}; it must change rows {rows[0]} to {rows[-1]} along one axis"
     )
 
 

@@ -193,7 +193,9 @@ class Cutter:
                 (result,) = live
                 return result, between
             between |= live
-        raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
+        raise RecognizeError(
+            f"'{parts[0]}' and other results over the same cache do not join to the result of one attention"
+        )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
         """True if a long tensor is computed from this short one without a weight in between.
@@ -279,7 +281,9 @@ class Cutter:
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
         if sum(math.prod(t.dims) for t in constants) > _MOST:
-            raise RecognizeError(f"the region of '{outputs[0]}' reads large weights")
+            raise RecognizeError(
+                f"the part of the model that computes '{outputs[0]}' from queries and caches reads large weights"
+            )
         inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
         return Region(
             model=runnable(part_of(graph.model, nodes, inputs, outputs, constants)),
@@ -363,7 +367,7 @@ class Cutter:
         constant: TensorProto = copied(tensor)
         if tensor.data_location == TensorProto.EXTERNAL:
             if self._folder is None or math.prod(tensor.dims) > _MOST:
-                raise RecognizeError(f"the region of an attention reads the weight '{name}'")
+                raise RecognizeError(f"an attention reads the weight '{name}', which is large or not available")
             constant = copied(held(tensor, self._folder))
         constant.name = name
         return constant

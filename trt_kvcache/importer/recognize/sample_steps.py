@@ -145,18 +145,18 @@ def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) 
     shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
     if math.prod(shape) > _MOST:
         raise UnsupportedModelError(
-            f"{shown} has {math.prod(shape)} numbers in one step; supported are up to {_MOST}: export it with smaller "
-            "sizes"
+            f"{shown} has {math.prod(shape)} numbers in one step; the importer supports at most {_MOST}: export the "
+            "model with smaller sizes"
         )
     rows = [size for size, axis in zip(shape, tensor.axes, strict=True) if axis == "batch"]
     if tensor.role is OriginalRole.POSITIONS and shape[-1] != length:
         raise UnsupportedModelError(
-            f"{shown} are {shape[-1]} for a step of {length} tokens; supported is one for each token: export tokens "
-            "and positions with the same length"
+            f"{shown} has {shape[-1]} positions for a step of {length} tokens; it must have one for each token: export "
+            "tokens and positions with the same length"
         )
     alike = (batch,) if tensor.role is OriginalRole.PADDING_MASK else (1, batch)
     if tensor.role in (OriginalRole.POSITIONS, OriginalRole.PADDING_MASK) and any(size not in alike for size in rows):
         raise UnsupportedModelError(
-            f"{shown} has {rows[0]} rows for a batch of {batch}; supported is a row for each sequence: export it with "
-            "the same batch as the tokens"
+            f"{shown} has {rows[0]} rows for a batch of {batch}; it must have one row for each sequence: export it "
+            "with the same batch as the tokens"
         )
