@@ -42,7 +42,7 @@ from trt_kvcache.progress import ProgressEvent, phase, tell
 __all__ = ["Checked", "Request", "Verdict", "check_rewrite", "start_process"]
 
 # One child process serves all checks of its parent, so that Python and ONNX Runtime start once.
-_UNREAD = "because it has more weights than can be read, and no fewer rows and columns fit together"
+_UNREAD = "because the weights are too large to read, and no smaller sizes fit together"
 
 
 @dataclass(frozen=True)
@@ -87,13 +87,13 @@ def check_rewrite(
         UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
     """
     if why := misfit(rewritten, plan):
-        raise UnsupportedModelError(f"the rewritten model does not follow its plan ({why}); nothing is built")
+        raise UnsupportedModelError(f"the rewritten model does not match its plan ({why}), so it is refused")
     options = plan.options
     try:
         verdicts = _verdicts(original, rewritten, plan, weights, folder, thorough=thorough)
     except ChildError as error:
         raise UnsupportedModelError(
-            f"the rewritten model could not be compared with the original: {error}; the comparison may use "
+            f"the rewritten model could not be compared with the original: {error}; the comparison may use at most "
             f"{options.check_seconds} s (--check-seconds) and {options.check_memory} GiB (--check-memory)"
         ) from None
     mixed = [v.name for v in verdicts if v.answer == "mixed"]
@@ -101,41 +101,41 @@ def check_rewrite(
     first = min(verdicts, key=lambda v: (v.answer == "equal", v.answer != "different"), default=None)
     if first is None or first.answer == "equal":
         unread = [f"'{v.name}'" for v in verdicts if v.why]
-        notes = [f"not compared with the original, {_UNREAD}: {', '.join(unread)}"] if unread else []
+        notes = [f"these parts were not compared with the original, {_UNREAD}: {', '.join(unread)}"] if unread else []
         notes += [
-            f"'{name}' of a token is not the same in a step of several tokens as in a step of its own: a session "
-            "writes a prompt in one step, of --max-chunk tokens at most, and has no prefix cache and no drafts for "
-            "this model"
+            f"'{name}' of a token differs between a step of several tokens and a step of that token only; so a session "
+            "processes a prompt in one step of at most --max-chunk tokens, and uses no prefix cache and no drafts "
+            "with this model"
             for name in mixed
         ]
         return Checked(tuple(notes), prefill_in_one_step=bool(mixed))
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(
-            f"--capacity is {longest}, but the model takes no more than {first.name} tokens: {first.why}; give at most "
+            f"--capacity is {longest}, but the model supports at most {first.name} tokens: {first.why}; give at most "
             f"--capacity {first.name}"
         )
     if first.answer == "alone":
         raise UnsupportedModelError(
-            "the model declares an open batch, but runs with one sequence only: export it with a batch "
-            "of 1, or remove what fixes the batch, such as a Reshape to 1"
+            "the model declares a dynamic batch, but runs only with one sequence: export it with a batch of 1, or "
+            "remove what fixes the batch, such as a Reshape to 1"
         )
     if first.answer == "dependent":
         raise UnsupportedModelError(
-            f"'{first.name}' of one sequence of a batch depends on the other sequences: an operator mixes "
-            "them, or the longest one chooses rotary factors (LongRoPE, dynamic NTK); supported are "
-            "sequences that do not depend on each other: export with a batch of 1, or, for such factors, take a "
-            "capacity below the length at which they change"
+            f"'{first.name}' of one sequence of a batch depends on the other sequences: an operator mixes them, or the "
+            "longest sequence chooses the rotary factors (LongRoPE, dynamic NTK). Sequences must not depend on each "
+            "other: export with a batch of 1, or, for these rotary factors, use a capacity below the length at which "
+            "they change"
         )
     where = f"around '{first.name}'" + ("" if first.layer is None else f" of layer {first.layer}")
     if first.answer == "different":
         raise UnsupportedModelError(
-            f"{where} the model does not compute what was recognized there: {first.why}; "
-            "it is refused because its engine would give wrong numbers"
+            f"{where} the rewritten model does not compute the same as the original: {first.why}. The importer refuses "
+            "the model, because its engine would give wrong numbers"
         )
     raise UnsupportedModelError(
-        f"{where} the rewritten model could not be compared with the original ({first.why}); models that were not "
-        "compared are not built"
+        f"{where} the rewritten model could not be compared with the original ({first.why}). The importer refuses "
+        "models that it could not compare"
     )
 
 

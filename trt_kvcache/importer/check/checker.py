@@ -58,7 +58,7 @@ class _Asked(Mapping[str, onnx.TensorProto]):
         return tensor
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("only the caller knows their names")
+        raise TypeError("the child process does not know the names of the weights")
 
     __len__ = __iter__
 
@@ -156,7 +156,7 @@ class _Judge:
         if stuck is not None:  # the original side ran with the same smaller sizes
             return stuck
         unread = not own and not region.is_end and second <= first
-        return Verdict("", "equal" if unread else "undecided", "it has more weights than can be read")
+        return Verdict("", "equal" if unread else "undecided", "its weights are too large to read")
 
     def _with_own_weights(self, region: Region) -> Verdict:
         one, other = map(self.loaded, region.models)
@@ -174,8 +174,8 @@ class _Judge:
                 read_data(tensor, self.folder)
             except (OSError, ValueError):
                 raise InvalidModelError(
-                    f"{self.folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
-                    "files stay as they are"
+                    f"{self.folder}: the data of '{tensor.name}' could not be read again; do not change the files "
+                    "while the command runs, and run it again"
                 ) from None
         return copy
 

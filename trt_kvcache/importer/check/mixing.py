@@ -146,7 +146,7 @@ class _Outside:
         nodes, self._fed, used = graph.cone([*ends, *(node.input[1] for node, _ in lookups)], stops)
         nodes, ends = [*nodes, *(node for node, _ in lookups)], [*ends, *(node.output[0] for node, _ in lookups)]
         if not ends:
-            raise RunError("nothing is computed outside of the regions of caches")
+            raise RunError("all outputs are computed in regions with caches")
         # Graph outputs may be results of regions, for example in a model that consists of one attention.
         self._of_caches = graph.tainted(pasts, through=stops.keys() - ends, shapes=False)
         shapes = {name: _shape(pair, name) for name in ends}
@@ -187,9 +187,13 @@ class _Outside:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
             if found := _FAILED.search(str(error)):
-                what = "a table of positions ends there ({} '{}')" if found[1] in _TABLES else "{} '{}' ends there"
+                what = (
+                    "a table of positions ends there ({} '{}')"
+                    if found[1] in _TABLES
+                    else "{} '{}' does not run after more tokens"
+                )
                 return what.format(*found.groups())
-        return "what is computed of positions ends there"
+        return "the model cannot compute later positions"
 
     def longest_past(self, last: int) -> int:
         """Return the smallest past, at most `last`, after which the model does not run; 0 if it runs after `last`.
@@ -238,7 +242,7 @@ class _Outside:
         if any(first[name].shape != short[name].shape for name in fed) or not all(
             map(_separates_tokens, self._stops.values())
         ):
-            raise RunError("an input has no axis of its own for the tokens of a step")
+            raise RunError("an input has no separate axis for the tokens of a step")
         whole = self._session.run(feeds)
         for place in range(self._length):
             alone = self._session.run(self._of_token(feeds, place))

@@ -91,28 +91,34 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
     gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
     for name in (name for name in original.outputs if name not in rewritten.outputs):
         if not any(old.startswith(f"{name} ") for old in gone):
-            raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
+            raise UnsupportedModelError(
+                f"the rewritten model has no output '{name}', but the plan does not list it as removed"
+            )
         if _depends_on_text(pair, name):
             raise UnsupportedModelError(
-                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and copies "
-                "of inputs may be missing"
+                f"the rewritten model has no output '{name}', which depends on the tokens; a rewrite may remove only "
+                "counters and copies of inputs"
             )
     for name in rewritten.outputs:
         if name not in original.outputs:
-            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original lacks")
+            raise UnsupportedModelError(f"the rewritten model has an output '{name}', but the original does not")
     span = pair.plan.logits_span
     if span is not None and span.output not in pair.last_positions:
-        raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
+        raise UnsupportedModelError(
+            f"the rewritten model's output '{span.output}' does not depend on the logits span '{span.name}'"
+        )
     for name in sorted(presents):
         if any(name not in graph.makes for graph in pair.sides):
-            raise UnsupportedModelError(f"only one of the two models returns the cache '{name}'")
+            raise UnsupportedModelError(
+                f"the cache '{name}' must be an output of both models, but is an output of only one"
+            )
     for tensor in (t for t in pair.plan.tensors if t.io == "output"):
         # Shape inference does not know how many logits a span selects. Then use the shape of the original.
         known = [k for kinds in reversed(pair.kinds) if (k := kinds.get(tensor.name))]
         kind = next((k for k in known if k.shape is not None), known[0])
         if not _is_planned(kind, tensor):
             raise UnsupportedModelError(
-                f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
+                f"the rewritten model's output '{tensor.name}' is {kind}, but the plan says {tensor.dtype} "
                 f"[{', '.join(map(str, tensor.shape))}]"
             )
 

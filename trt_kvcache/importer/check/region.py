@@ -204,8 +204,8 @@ def _ends(
         kind, other = (kinds.get(name) for kinds in pair.kinds)
         if kind is None or kind.shape is None or kind != other:
             raise UnsupportedModelError(
-                f"the output '{name}' of the rewritten model is computed differently from the original's, and no "
-                "part of the graph around it can be compared"
+                f"the rewritten model computes the output '{name}' differently from the original, and the check cannot "
+                "cut out a part around it to compare"
             )
     return differ
 

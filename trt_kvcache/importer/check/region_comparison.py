@@ -76,10 +76,14 @@ def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thor
     except (RunError, OptionError, UnsupportedModelError) as error:
         return Verdict(name, "undecided", str(error))
     if not compared:
-        return Verdict(name, "vacuous", "no step of the schedule fits the model")
+        return Verdict(name, "vacuous", "no step of the schedule fits the limits of the model")
     shows = region.presents or region.drawn or (region.is_end and _depends_on_numbers(region))
     if shows and alive != set(region.joins):
-        return Verdict(name, "vacuous", "the original gives the same number for all queries, keys and values")
+        return Verdict(
+            name,
+            "vacuous",
+            "the original returns the same number for all queries, keys and values, so nothing can be compared",
+        )
     return Verdict(name, "equal")
 
 
@@ -263,8 +267,8 @@ class _Run:
         for name, values in self.runs.products(step).items():
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 return (
-                    f"the rewritten model multiplies '{name}', which is no finite number in rows of the cache without "
-                    f"a token, {_when(step)}"
+                    f"the rewritten model multiplies '{name}', which has NaN or infinite numbers in cache rows without "
+                    f"a token {_when(step)}"
                 )
         return ""
 
@@ -282,7 +286,7 @@ class _Run:
                 a = last(a, shape, span, step.length)
             if a.shape != b.shape or a.dtype != b.dtype:
                 is_a, is_b = (f"{v.dtype} {list(v.shape)}" for v in (a, b))
-                return f"'{name}' is {is_a} {_when(step)}, and {is_b} in the rewritten model"
+                return f"'{name}' {_when(step)} is {is_a} in the original, but {is_b} in the rewritten model"
             for row in rows:
                 x, y = (take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
                 if name in self._scores:
@@ -319,7 +323,7 @@ class _Run:
             before = before or after
             moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
             if moved[0] != moved[1]:
-                return f"{words} sees key {key} in the {'original' if moved[0] else 'rewritten model'} alone"
+                return f"{words} sees key {key} only in the {'original' if moved[0] else 'rewritten model'}"
         return words
 
 
@@ -369,8 +373,8 @@ class _LargeRun(_Run):
             a = last(a, shape, span, step.length) if name in self.region.in_span else a
             if a.shape == b.shape and np.any(np.isfinite(a) & ~np.isfinite(b)):
                 return (
-                    f"'{name}' {_when(step)} overflows in the rewritten model alone, for large numbers of float32 in "
-                    f"'{fed[0] if fed else name}'"
+                    f"'{name}' {_when(step)} overflows only in the rewritten model, if '{fed[0] if fed else name}' has "
+                    "large float32 numbers"
                 )
         return ""
 
@@ -382,7 +386,7 @@ def _depends_on_numbers(region: Region) -> bool:
 
 
 def _when(step: Step) -> str:
-    return f"after {said(step.starts)} tokens, {step.length} new"
+    return f"(in a step of {step.length} tokens after {said(step.starts)})"
 
 
 def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:

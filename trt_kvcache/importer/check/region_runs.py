@@ -155,10 +155,10 @@ class RegionRuns:
                 inputs = self._of_rewritten(step, feeds, step.length)
                 self.sessions[:] = [original, open_session(self._models[1], inputs, beside=original)]
             except RunError as error:
-                raise StuckError(f"the rewritten part does not run: {error}") from None
+                raise StuckError(f"ONNX Runtime cannot run the rewritten part: {error}") from None
             return
         if refusals:
-            raise RunError(f"the original's part does not run: {refusals[0]}")
+            raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
         """Make all inputs of a step: graph inputs by name, boundaries by index, and caches in the original's form."""
@@ -235,7 +235,9 @@ class RegionRuns:
         for name, shape in self.region.joins.items():
             parts = [out[name] for _, out in ran]
             if any(part.ndim < len(shape) for part in parts):
-                raise UnsupportedModelError(f"'{name}' has {parts[0].ndim} axes in the original, not {len(shape)}")
+                raise UnsupportedModelError(
+                    f"'{name}' has {parts[0].ndim} axes in the original, but shape inference says {len(shape)}"
+                )
             outputs[name] = joined(parts, shape)
         if self.interface is None:
             return outputs | {name: ran[0][1][name] for name in self.region.presents}

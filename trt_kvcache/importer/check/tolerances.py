@@ -63,7 +63,7 @@ def added_rounding(region: Region) -> str:
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
-        return f"the rewritten model computes in {_type_name(min(added))} there, and the original does not"
+        return f"the rewritten model computes in {_type_name(min(added))} there, but the original does not"
     if not types[1]:
         return ""
     original, rewritten = (Graph(model) for model in region.models)
@@ -74,7 +74,10 @@ def added_rounding(region: Region) -> str:
         before, after = (_narrowest(graph, own) for graph, own in zip((original, rewritten), names, strict=True))
         for result in (*region.joins, *region.presents):
             if before.get(result, 0) > after.get(result, _DIGITS[TensorProto.FLOAT]):
-                return f"the rewritten model alone rounds '{names[0][0]}' on its way to '{result}'"
+                return (
+                    f"the rewritten model rounds '{names[0][0]}' to a narrower type before '{result}', but the "
+                    "original does not"
+                )
     return ""
 
 
@@ -109,7 +112,7 @@ def cache_differs(
     try:
         logical = cache.to_logical(second)
     except ValueError:
-        return f"it has shape {list(second.shape)} in the rewritten model", False
+        return f"it has shape {list(second.shape)} in the rewritten model, which does not match the plan", False
     a, b = (np.moveaxis(v, cache.update.sequence_axis, 1) for v in (first, logical))
     if a.shape[2:] != b.shape[2:] or len(a) != len(b):
         shapes = f"{list(first.shape)} in the original, {list(logical.shape)} in the rewritten model"
