@@ -38,7 +38,7 @@ def of_corpus(key: str, folder: Path) -> Path:
     [
         (
             lambda folder: built(over_another_axis, folder),
-            r"weights of keys in 'matmul_66' depend on more than head and distance",
+            r"weights of keys in 'matmul_66' depend on more than the head and the distance",
         ),
         (
             lambda folder: of_corpus("reader/probabilities shown", folder),

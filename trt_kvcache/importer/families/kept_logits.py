@@ -67,6 +67,10 @@ def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
 def _finish(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
     """Add the input of the exported model to the plan; there it always has the value 0."""
     old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
-    why = f"{plan.logits_span.name} says it" if plan.logits_span is not None else "the logits are of all positions"
+    why = (
+        f"the length of {plan.logits_span.name} replaces it"
+        if plan.logits_span is not None
+        else "the model returns all logits"
+    )
     change = InterfaceChange("input", old, "", why)
     return replace(plan, original=(exported, *plan.original), changes=(*plan.changes, change))

@@ -162,8 +162,8 @@ def _check_types(graph: gs.Graph) -> None:
         if kinds & _THROUGH_FLOAT and kinds & {INT32, INT64}:
             names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in kinds))
             raise UnsupportedModelError(
-                f"the model has caches of types {names} that are updated in one way, which the definition of the "
-                "plugin's node in ONNX cannot cover at once: export all caches in one type"
+                f"the model updates caches of types {names} in the same way, but the ONNX function that defines the "
+                "plugin's node cannot handle all these types: export all caches in one type"
             )
 
 
@@ -173,7 +173,8 @@ def _check_rows(caches: list[CacheUpdate]) -> None:
         if isinstance(size, int) and size * CACHE_BITS[cache.dtype] % 8:
             raise UnsupportedModelError(
                 f"cache '{cache.past}' of '{cache.node}' is {cache.dtype} with rows of {size} elements, which do not "
-                "end on a byte; the plugin writes whole bytes: export with an even size after the sequence axis"
+                "fill whole bytes; the plugin writes only whole bytes: export it with an even size after the sequence "
+                "axis"
             )
 
 

@@ -75,8 +75,8 @@ _BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
 _EXACT = 24  # bits that float32 holds exactly
 _FLOAT8 = "float8e4m3fn"
 _INT4 = (
-    "caches of 4 bits change what a small model says (docs/quantized-caches.md has figures): test it on "
-    "texts of yours, or take int8"
+    "caches of 4 bits change the text of a small model (see docs/quantized-caches.md for figures): test the model on "
+    "your texts, or use int8"
 )
 
 
@@ -169,14 +169,14 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
     if ranges is not None:
         names = {cache.past for cache in plan.caches}
         if wrong := sorted(names ^ ranges.keys()):
-            verb = "has no" if wrong[0] in names else "names"
-            raise OptionError(f"cache_ranges {verb} '{wrong[0]}'; give the range of each cache of this model")
+            verb = "has no range for" if wrong[0] in names else "names the unknown cache"
+            raise OptionError(f"cache_ranges {verb} '{wrong[0]}'; give one range for each cache of this model")
     most = _MOST[wanted]
     if target is Target.TENSORRT or plain:
         if plan.options.fallback is not Fallback.AUTO and not plain:
             raise OptionError(
-                f"cache_dtype is {wanted.value}, which the plugin writes on TensorRT, and fallback "
-                f"{plan.options.fallback.value} does without it: leave one of them out"
+                f"cache_dtype {wanted.value} needs the plugin on TensorRT, but fallback {plan.options.fallback.value} "
+                "excludes the plugin: leave one of the two options out"
             )
         if wanted is CacheDtype.FP8:  # ONNX Runtime's TensorScatter has no float8 kernel (1.32.0)
             return _Form(most, _FLOAT8, 1, 0, scale_inside=False, ranges=ranges, route=Route.PLUGIN)
@@ -184,8 +184,8 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
         return _Form(most, "int8", each, bits, scale_inside=False, ranges=ranges, route=route)
     if wanted is CacheDtype.FP8:
         raise OptionError(
-            "cache_dtype is fp8, and TensorRT for RTX holds caches of float32, float16 and bfloat16, in which only "
-            "integers can be packed: take int8, of as many bits, or plan for TensorRT"
+            "cache_dtype is fp8, but caches of TensorRT for RTX are float32, float16 or bfloat16, which can hold only "
+            "integer codes: use int8, which has as many bits, or plan for TensorRT"
         )
     each, bits = _EXACT // _BITS[wanted], _BITS[wanted]
     return _Form(most, "float", each, bits, scale_inside=ranges is None, ranges=ranges, route=Route.NATIVE)
@@ -194,22 +194,22 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
 def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
     wanted = plan.options.cache_dtype
     assert wanted is not None
-    asked = f"cache_dtype is {wanted.value}, and cache '{cache.past}'"
+    asked = f"cache_dtype is {wanted.value}, but cache '{cache.past}'"
     if cache.dtype not in NATIVE_DTYPES:
-        raise OptionError(f"{asked} is {cache.dtype} already; caches of floats can be quantized: leave the option out")
+        raise OptionError(f"{asked} already is {cache.dtype}; only float caches can be quantized: leave the option out")
     if cache.route is not Route.NATIVE or not cache.carried:
         raise OptionError(
-            f"{asked} is not written by TensorRT's own layer ({cache.reason}); only caches that it writes can be "
-            "quantized: leave the option out"
+            f"{asked} is not updated by TensorRT's own cache layer ({cache.reason}); only caches with that layer can "
+            "be quantized: leave the option out"
         )
     size = cache.physical_shape[-1]
     assert isinstance(size, int)
     before, after = size * dtype_bits(cache.dtype), form.row_bits(size)
     if after >= before:
-        scales = " with a scale each" if form.ranges is None else ""
+        scales = " with a scale for each row" if form.ranges is None else ""
         raise OptionError(
-            f"{asked} {list(cache.physical_shape)} has rows of {size} numbers, which take {before} bits as "
-            f"{cache.dtype} and would take {after}{scales}: leave the option out"
+            f"{asked} {list(cache.physical_shape)} has rows of {size} numbers, which need {before} bits as "
+            f"{cache.dtype} and would need {after} bits{scales}: leave the option out"
         )
 
 
@@ -300,13 +300,13 @@ class _Quantized:
         )
         if form.dtype == "float":
             many = f"{form.codes} codes of {form.bits} bits in each float32"
-            many += ", and a scale in the last" if form.scale_inside else ""
+            many += ", and a scale in the last float32 of a row" if form.scale_inside else ""
             return (replace(moved, reason=f"{cache.reason}; {many}"),)
         codes = "two codes of 4 bits in each int8" if form.codes > 1 else f"codes of {form.dtype}"
         if form.dtype == _FLOAT8:
-            codes += ", all of which a step reads, not only those of the rows in use"
+            codes += "; a step reads the codes of all rows, not only those of the rows in use"
         if form.route is Route.PLUGIN:
-            moved = replace(moved, route=form.route, reason=f"{codes}, which IKVCacheUpdateLayer does not move")
+            moved = replace(moved, route=form.route, reason=f"{codes}, which IKVCacheUpdateLayer does not support")
         if self._scales is None:
             return (moved,)
         past, present, node = self._scales
@@ -580,6 +580,6 @@ def _saved(plan: CachePlan, quantized: CachePlan) -> str:
     kinds = " and ".join(dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in plan.caches))
     scales = "with their scales" if plan.options.cache_ranges is None else "with a scale for each cache"
     return (
-        f"--cache-dtype {wanted.value}: {after} bytes of caches per token {scales}, {before} as {kinds}: "
-        f"{before - after} saved ({1 - after / before:.0%})"
+        f"--cache-dtype {wanted.value}: the caches take {after} bytes per token {scales}, instead of {before} as "
+        f"{kinds}: {before - after} bytes saved ({1 - after / before:.0%})"
     )

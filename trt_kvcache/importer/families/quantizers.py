@@ -82,8 +82,8 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
     notes = list[str]()
     if steps := block_steps(model):
         notes.append(
-            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without this "
-            "rounding in both models: only TensorRT shows its effect"
+            f"TensorRT quantizes activations in blocks at {steps} places (NVFP4, MXFP8). Here both models ran without "
+            "this rounding, so only TensorRT shows its effect"
         )
     floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if floats or any(is_block_operator(node) for node in model.graph.node):
@@ -128,8 +128,8 @@ class Writer:
 
 _REFUSED = {TensorProto.UINT8, TensorProto.UINT16, TensorProto.INT16, TensorProto.INT32}
 _ADVICE = (
-    "int8 of ONNX Runtime is for CPUs: export in float16, or with int4 weights (onnxruntime-genai: -p int4), or "
-    "quantize with NVIDIA ModelOpt"
+    "TensorRT does not support ONNX Runtime's int8 for CPUs: export in float16, or with int4 weights "
+    "(onnxruntime-genai: -p int4), or quantize with NVIDIA ModelOpt"
 )
 
 
@@ -164,7 +164,7 @@ def _integers(node: NodeProto, constants: dict[str, TensorProto], dequantized: s
     if is_op(node, "QuantizeLinear") and kind in _REFUSED:
         return f"rounds to {dtype_name(kind)}"
     if kind == TensorProto.INT8 and zero is not None and np.any(numpy_helper.to_array(zero)):
-        return "rounds around another number than 0"
+        return "quantizes to int8 with a zero point other than 0"
     return ""
 
 
@@ -200,7 +200,8 @@ def read(model: ModelProto) -> bool:
         needed = _BLOCKS_OPSET if any(a.name == "block_size" for a in node.attribute) else _FLOAT8_OPSET
         if version < needed:
             raise UnsupportedModelError(
-                f"{node.op_type} '{node.name}' has no equal in opset {version}; export with opset {needed} or later"
+                f"{node.op_type} '{node.name}' has no equivalent in opset {version}; export with opset {needed} or "
+                "later"
             )
         if node.op_type == _QUANTIZE:
             _check_scale(scope, node)
@@ -216,8 +217,8 @@ def _check_scale(scope: Scope, node: NodeProto) -> None:
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
-            f"{node.op_type} '{node.name}' has no single constant scale for the whole tensor, which is the "
-            "supported form: quantize per tensor, or export with QuantizeLinear of ONNX"
+            f"{node.op_type} '{node.name}' must have one constant scale for the whole tensor, but has another scale: "
+            "quantize per tensor, or export with QuantizeLinear of ONNX"
         )
 
 
@@ -333,8 +334,9 @@ class _Editor:
         lost = sorted(self._gone & {value.name for value in self._graph.output})
         if lost:
             raise UnsupportedModelError(
-                f"'{lost[0]}' is computed from the scales of numbers that TensorRT quantizes in blocks; verification "
-                "knows these where they are dequantized again, as ModelOpt writes it"
+                f"'{lost[0]}' is computed from the scales of activations that TensorRT quantizes in blocks; "
+                "verification supports these scales only where the activations are dequantized again, as ModelOpt "
+                "exports them"
             )
         del self._graph.value_info[:]
         replace_field(self._graph.node, self._write.nodes)

@@ -185,7 +185,7 @@ def _listed(scalar: TensorProto, name: str) -> TensorProto:
 
 
 _CACHE_RANK = 4
-_FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
+_FIRST_ONLY = "only the branch without a past computes it; to get it, run the original export once"
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
@@ -198,7 +198,7 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     before = captured_names(graph)
     inlined = _take(graph, chosen)
     read = captured_names(graph)
-    changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
+    changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past computes every step")
                for name, value in chosen.items()]  # fmt: skip
     dead = [n for n in inputs if n in before - read - {*chosen}]
     changes += [_gone(inputs[n], "input", "only the branch without a past reads it") for n in dead]

@@ -97,10 +97,10 @@ def add_adapters(
             role = TensorRole(name, "input", Role.ADAPTER_WEIGHTS, product.dtype, shape, "added", ("", "", ""))
             roles.append(role)
     changes = (
-        InterfaceChange("input", "", f"{index} [B]", "slot of each sequence's adapter; 0: none"),
+        InterfaceChange("input", "", f"{index} [B]", "for each sequence, the slot of its adapter; 0: no adapter"),
         InterfaceChange(
             "input", "", f"lora.MODULE.a, lora.MODULE.b ({len(planned)} of each)",
-            "the factors of the adapters, in slots; zeros in slot 0",
+            "factors of the adapters, one adapter in each slot; slot 0 holds zeros",
         ),
     )  # fmt: skip
     return replace(
@@ -215,22 +215,27 @@ def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequenc
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
     if missing:
         near = get_close_matches(missing[0], known, 3, 0.5) or known
-        said = f"no product of the model is a module '{missing[0]}': there are {list_names(near)}"
+        said = f"the model has no product for the module '{missing[0]}'; it has products for {list_names(near)}"
         if not near or missing[0] == "all":
-            said = "no product of the model is known to be a module of the checkpoint, so that nothing takes an adapter"
-        advice = "" if compared else "; give --checkpoint, the checkpoint that it was exported from, to compare weights"
+            said = (
+                "cannot tell which products of the model belong to modules of the checkpoint, so no product can "
+                "have an adapter"
+            )
+        advice = (
+            "" if compared else "; give the checkpoint of the model with --checkpoint, to find modules by their weights"
+        )
         raise UnsupportedModelError(said + advice)
     keys: dict[object, str] = {}
     for part in (part for one in chosen for part in one.parts):
         key = module_key(part.module)
         if key is None:
             raise UnsupportedModelError(
-                f"module '{part.module}' is not one of a decoder; leave it out of --lora-targets"
+                f"the module '{part.module}' is not a module of a decoder; remove it from --lora-targets"
             )
         if key in keys:
             raise UnsupportedModelError(
-                f"several products are taken for module '{part.module}': its adapter cannot be placed; leave it out of "
-                "--lora-targets"
+                f"several products match the module '{part.module}', so its adapter has no unique place; remove it "
+                "from --lora-targets"
             )
         keys[key] = part.module
 
@@ -362,8 +367,8 @@ class ProductGraph:
         packed = tokens is not None and "tokens" in tokens.axes
         if packed or not caches:
             raise UnsupportedModelError(
-                "adapters are chosen for each sequence, and the model takes the tokens of all sequences in one axis: "
-                "export it with tokens [batch, sequence]"
+                "each sequence chooses its adapter, but the model has the tokens of all sequences in one axis: export "
+                "it with tokens [batch, sequence]"
             )
         self.batch: Dim = caches[0]
         if tokens is not None and "batch" in tokens.axes:
@@ -418,8 +423,9 @@ class ProductGraph:
         if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
-                f"{list(self.shapes.get(product.rows) or ())}, and nothing says that its first axis is the batch, "
-                f"'{self.batch}', so no adapter can be chosen there: leave the module out of --lora-targets"
+                f"{list(self.shapes.get(product.rows) or ())}, but the model does not show that the first axis is the "
+                f"batch '{self.batch}', so a sequence cannot choose an adapter there: remove the module from "
+                "--lora-targets"
             )
 
     def _by_sequence(self, name: str) -> bool:

@@ -74,7 +74,10 @@ class Contents:
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise OptionError(f"{folder}: no checkpoint: there is no .safetensors file; give its folder (--checkpoint)")
+            raise OptionError(
+                f"{folder} is not a checkpoint: it has no .safetensors file; give a folder with .safetensors "
+                "files to --checkpoint"
+            )
         self.name = folder.name or str(folder)
         self._tensors = [*_tensors(files)]
         self._index: dict[np.dtype[Any], dict[bytes, list[_Tensor]]] = {}

@@ -136,8 +136,8 @@ def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
     """Refuse an encoder and a first step with external data in two different folders."""
     if step.external_files and step.path.parent != encoder.path.parent:
         raise UnsupportedModelError(
-            f"{encoder.path} and {step.path} lie in two folders, and the weights of the second beside it; put the "
-            "files of the export into one folder"
+            f"{encoder.path} and {step.path} are in different folders, and the second has weights in separate files; "
+            "put all files of the export into one folder"
         )
 
 
@@ -166,8 +166,8 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
         reads = "the text"
     if reads:
         raise UnsupportedModelError(
-            f"{step.path}: the encoder's keys and values depend on {reads}; supported are those of the encoder's "
-            "output alone: compute them yourself, and give them as constants"
+            f"{step.path}: the encoder's keys and values depend on {reads}; they must depend only on the encoder's "
+            "output. Compute them yourself, and give them as constants"
         )
     return inputs
 

@@ -78,10 +78,10 @@ def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path
     """
     later = {t.name: name for t in rest if (name := _among(names, t.name))}
     if lacking := [t.name for t in rest if t.name not in later]:
-        others = "and there is no decoder_model.onnx beside it" if first is None else f"nor does {first}"
+        others = "and there is no decoder_model.onnx beside it" if first is None else f"and {first} does not, either"
         raise UnsupportedModelError(
-            f"the decoder takes '{lacking[0]}', which {encoder} does not give, {others}; give the "
-            "decoder's inputs as constants"
+            f"the decoder reads '{lacking[0]}', but {encoder} does not compute it, {others}; give it to the session as "
+            "a constant"
         )
     return later
 
@@ -107,7 +107,9 @@ def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
     named = [name for name in candidates if name in _HIDDEN_NAMES] or candidates
     if len(named) != 1:
         shown = ", ".join(f"'{name}' of rank {rank}" for name, rank in outputs.items())
-        raise UnsupportedModelError(f"{path}: an encoder gives float [batch, length, width]; it gives {shown}")
+        raise UnsupportedModelError(
+            f"{path}: an encoder must have one output float [batch, length, width], but this model has {shown}"
+        )
     return named[0]
 
 

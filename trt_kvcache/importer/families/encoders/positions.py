@@ -70,9 +70,9 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
             rows = probe.value(index) if count <= _LARGEST else None
             if count <= _LARGEST and (rows is None or not rows.size or int(rows.max()) < tables[table][axis]):
                 continue
-            takes = f"takes {count} rows, too many to look at," if rows is None else f"takes row {int(rows.max())}"
+            takes = f"reads {count} rows (too many to check)" if rows is None else f"reads row {int(rows.max())}"
             sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
             raise OptionError(
-                f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]}: allow shorter ones "
-                "(--max-encoder, --maxShapes)"
+                f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]} rows: allow only shorter "
+                "sources (--max-encoder, --maxShapes)"
             )
