@@ -1,21 +1,21 @@
-"""Replace operators that ONNX Runtime fuses with function bodies: standard operators of opset 23.
+"""Replace fused operators of ONNX Runtime with function bodies that consist of standard operators of opset 23.
 
 `_OPERATORS` names the inputs and outputs of each operator, and the function that writes its body (a text, see `body`).
-This happens before recognition, so that later stations need to know only ONNX's operators.
+The importer does this before recognition, so later stations need to know only ONNX's operators.
 
-Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. Its float16 kernels keep sums
-before a normalization, and Gelu, in float32: the difference is one unit in the last place of float16.
+Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. ONNX Runtime's float16 kernels
+compute Gelu, and sums before a normalization, in float32: the difference is one unit in the last place of float16.
 
 Operators of other domains, and other operators of ONNX Runtime, stay unchanged. Semantics:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
 This module has the bodies of normalizations, activations, products, convolutions and rotary embeddings. If a rotary
-embedding gets a single position, this is the position of the first token. With three planes of positions (M-RoPE: time,
-height, width), each column of the cos and sin tables belongs to one plane, and is looked up at the position of this
-plane. Measured: ONNX Runtime gives the same bits in float32 and float16.
+embedding gets a single position, it is the position of the first token. With three planes of positions (M-RoPE: time,
+height, width), each column of the cos and sin tables belongs to one plane, and the position of this plane selects its
+row. Measured: ONNX Runtime gives the same bits in float32 and float16.
 
-TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and no num_heads. So the body states the
-number of heads, which ONNX Runtime derives from the width of the tables.
+TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and without num_heads. So the body states
+num_heads. ONNX Runtime derives it from the width of the tables.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def embed_layer_norm(call: Call) -> str:
 
 
 def _refuse_statistics(call: Call, *outputs: str) -> None:
-    """Refuse a node whose mean or deviation is read, which only training does."""
+    """Refuse a node whose mean or deviation is read by another node. Only training needs these outputs."""
     read = [name for name in outputs if call.is_read(name)]
     if read:
         call.refuse(f"gives '{read[0]}' to a reader; supported is the normalized result", "export for inference")
@@ -105,7 +105,7 @@ def quick_gelu(call: Call) -> str:
 
 
 def fused_matmul(call: Call) -> str:
-    """``alpha * A @ B``; attributes may ask to transpose A or B first."""
+    """``alpha * A @ B``. Attributes may say that A or B is transposed first."""
     return f"""
         {_transposed(call, "a", "A")}
         {_transposed(call, "b", "B")}
@@ -159,7 +159,7 @@ def causal_conv_with_state(call: Call) -> str:
 
 
 def scaled(result: str, name: str, factor: float) -> str:
-    """Lines of a body for ``result = name * factor``."""
+    """Return lines of a body for ``result = name * factor``."""
     if factor == 1:
         return f"{result} = Identity ({name})"
     return f"""
@@ -169,9 +169,10 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """Lines that transpose an operand as the attributes of FusedMatMul ask.
+    """Return lines that transpose an operand as the attributes of FusedMatMul say.
 
-    They may swap the last two axes, and move the first batch axis after the others. Vectors stay unchanged (measured).
+    The attributes may swap the last two axes, and move the first axis after the other batch axes. Vectors stay
+    unchanged (measured).
     """
     swap, batch = call.integer(f"trans{letter}"), call.integer(f"transBatch{letter}")
     if not swap and not batch:
@@ -236,7 +237,7 @@ def mrotary_embedding(call: Call) -> str:
 
 
 def _attributes(call: Call, x: Sequence[int | str]) -> str:
-    """The attributes of ONNX's RotaryEmbedding.
+    """Return the attributes of ONNX's RotaryEmbedding.
 
     Args:
         call: the node; its input `cos` has a known shape.
@@ -244,7 +245,7 @@ def _attributes(call: Call, x: Sequence[int | str]) -> str:
     """
     part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
     stated = f"interleaved = {call.integer('interleaved')}"
-    if len(x) == 4:  # 4-D inputs have no num_heads, and a part as large as the head needs no attribute
+    if len(x) == 4:  # 4-D inputs need no num_heads; rotating whole heads needs no attribute
         return stated if part in (0, x[-1]) else f"{stated}, rotary_embedding_dim = {part}"
     if not heads:
         if not isinstance(x[-1], int) or width < 1 or x[-1] % width:
@@ -343,7 +344,7 @@ def lower(model: ModelProto) -> ModelProto:
         model: a model without functions, of opset 23 or later, with inferred shapes. It is changed.
 
     Returns:
-        A model with inferred shapes, also inside the bodies; the same object if no operator has a body.
+        A model with inferred shapes, also for tensors of the bodies. If no operator has a body, the same object.
 
     Raises:
         UnsupportedModelError: a node uses an option that its body does not support.
@@ -361,7 +362,10 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Insert, in place, the bodies whose shapes are known. Returns whether there were any, and why others must wait."""
+    """Insert the bodies whose shapes are known, in place.
+
+    Return whether there were any, and why other bodies must wait.
+    """
     if not any(map(_operator, model.graph.node)):
         return False, []
     tensors, waiting = Tensors(model), list[str]()
@@ -385,7 +389,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
 
 
 def _operator(node: NodeProto) -> tuple[str, Writer] | None:
-    """Signature of a node's operator, and the function that writes its body; None: the node stays."""
+    """Return the signature of a node's operator, and the function that writes its body. None: the node stays."""
     if node.domain in DEFAULT_DOMAINS:
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
@@ -396,7 +400,7 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Simplify bodies, in place, now that types and shapes are known: CastLike, and Shape of one symbol."""
+    """Simplify CastLike, and Shape of one symbol, in the bodies, in place, when types and shapes are known."""
     tensors = Tensors(model)
     for node in model.graph.node:
         if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
@@ -410,7 +414,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Let a Shape of one symbol read, in place, the first model input that has this symbol, so that layers share it."""
+    """Make a Shape of one symbol read the first model input with this symbol, in place. So layers share the Shape."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

@@ -20,17 +20,17 @@
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
         heads are split; without a past, presents are the keys and values
 
-Windows become masks, and attention with sinks becomes plain operators, so that ONNX Runtime can run the result.
+Windows become masks, and attention with sinks becomes plain operators. So ONNX Runtime can run the result.
 
-Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to ``seqlens_k + 1 - S``, per row of the batch,
-which is also the first position. A local window of W lets a query see its own key and W - 1 keys before it. The softcap
-is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With position_ids,
-the first prompt uses only the first id and counts on, while later steps use all ids: only contiguous ids mean the same
-in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from the operator's page. With keys
-and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its presents are copies.
-mobius-onnx writes layers that share the cache of another layer in this form. Without key and value inputs, the query is
-packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks
-are added to scores.
+Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: in each row of the batch, new rows go to the row ``seqlens_k
++ 1 - S``, which is also the first position. With a local window of W, a query sees its own key and W - 1 keys before
+it. The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With
+position_ids, the first prompt uses only the first id and counts from there, while later steps use all ids. Both mean
+the same only if the ids are contiguous. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from
+the operator's page. With keys and values of length 0 (1.32.0), the operator writes nothing: its past already holds the
+new rows, and its presents are copies. mobius-onnx uses this form for layers that share the cache of another layer.
+Without inputs for key and value, the query is packed, whatever its width. MultiHeadAttention: `unidirectional` counts
+the past, as ONNX's is_causal does; its masks are added to scores.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _is_empty(call: Call, name: str) -> bool:
 
 
 def _check_shared(call: Call) -> None:
-    """Refuse options that no exporter uses for a layer that reads another layer's cache."""
+    """If a layer reads the cache of another layer, refuse options that no exporter uses for such layers."""
     options = {
         "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
         "causal=0": not call.integer("causal", 1),
@@ -135,7 +135,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Lines for the mask of a layer that reads another layer's cache, which already holds the new rows."""
+    """Return lines for the mask of a layer that reads another layer's cache. This cache already holds the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -155,7 +155,7 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
-    """Lines for attention over the cache of another layer."""
+    """Return lines for attention over the cache of another layer."""
     settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
@@ -165,7 +165,7 @@ def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
 
 
 def _counted(name: str) -> str:
-    """Lines for the positions of the new tokens ``[B, S]``."""
+    """Return lines for the positions of the new tokens ``[B, S]``."""
     return f"""
         length = Shape <start = 1, end = 2> (query)
         count = Squeeze (length, [0])
@@ -179,7 +179,7 @@ def _counted(name: str) -> str:
 
 
 def _rotated(call: Call, name: str, size: int) -> str:
-    """The line that applies rotary embedding to heads of this size, or to a part of each head."""
+    """Return the line that applies rotary embedding to heads of this size, or to a part of each head."""
     part = 2 * call.width("cos")
     some = "" if part == size else f", rotary_embedding_dim = {part}"
     attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
@@ -215,7 +215,10 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Lines that add its parts of a bias to queries, keys and values ``[B, S, N*D]``; split heads have no bias."""
+    """Return lines that add parts of the bias to queries, keys and values ``[B, S, N*D]``.
+
+    Inputs with split heads get no bias.
+    """
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -232,7 +235,7 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """ONNX Runtime's Attention, which projects its input itself."""
+    """ONNX Runtime's Attention, which also projects its input to queries, keys and values."""
     width = (call.shape("weight") or ("?",))[-1]
     if call.has("past") or call.is_read("present") or call.has("shared"):
         reason = "holds the keys and values of its cache in one tensor"
@@ -259,7 +262,7 @@ def attention(call: Call) -> str:
 
 
 def _masked_attention(call: Call) -> str:
-    """Lines for an attention with a padding mask ``[B, P + S]`` and a bias."""
+    """Return lines for an attention with a padding mask ``[B, P + S]`` and a bias."""
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
@@ -289,7 +292,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """ONNX's Attention over ``[B, S, N*D]``, or with presents and no past; None: the node stays."""
+    """ONNX's Attention over ``[B, S, N*D]``, or with presents but without a past. None: the node stays."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "gives its scores as an output (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
@@ -311,7 +314,8 @@ def onnx_attention(call: Call) -> str | None:
     if past:
         attend = _attend(call, "mask", own)
     else:
-        for name in ("present_key", "present_value"):  # mobius-onnx declares presents of cross-attention as [B, S, N*D]
+        # mobius-onnx wrongly declares presents of cross-attention as [B, S, N*D]
+        for name in ("present_key", "present_value"):
             call.forget_shape(name)
         stated = _stated([f"{name} = {value!r}" for name, value in own.items()])
         results = "y, , , scores" if call.is_read("scores") else "y"
@@ -328,7 +332,7 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """Lines for the Attention node. `mask`: name of a bool mask or a bias; empty: none."""
+    """Return lines for the Attention node. `mask` is the name of a bool mask or a bias; empty: there is no mask."""
     past = call.has("past_key")
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
@@ -357,7 +361,10 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Lines for a mask ``[S, P + S]`` of keys that queries see; a negative `window` hides no keys before their own."""
+    """Return lines for a mask ``[S, P + S]`` of keys that queries see.
+
+    If `window` is negative, no earlier key is hidden.
+    """
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)
@@ -375,9 +382,9 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Lines for attention in plain operators; sinks are one more logit in each head's softmax.
+    """Return lines for attention in plain operators. Sinks are one more logit in the softmax of each head.
 
-    `ring`: past and present are buffers of equal length; new rows follow the rows of earlier tokens.
+    If `ring`, past and present are buffers of the same length, in which new rows follow the rows of earlier tokens.
     """
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)
@@ -474,7 +481,7 @@ def _stated(attributes: list[str]) -> str:
 
 
 def _split(name: str, heads: int) -> str:
-    """Lines for ``[B, S, N*D] -> [B, N, S, D]``."""
+    """Return lines for ``[B, S, N*D] -> [B, N, S, D]``."""
     return f"""
         {name} = Reshape ({name}, [0, 0, {heads}, -1])
         {name} = Transpose <perm = [0, 2, 1, 3]> ({name})
@@ -482,7 +489,7 @@ def _split(name: str, heads: int) -> str:
 
 
 def _merged() -> str:
-    """Lines for ``[B, N, S, D] -> [B, S, N*D]`` of `y`."""
+    """Return lines that bring `y` from ``[B, N, S, D]`` to ``[B, S, N*D]``."""
     return """
         y = Transpose <perm = [0, 2, 1, 3]> (y)
         y = Reshape (y, [0, 0, -1])

@@ -1,4 +1,4 @@
-"""Compute mixtures of experts: sort tokens by their chosen experts, in blocks of equal size.
+"""Compute mixtures of experts: sort tokens by their chosen experts into blocks of equal size.
 
     scores, chosen = TopK(logits [T, E], k)          MoE without normalize_routing_weights: TopK(Softmax(logits), k),
     shares = Softmax(scores)                         and then shares = scores
@@ -8,36 +8,37 @@
             g = min(gate, limit); g * Sigmoid(alpha * g) * (clip(linear, -limit, limit) + beta)
     gelu:   tanh, not erf
 
-    QMoE:   fc[e] = (numbers - zero_points) * scales, for each row, or each block of columns; 4 bits (the lower half of
-            a byte first) or 8 bits; the default zero point is the middle, 8 or 128
+    QMoE:   fc[e] = (numbers - zero_points) * scales, for each row or each block of columns; numbers have 4 bits (the
+            lower half of a byte first) or 8 bits; the default zero point is the middle, 8 or 128
 
-T tokens choose k of E experts each: P = T * k pairs, in n = min(P, E + E // 2) blocks of b = min(T, P // (E // 2 + 1) +
-1) rows, of one expert each:
+T tokens choose k of E experts each. This gives P = T * k pairs. They fill n = min(P, E + E // 2) blocks of b = min(T, P
+// (E // 2 + 1) + 1) rows; each block belongs to one expert:
 
-    expert 0: [t0 t3 t4] [t7 -- --]      expert 2: [t1 t3 --]      ...      not needed: [-- -- --]
+    expert 0: [t0 t3 t4] [t7 -- --]      expert 2: [t1 t3 --]      ...      unused: [-- -- --]
 
-    rows    = Gather(x, tokens [n * b])            [n, b, H]: places that are not filled repeat the first token
+    rows    = Gather(x, tokens [n * b])            [n, b, H]: unfilled places repeat the first token
     result  = rows @ Gather(weights, experts [n])  two batched products
     y       = sum over k of shares * Gather(result, places [T, k])
 
-n blocks always suffice: an expert with c pairs needs Ceil(c / b) blocks. All experts together need P // b + E blocks at
-most, with P // b <= E // 2, and never more than P. Results of unfilled places are never read, so tokens do not
-influence each other. The same form serves prefill and decoding: a step of one token has k blocks of one row, and reads
-the weights of k experts. Larger steps read each weight 1.5 times at most, and compute at most three times the products
-of the chosen pairs.
+n blocks always suffice: an expert with c pairs needs Ceil(c / b) blocks. All experts together need at most P // b + E
+blocks, where P // b <= E // 2, and never more than P. Results of unfilled places are never read, so tokens do not
+influence each other. The same form is used for prefill and decoding. A step of one token has k blocks of one row, and
+reads the weights of k experts. Larger steps read each weight at most 1.5 times, and compute at most three times as many
+products as the chosen pairs need.
 
-Rejected: gathering weights for each pair takes P copies of an expert: 102 GB in a layer of gpt-oss-20b, float16, for
-512 tokens. Computing all experts for all tokens takes E / k times the products. n and b never fall when T grows,
-because TensorRT for RTX 1.7.1 reserves memory for the largest.
+Rejected alternatives: To gather weights for each pair needs P copies of an expert: 102 GB in a layer of gpt-oss-20b,
+float16, for 512 tokens. To compute all experts for all tokens takes E / k times the products. n and b never decrease
+when T grows, because TensorRT for RTX 1.7.1 reserves memory for the largest shapes.
 
-Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of 1
-and a Gather of the chosen experts; scales and zero points are applied to the gathered weights. TensorRT for RTX 1.7.1
-fuses this into one kernel, which reads only the bits of the chosen experts. It refuses 8-bit weights with negative
-scales in DequantizeLinear; a scale of 1 avoids this, too. Weights, scales and zero points are never read.
+Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of
+1, followed by a Gather of the chosen experts. Scales and zero points are applied to the gathered weights. TensorRT for
+RTX 1.7.1 fuses this into one kernel, which reads only the bits of the chosen experts. TensorRT refuses 8-bit weights
+with negative scales in DequantizeLinear; a scale of 1 avoids this, too. Numbers of weights, scales and zero points are
+never read.
 
-Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always has the
-shares of normalize_routing_weights. Options that its kernels for the CPU lack or ignore (fc3, swiglu_fusion of 0 or 2,
-the sparse mixer) are refused: nothing here could say if they are right.
+Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always computes
+shares as with normalize_routing_weights. Options that ONNX Runtime's CPU kernels do not have or ignore (fc3,
+swiglu_fusion of 0 or 2, the sparse mixer) are refused, because no reference could show that the result is right.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _ACTIVATIONS = {
     "relu": "Relu (inner)", "gelu": 'Gelu <approximate = "tanh"> (inner)', "silu": "Mul (inner, gate)",
     "identity": "Identity (inner)", "swiglu": "Mul (gated, linear)",
 }  # fmt: skip
-_PLAIN: Mapping[str, tuple[object, ...]] = {  # attributes, with the values that mean the default
+_PLAIN: Mapping[str, tuple[object, ...]] = {  # attributes, with the values that are the same as the default
     "use_sparse_mixer": (0,),
     "quant_type": ("int",),
     "weights_prepacked": (-1, 0),
@@ -65,7 +66,7 @@ _READ = frozenset(
         "k", "activation_type", "activation_alpha", "activation_beta", "swiglu_fusion", "swiglu_limit",
         "normalize_routing_weights", "expert_weight_bits", "fc1_expert_weight_bits", "fc2_expert_weight_bits",
         "fc3_expert_weight_bits", "block_size",
-        "accuracy_level",  # lets ONNX Runtime round activations to 8 bits; left out, as in MatMulNBits
+        "accuracy_level",  # lets ONNX Runtime round activations to 8 bits; ignored, as in MatMulNBits
     }
 )  # fmt: skip
 _UNFUSED = "export the experts unfused, such as with mobius-onnx"
@@ -113,10 +114,10 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Lines that choose experts and assign rows of blocks to tokens.
+    """Return lines that choose experts, and assign rows of blocks to tokens.
 
-    They compute shares float32 ``[T, k, 1]``, places in the blocks ``[T, k]``, row_tokens ``[n * b]``, block_experts
-    ``[n]``, and the numbers n and b as block_count and block_rows ``[1]``.
+    The lines compute the shares, float32 ``[T, k, 1]``; the places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
+        block_experts ``[n]``; and the numbers n and b as block_count and block_rows ``[1]``.
     """
     spare = experts // 2
     return f"""
@@ -172,7 +173,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 
 
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
-    """Lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
+    """Return lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
     bias = f"bias{number}"
     shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}
@@ -193,7 +194,7 @@ def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result
 
 
 def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
-    """Lines that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
+    """Return lines that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
     experts, rows, columns = shape
     bits, block = call.integer("expert_weight_bits", 4), call.integer("block_size")
     width = block or columns
@@ -236,7 +237,7 @@ def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
 
 
 def _activated(call: Call) -> str:
-    """Lines that apply the activation to `inner`."""
+    """Return lines that apply the activation to `inner`."""
     name = call.string("activation_type", "relu")
     alpha, beta = call.number("activation_alpha", 1.0), call.number("activation_beta")
     limit = call.number("swiglu_limit", math.inf)
@@ -266,7 +267,7 @@ def _activated(call: Call) -> str:
 
 
 def _check(call: Call) -> None:
-    """Refuse attributes and inputs that ONNX Runtime's kernels for the CPU do not have, or ignore."""
+    """Refuse attributes and inputs that ONNX Runtime's CPU kernels ignore or do not support."""
     for name, value in call.attributes.items():
         value = value.decode() if isinstance(value, bytes) else value
         if name not in _READ and value not in _PLAIN.get(name, ()):
