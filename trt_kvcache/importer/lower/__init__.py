@@ -59,9 +59,10 @@ def embed_layer_norm(call: Call) -> str:
     """Layer normalization of the sum of token, position and segment embeddings."""
     if call.has("mask") or call.is_read("lengths") or not call.has("places"):
         call.refuse(
-            f"has {'a mask' if call.has('places') else 'no position_ids'}; supported are token ids, position_ids and "
-            "segments, without a mask",
-            "leave embeddings out of the optimization (FusionOptions.enable_embed_layer_norm = False)",
+            f"has {'a mask' if call.has('places') else 'no position_ids'}; the importer supports token ids, "
+            "position_ids "
+            "and segments, without a mask",
+            "do not fuse embeddings when you optimize the model (FusionOptions.enable_embed_layer_norm = False)",
         )
     return f"""
         sum = Gather (words, ids)
@@ -77,7 +78,10 @@ def _refuse_statistics(call: Call, *outputs: str) -> None:
     """Refuse a node whose mean or deviation is read by another node. Only training needs these outputs."""
     read = [name for name in outputs if call.is_read(name)]
     if read:
-        call.refuse(f"gives '{read[0]}' to a reader; supported is the normalized result", "export for inference")
+        call.refuse(
+            f"has the output '{read[0]}', which another node reads; only the normalized result may be read",
+            "export the model for inference",
+        )
 
 
 _ACTIVATIONS: dict[str, dict[str, str]] = {
@@ -120,9 +124,10 @@ def fused_gemm(call: Call) -> str:
     settings = {name for name in call.attributes if name.startswith("activation_")}
     if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
         call.refuse(
-            f"has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; supported are "
+            f"has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; the importer "
+            "supports "
             f"{', '.join(_ACTIVATIONS)}",
-            "save the model with basic optimization",
+            "save the model with basic optimization only",
         )
     known = [f"{name} = {call.number(name, 1.0)}" for name in ("alpha", "beta")]
     known += [f"{name} = {call.integer(name)}" for name in ("transA", "transB")]
@@ -144,9 +149,10 @@ def causal_conv_with_state(call: Call) -> str:
     if not (plain and call.has("past") and isinstance(channels, int) and isinstance(width, int) and width > 1):
         call.refuse(
             f"has a weight {list(shape)}, the activation '{activation}' and {'a' if call.has('past') else 'no'} past; "
-            "supported is one axis of time, a fixed weight [channels, 1, k] of k > 1, a past, no state_window, and an "
-            f"activation of {', '.join(_GATES)}",
-            "export the convolution unfused",
+            "the importer supports one axis of time, a fixed weight [channels, 1, k] with k > 1, a past, no "
+            "state_window, "
+            f"and one of the activations {', '.join(_GATES)}",
+            "export the convolution without fusion",
         )
     gated = activation != "none"
     return f"""
@@ -216,12 +222,15 @@ def mrotary_embedding(call: Call) -> str:
     layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)
     if len(sections) != _PLANES or min(sections) < 0 or layout not in (0, 1) or positions[0] != _PLANES:
         call.refuse(
-            f"has mrope_section={sections}, mrope_layout={layout} and positions {list(positions)}; supported are "
+            f"has mrope_section={sections}, mrope_layout={layout} and positions {list(positions)}; the importer "
+            "supports "
             "sections of three planes, one after the other (layout 0) or interleaved (layout 1)",
             AGAIN,
         )
     if sum(sections) != call.width("cos"):
-        call.refuse(f"has sections of {sum(sections)} columns, and caches of {call.width('cos')}", AGAIN)
+        call.refuse(
+            f"has sections of {sum(sections)} columns, but cos and sin caches of {call.width('cos')} columns", AGAIN
+        )
     owners = np.repeat(np.arange(_PLANES), sections)
     if layout == 1:
         owners = np.zeros(sum(sections), np.int64)
@@ -249,7 +258,10 @@ def _attributes(call: Call, x: Sequence[int | str]) -> str:
         return stated if part in (0, x[-1]) else f"{stated}, rotary_embedding_dim = {part}"
     if not heads:
         if not isinstance(x[-1], int) or width < 1 or x[-1] % width:
-            raise InvalidModelError(f"{call.label()} rotates {x[-1]} values by caches for heads of {width}")
+            raise InvalidModelError(
+                f"{call.label()} rotates rows of {x[-1]} values, which is no multiple of the head size {width} of "
+                "its cos and sin caches"
+            )
         heads = x[-1] // width
     return f"{stated}, rotary_embedding_dim = {part}, num_heads = {heads}"
 
@@ -267,15 +279,15 @@ def _by_plane(table: str) -> str:
 
 def _check(call: Call) -> None:
     if call.integer("is_packed_batching"):
-        call.refuse("has is_packed_batching=1; supported is one row per sequence", AGAIN)
+        call.refuse("has is_packed_batching=1; the importer supports only one row per sequence", AGAIN)
     if call.number("scale", 1.0) != 1:
         call.refuse(
-            f"has scale={call.number('scale')}, which ONNX Runtime's own kernel ignores; supported is 1",
+            f"has scale={call.number('scale')}, which ONNX Runtime's own kernel ignores; the importer supports only 1",
             "fold the scale into the cos and sin caches",
         )
     shape = call.shape("x")
     if shape is not None and len(shape) not in (3, 4):
-        call.refuse(f"rotates '{call.name('x')}' {list(shape)}; supported are ranks 3 and 4", SHAPES)
+        call.refuse(f"rotates '{call.name('x')}' {list(shape)}; the importer supports ranks 3 and 4", SHAPES)
 
 
 __all__ = ["lower"]
@@ -321,19 +333,21 @@ _OF_ONNX: dict[str, tuple[str, Writer]] = {
     _NORM: _OPERATORS[_NORM],
 }  # fmt: skip
 
-_CACHES = "supported are GroupQueryAttention and MultiHeadAttention: export or optimize the model for these"
+_CACHES = (
+    "the importer supports GroupQueryAttention and MultiHeadAttention: export or optimize the model for one of these"
+)
 _WEIGHTS = (
-    "computes on quantized weights in ONNX Runtime's own format, which TensorRT has no operator for; supported are "
-    "float weights, MatMulNBits and DequantizeLinear: export unquantized"
+    "computes with quantized weights in a format of ONNX Runtime that TensorRT does not have; the importer supports "
+    "float weights, MatMulNBits and DequantizeLinear: export the model without this quantization"
 )
 _REFUSED = {
     "MatMulBnb4": _WEIGHTS,
     "MatMulInteger16": _WEIGHTS,
     "DecoderMaskedMultiHeadAttention": f"keeps its keys in one shared, reordered buffer; {_CACHES}",
     "DecoderMaskedSelfAttention": f"keeps its keys in one shared, reordered buffer; {_CACHES}",
-    "PackedMultiHeadAttention": f"packs the sequences of a batch into one; {_CACHES}",
+    "PackedMultiHeadAttention": f"packs all sequences of a batch into one; {_CACHES}",
     "PagedAttention": f"keeps its cache in pages; {_CACHES}",
-    "SparseAttention": f"attends blocks of its cache; {_CACHES}",
+    "SparseAttention": f"attends only to some blocks of its cache; {_CACHES}",
 }
 
 

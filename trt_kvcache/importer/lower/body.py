@@ -27,8 +27,8 @@ from trt_kvcache.importer.graph import NAME_PREFIX
 from trt_kvcache.importer.protos import Shape, dtype_name, elem_type_of, is_op, names_read, shape_of
 from trt_kvcache.importer.weights import reinterpret
 
-AGAIN = "export it again"
-SHAPES = "export it with shapes"
+AGAIN = "export the model again"
+SHAPES = "export the model with shapes"
 
 _LITERAL = re.compile(r"\[[^\]]*\]|(?<![\w.])-?\d[\d.]*(?:e[+-]?\d+)?(?!\w)")
 _HEADER = '<domain: "trt_kvcache", opset_import: ["": 24]> body () => () '
@@ -82,8 +82,8 @@ class Call:
         self._tensors = tensors
         self.attributes: Mapping[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         if len(node.input) > len(inputs) and any(node.input[len(inputs) :]):
-            what = f"has {len(node.input)} inputs; supported are {len(inputs)} ({', '.join(inputs)})"
-            self.refuse(what, "export it without the others")
+            what = f"has {len(node.input)} inputs; the importer supports {len(inputs)} ({', '.join(inputs)})"
+            self.refuse(what, "export the model without the other inputs")
         self._names: dict[str, str] = dict.fromkeys(inputs, "") | dict(zip(inputs, node.input, strict=False))
         self._outputs: dict[str, str] = dict.fromkeys(outputs, "") | dict(zip(outputs, node.output, strict=False))
 
@@ -161,7 +161,7 @@ class Call:
         """
         shape = self.shape(name)
         if shape is None:
-            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose rank is not in the model")
+            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose rank is unknown")
         return shape
 
     def width(self, name: str) -> int:
@@ -172,7 +172,7 @@ class Call:
         """
         last = self.known_shape(name)[-1:]
         if not last or not isinstance(last[0], int):
-            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose width is not in the model")
+            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose last dimension is unknown")
         return last[0]
 
     def dtype(self, name: str) -> int:
@@ -192,8 +192,8 @@ class Call:
         if weight is None or weight.data_type not in types:
             names = ", ".join(dtype_name(t) for t in sorted(types))
             operand = f"the {dtype_name(self._tensors.dtypes.get(tensor, 0))} '{tensor}'"
-            what = f"has {operand} as {name}; supported is a weight of the model, of {names}"
-            self.refuse(what, "export with another quantization, or unquantized")
+            what = f"has {operand} as {name}; this input must be a weight of the model, of type {names}"
+            self.refuse(what, "export the model with another quantization, or unquantized")
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:

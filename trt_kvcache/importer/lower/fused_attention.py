@@ -40,7 +40,7 @@ from onnx import TensorProto
 
 from trt_kvcache.importer.lower.body import AGAIN, Call
 
-_WITHOUT = "export without it"
+_WITHOUT = "export the model without this option"
 _PAST = "export the model with past"
 
 
@@ -49,8 +49,12 @@ def group_query_attention(call: Call) -> str:
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
-        layout = "packed" if packed else "apart"
-        call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {layout}", AGAIN)
+        layout = "packed" if packed else "in separate inputs"
+        call.refuse(
+            f"has num_heads={heads}, kv_num_heads={kv_heads}, with queries, keys and values {layout}; num_heads "
+            "must be a multiple of kv_num_heads, and both key and value must be given or omitted",
+            AGAIN,
+        )
     _check_group_query(call, heads)
     if shares:
         _check_shared(call)
@@ -59,8 +63,13 @@ def group_query_attention(call: Call) -> str:
     widths = [heads * size, kv_heads * size, kv_heads * size]
     past = (call.shape("past_key") or ("?",))[-1]
     if packed and isinstance(past, int) and past != size:
-        what = f"has no key and value: its query is packed, with heads of {size}, beside a past with heads of {past}"
-        call.refuse(f"{what}; a layer that reads the cache of another one has keys and values of length 0", AGAIN)
+        what = (
+            f"has no key and value, so its query is packed, with heads of size {size}; but its past has heads of "
+            f"size {past}"
+        )
+        call.refuse(
+            f"{what}. If the layer reads the cache of another layer, its keys and values must have length 0", AGAIN
+        )
     norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
     window = call.integer("local_window_size", -1)
     scores: dict[str, float] = {name: call.number(name) for name in ("scale", "softcap") if call.number(name)}
@@ -75,7 +84,11 @@ def group_query_attention(call: Call) -> str:
     for name in ("past_key", "past_value") if plain else ():
         call.state_size(name, 3, size)
     if ring and not call.integer("causal", 1):
-        call.refuse("has sliding_window_cache and causal=0; supported is causal attention", _WITHOUT)
+        call.refuse(
+            "has sliding_window_cache and causal=0; with sliding_window_cache, the importer supports only causal "
+            "attention",
+            _WITHOUT,
+        )
 
     def attend() -> str:
         if plain:
@@ -104,18 +117,20 @@ def group_query_attention(call: Call) -> str:
 def _check_group_query(call: Call, heads: int) -> None:
     quantized = any(call.string(name, "NONE") not in ("NONE", "") for name in ("k_quant_type", "v_quant_type"))
     if not call.has("past_key") or not call.has("past_value"):
-        call.refuse("has no past_key and past_value; supported are decoders that are given their caches", _PAST)
+        call.refuse("has no past_key and past_value; the importer supports only decoders with caches as inputs", _PAST)
     if call.has("sinks") and (not call.is_weight("sinks") or call.shape("sinks") != (heads,)):
         what = f"has the sinks '{call.name('sinks')}' {list(call.shape('sinks') or ())}"
-        call.refuse(f"{what}; supported is a weight with one logit for each of its heads", _WITHOUT)
+        call.refuse(f"{what}; they must be a weight with one logit for each head", _WITHOUT)
     if quantized or call.has("key_scale") or call.has("value_scale"):
-        call.refuse("has quantized caches; supported are float caches", _WITHOUT)
+        call.refuse("has quantized caches; the importer supports only float caches", _WITHOUT)
     if call.is_read("scores"):
-        call.refuse("gives its scores as an output (qk_output); supported is attention alone", _WITHOUT)
+        call.refuse(
+            "returns its scores (qk_output); the importer supports only attention without this output", _WITHOUT
+        )
     if not call.has("seqlens"):
-        call.refuse("has no seqlens_k; the operator demands it", AGAIN)
+        call.refuse("has no seqlens_k; the operator needs this input", AGAIN)
     if call.integer("do_rotary") and not (call.has("cos") and call.has("sin")):
-        call.refuse("has do_rotary=1 and no cos_cache or sin_cache; the operator demands them", AGAIN)
+        call.refuse("has do_rotary=1, but no cos_cache or no sin_cache; the operator needs both", AGAIN)
 
 
 def _is_empty(call: Call, name: str) -> bool:
@@ -131,7 +146,11 @@ def _check_shared(call: Call) -> None:
         "sliding_window_cache": bool(call.integer("sliding_window_cache")),
     }
     for what in (name for name, is_set in options.items() if is_set):
-        call.refuse(f"reads the cache of another layer, with {what}; supported is causal attention alone", _WITHOUT)
+        call.refuse(
+            f"reads the cache of another layer, and has {what}; for such layers, the importer supports only plain "
+            "causal attention",
+            _WITHOUT,
+        )
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
@@ -191,19 +210,23 @@ def multi_head_attention(call: Call) -> str:
     reason = None
     if call.has("shared") or call.has("beams"):
         reason = (
-            "takes past_sequence_length or cache_indirection (a shared buffer, beams); supported are pasts that grow"
+            "reads past_sequence_length or cache_indirection (a shared buffer, beams); the importer supports only "
+            "pasts that grow"
         )
     elif call.is_read("scores"):
-        reason = "gives its scores as an output (qk); supported is attention alone"
+        reason = "returns its scores (qk); the importer supports only attention without this output"
     elif not call.has("key") or not call.has("value"):
-        reason = "has packed inputs; supported are query, key and value apart"
+        reason = "has packed inputs; the importer supports only separate query, key and value"
     if reason is not None:
         call.refuse(reason, _WITHOUT)
     heads = call.integer("num_heads")
     ranks = [len(call.shape(name) or (0,) * 3) for name in ("query", "key", "value")]
     if heads < 1 or ranks[0] != 3 or set(ranks) - {3, 4}:
         shapes = [list(call.shape(name) or ()) for name in ("query", "key", "value")]
-        what = f"has num_heads={heads} and inputs {', '.join(map(str, shapes))}; supported are [B, S, N*D] and, for"
+        what = (
+            f"has num_heads={heads} and inputs {', '.join(map(str, shapes))}; the importer supports [B, S, N*D] "
+            "and, for"
+        )
         call.refuse(f"{what} keys and values, [B, N, S, D]", AGAIN)
     return f"""
         {_biased(call, heads, ranks)}
@@ -241,14 +264,17 @@ def attention(call: Call) -> str:
         reason = "holds the keys and values of its cache in one tensor"
         supported = "caches of MultiHeadAttention and GroupQueryAttention"
     elif call.integer("do_rotary"):
-        reason, supported = "rotates queries and keys (do_rotary)", "rotary embedding outside of it"
+        reason, supported = "rotates queries and keys (do_rotary)", "rotary embeddings before the operator"
     elif not isinstance(width, int):
-        reason, supported = f"has weights '{call.name('weight')}' of unknown width", "weights with a shape"
+        reason, supported = f"has weights '{call.name('weight')}' of unknown width", "weights of known shape"
     else:
         reason = supported = ""
     heads = call.integer("num_heads")
     if reason or heads < 1:
-        call.refuse(f"{reason or 'has no num_heads'}; supported are {supported}", "export the model so")
+        call.refuse(
+            f"{reason or 'has no num_heads'}; the importer supports {supported or 'a stated num_heads'}",
+            "export the model this way",
+        )
     widths = [int(n) for n in call.attributes.get("qkv_hidden_sizes", [])] or [int(width) // 3] * 3
     return f"""
         x = MatMul (x, weight)
@@ -266,12 +292,18 @@ def _masked_attention(call: Call) -> str:
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
-        what = f"gives a present '{call.output(presents[0])}' and takes no past; supported are decoders that are given"
-        call.refuse(f"{what} their caches", _PAST)
+        what = (
+            f"returns the present '{call.output(presents[0])}', but has no past; the importer supports only "
+            "decoders with"
+        )
+        call.refuse(f"{what} caches as inputs", _PAST)
     mask, shape = "", call.shape("padding")
     if call.has("padding") and (not past or shape is None or len(shape) != 2):
         what = f"has a padding mask '{call.name('padding')}' {list(shape or ())} {'and' if past else 'and no'} past"
-        call.refuse(f"{what}; supported are masks [B, P + S] beside a past", "export the mask as attention_bias")
+        call.refuse(
+            f"{what}; the importer supports padding masks [B, P + S] together with a past",
+            "export the mask as attention_bias",
+        )
     if call.has("padding"):
         hidden = call.number("mask_filter_value", -10000.0)
         mask = f"""
@@ -295,8 +327,12 @@ def onnx_attention(call: Call) -> str | None:
     """ONNX's Attention over ``[B, S, N*D]``, or with presents but without a past. None: the node stays."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
-        what = "gives its scores as an output (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
-        call.refuse(f"{what}; supported is attention alone, with windows that end with the query's own key", _WITHOUT)
+        what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
+        call.refuse(
+            f"{what}; the importer supports only attention without this output, with windows that end at the "
+            "query's own key",
+            _WITHOUT,
+        )
     heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
     shape = call.shape("query")
     merged = bool(heads or kv_heads) if shape is None else len(shape) == 3
@@ -304,11 +340,15 @@ def onnx_attention(call: Call) -> str | None:
     if not merged and (past or not presents):
         return None
     if merged and min(heads, kv_heads) < 1:
-        call.refuse(f"has 3-D inputs, q_num_heads={heads} and kv_num_heads={kv_heads}; both are demanded", AGAIN)
+        call.refuse(
+            f"has 3-D inputs, q_num_heads={heads} and kv_num_heads={kv_heads}; 3-D inputs need both numbers", AGAIN
+        )
     for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)) if merged else ():
         width = (call.shape(name) or ("?",))[-1]
         if isinstance(width, int) and width % count:
-            call.refuse(f"has a {name} '{call.name(name)}' {width} wide, which {count} heads do not divide", AGAIN)
+            call.refuse(
+                f"has a {name} '{call.name(name)}' of width {width}, which is no multiple of its {count} heads", AGAIN
+            )
     split = _split("query", heads) + _split("key", kv_heads) + _split("value", kv_heads) if merged else ""
     own = {n: v for n, v in call.attributes.items() if n not in ("q_num_heads", "kv_num_heads")}
     if past:

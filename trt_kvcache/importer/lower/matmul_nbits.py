@@ -40,7 +40,7 @@ NUMBERS: dict[int, int] = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 _UINT8, _UINT4, _INT4 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4
 _TABLES = (_UINT8, _UINT4, _INT4)
 _WORD = 32  # bits of an int32, the type in which tables are gathered
-_UNQUANTIZED = "export with another quantization, or unquantized"
+_UNQUANTIZED = "export the model with another quantization, or unquantized"
 
 
 def matmul_nbits(call: Call) -> str:
@@ -48,14 +48,21 @@ def matmul_nbits(call: Call) -> str:
     bits = call.integer("bits", 4)
     columns, rows, block = (call.integer(name) for name in ("K", "N", "block_size"))
     if min(columns, rows, block) < 1 or not call.has("scales"):
-        call.refuse("lacks one of K, N, block_size, or an input; the operator demands them", AGAIN)
+        call.refuse("has no K, N, block_size or scales; the operator needs all of them", AGAIN)
     if bits not in NUMBERS:
-        call.refuse(f"has weights of {bits} bits; supported are {' and '.join(map(str, NUMBERS))}", _UNQUANTIZED)
+        call.refuse(
+            f"has weights of {bits} bits; the importer supports {' and '.join(map(str, NUMBERS))}", _UNQUANTIZED
+        )
     if call.integer("weight_prepacked"):
-        what = "has its weight in the layout of one kind of GPU; supported is the layout of the operator's definition"
+        what = (
+            "has its weight in the layout of one kind of GPU; the importer supports only the layout of the "
+            "operator's definition"
+        )
         call.refuse(what, "export without prepacking (onnxruntime-genai: matmulnbits_weights_prepacked=0)")
     if call.has("g_idx"):
-        what = "gives every column of its weight a group of its own choice (g_idx); supported are blocks in order"
+        what = (
+            "assigns columns of its weight to groups in any order (g_idx); the importer supports only blocks in order"
+        )
         call.refuse(what, "quantize without reordering activations (GPTQ: desc_act=false)")
     blocks = -(-columns // block)
     call.view("weight", "b", (rows, blocks * block), (_UINT8,), NUMBERS[bits])
@@ -128,8 +135,9 @@ def gather_block_quantized(call: Call) -> str:
     plain = (bits == 4 or stored.data_type == _UINT8) and axes in ((0, 1), (0, -1)) and count and rows
     if not plain or width % count or call.shape("table") != (rows, packed):
         call.refuse(
-            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; supported are rows [V, "
-            f"H] of 4 bits, or 8 in uint8, in whole blocks and words of {_WORD} bits",
+            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; the importer "
+            "supports rows "
+            f"[V, H] of 4 bits, or 8 bits in uint8, that consist of whole blocks and whole words of {_WORD} bits",
             _UNQUANTIZED,
         )
     call.view("words", "table", (rows, width // count), _TABLES, TensorProto.INT32)

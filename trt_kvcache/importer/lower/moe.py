@@ -69,9 +69,9 @@ _READ = frozenset(
         "accuracy_level",  # lets ONNX Runtime round activations to 8 bits; ignored, as in MatMulNBits
     }
 )  # fmt: skip
-_UNFUSED = "export the experts unfused, such as with mobius-onnx"
-_RAW = "export for the CPU (onnxruntime-genai: -e cpu, or for CUDA qmoe_weights_prepacked=0)"
-_INTEGERS = "export with integers (onnxruntime-genai: moe_quant_type=int4 or int8)"
+_UNFUSED = "export the experts without fusion, for example with mobius-onnx"
+_RAW = "export the model for the CPU (onnxruntime-genai: -e cpu, or for CUDA qmoe_weights_prepacked=0)"
+_INTEGERS = "export the model with integer weights (onnxruntime-genai: moe_quant_type=int4 or int8)"
 _ADVICE = {"weights_prepacked": _RAW, "quant_type": _INTEGERS}
 
 
@@ -83,15 +83,19 @@ def moe(call: Call) -> str:
     first, second = (call.shape(f"{own}{number}") or () for number in (1, 2))
     sizes = (*first, *second)
     if {len(first), len(second)} - ({2, 3} if quantized else {3}) or not all(isinstance(d, int) for d in sizes):
-        call.refuse(f"has '{call.name(own + '1')}' {list(first)} and '{call.name(own + '2')}' {list(second)}", SHAPES)
+        call.refuse(
+            f"has '{call.name(own + '1')}' {list(first)} and '{call.name(own + '2')}' {list(second)}, of unknown "
+            "sizes or wrong rank",
+            SHAPES,
+        )
     parts = 2 if call.string("activation_type") == "swiglu" else 1
     experts, hidden, inner = int(first[0]), int(second[1]), int(first[1]) // parts
     k = call.integer("k", 1)
     if not 0 < k <= experts:
-        call.refuse(f"chooses {k} of {experts} experts; supported is 1 to all", _UNFUSED)
+        call.refuse(f"chooses {k} of {experts} experts; it must choose at least 1 and at most all", _UNFUSED)
     logits = call.shape("logits") or ("?", experts)
     if len(logits) != 2 or logits[1] not in (experts, "?"):
-        call.refuse(f"reads '{call.name('logits')}' {list(logits)}; supported are logits [T, {experts}]", AGAIN)
+        call.refuse(f"reads '{call.name('logits')}' {list(logits)}; the logits must be [T, {experts}]", AGAIN)
     normalized = quantized or call.integer("normalize_routing_weights") == 1
     return f"""
         rows = Reshape (x, [-1, {hidden}])
@@ -208,7 +212,7 @@ def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
         expected[zeros] = (*outer, -(-count * bits // 8))
     _check_shapes(call, {name: call.shape(name) for name in expected}, expected)
     if columns * bits % 8:
-        call.refuse(f"has rows of {columns} numbers of {bits} bits; supported are rows of whole bytes", _RAW)
+        call.refuse(f"has rows of {columns} numbers of {bits} bits; a row must fill whole bytes", _RAW)
     call.view(f"numbers{number}", fc, shape, (TensorProto.UINT8,), NUMBERS[bits])
     call.view(scales, scales, (experts, rows, blocks), FLOATS)
     call.constant("middle", middle(bits, ()))
@@ -272,31 +276,33 @@ def _check(call: Call) -> None:
         value = value.decode() if isinstance(value, bytes) else value
         if name not in _READ and value not in _PLAIN.get(name, ()):
             known = _PLAIN.get(name, ("no such attribute",))
-            what = f"has {name}={value!r}; supported is {' or '.join(map(str, known))}"
+            what = f"has {name}={value!r}; the importer supports {' or '.join(map(str, known))}"
             call.refuse(what, _ADVICE.get(name, _UNFUSED))
     quantized = call.node.op_type == "QMoE"
     for name in ("fc3", "scales3", "bias3") if quantized else ("fc3", "bias3"):
         if call.has(name):
-            what = f"has {name} ('{call.name(name)}'); supported are fc1 and fc2, for gated activations interleaved"
-            call.refuse(f"{what} in fc1", _UNFUSED)
+            what = f"has {name} ('{call.name(name)}'); the importer supports only fc1 and fc2"
+            call.refuse(f"{what}, where fc1 interleaves gate and linear columns of gated activations", _UNFUSED)
     needed = ["x", "logits", "fc1", "fc2", *(["scales1", "scales2"] if quantized else [])]
     if not all(map(call.has, needed)):
-        call.refuse(f"lacks one of {', '.join(needed)}; the operator demands them", AGAIN)
+        call.refuse(f"does not have all of the inputs {', '.join(needed)}; the operator needs them", AGAIN)
     name, fusion = call.string("activation_type", "relu"), call.integer("swiglu_fusion")
     if name not in _ACTIVATIONS or fusion != (name == "swiglu"):
-        what = f"has the activation '{name}' with swiglu_fusion={fusion}; supported are {', '.join(_ACTIVATIONS)}"
-        call.refuse(f"{what}, swiglu with swiglu_fusion=1 (interleaved)", _UNFUSED)
+        what = (
+            f"has the activation '{name}' with swiglu_fusion={fusion}; the importer supports {', '.join(_ACTIVATIONS)}"
+        )
+        call.refuse(f"{what}; swiglu only with swiglu_fusion=1 (interleaved)", _UNFUSED)
     if call.number("swiglu_limit", math.inf) < 0:
-        call.refuse(f"has swiglu_limit={call.number('swiglu_limit')}; supported are limits from 0", _UNFUSED)
+        call.refuse(f"has swiglu_limit={call.number('swiglu_limit')}; the limit must not be negative", _UNFUSED)
     bits = [call.integer("expert_weight_bits", 4)]
     bits += [call.integer(f"fc{number}_expert_weight_bits", bits[0]) for number in (1, 2, 3)]
     if quantized and (bits[0] not in NUMBERS or len(set(bits)) > 1):
         what = f"has experts of {bits[0]} bits (fc1, fc2, fc3: {', '.join(map(str, bits[1:]))})"
-        call.refuse(f"{what}; supported are 4 or 8 in all", _INTEGERS)
+        call.refuse(f"{what}; all must have 4, or all 8 bits", _INTEGERS)
 
 
 def _check_shapes(call: Call, shapes: Mapping[str, Shape | None], expected: Mapping[str, Shape]) -> None:
     for name, shape in shapes.items():
         if call.has(name) and shape not in (None, expected[name]):
-            what = f"has {name} '{call.name(name)}' {list(shape or ())}; supported is {list(expected[name])}"
+            what = f"has {name} '{call.name(name)}' {list(shape or ())}; its shape must be {list(expected[name])}"
             call.refuse(what, _RAW)
