@@ -290,7 +290,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
         return np.dtype(np.float32)
     if name not in PLAIN:
         raise UnsupportedModelError(
-            f"verification runs on ONNX Runtime, which computes nothing in {name}; it can run {', '.join(PLAIN)}, and "
+            f"verification uses ONNX Runtime, which does not support {name}; it supports {', '.join(PLAIN)}, and "
             "bfloat16 as float32: verify a float16 or float32 export of the same model"
         )
     return array_dtype(name)

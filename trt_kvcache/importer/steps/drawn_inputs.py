@@ -90,8 +90,9 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
     too_short = [c for c in plan.caches if c.contract and c.capacity < max(fixed_lengths, default=1)]
     if too_short:
         raise OptionError(
-            f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, and the model's updates are fixed at "
-            f"{max(fixed_lengths)} tokens: none fits without straddling the wrap; plan with --fallback functional"
+            f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, but the model always updates "
+            f"{max(fixed_lengths)} tokens, so every update would cross the end of the ring; plan with --fallback "
+            "functional"
         )
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
@@ -211,8 +212,8 @@ class DrawnInputs:
             return self._unknown
         if meaning not in sizes:
             raise OptionError(
-                f"nothing says how long axis {axis} of input '{tensor.name}' {list(tensor.shape)} is; give values for "
-                "it in an .npz file (VerifyOptions.inputs), or name its role in a config"
+                f"cannot tell how long axis {axis} of input '{tensor.name}' {list(tensor.shape)} is; give values for "
+                "this input in an .npz file (VerifyOptions.inputs), or name its role in a config"
             )
         return sizes[meaning]
 
@@ -220,7 +221,7 @@ class DrawnInputs:
         values = self._named[tensor.name]
         if values.ndim != len(shape) or any(have < need for have, need in zip(values.shape, shape, strict=True)):
             raise OptionError(
-                f"the values given for '{tensor.name}' have shape {list(values.shape)}, and a step needs {list(shape)}"
+                f"the values given for '{tensor.name}' have shape {list(values.shape)}, but a step needs {list(shape)}"
             )
         return values[tuple(slice(0, size) for size in shape)]
 

@@ -73,8 +73,8 @@ class OriginalInterface:
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
         if starts is None or tokens is None:
             raise UnsupportedModelError(
-                "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
-                "says at which position a step of the original starts"
+                "cannot tell at which position a step of the original starts: the rewritten model must have exactly "
+                "one input for write indices, and the original one for tokens"
             )
         self._starts = starts.name
         self._counted = (tokens.name, tokens.axes.index("sequence") if "sequence" in tokens.axes else 1)
@@ -101,7 +101,10 @@ class OriginalInterface:
         if self.together is None:
             return [(slice(row, row + 1), past) for row, past in enumerate(starts)]
         if len(set(starts)) > 1:
-            raise OptionError(f"the model was exported for {self.together} rows that start together, not at {starts}")
+            raise OptionError(
+                f"the model was exported for {self.together} rows that start at the same position, but these rows "
+                f"start at {starts}"
+            )
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
@@ -163,7 +166,7 @@ class OriginalInterface:
     def _past(self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, past: int) -> Array:
         if tensor.name not in feeds:
             raise UnsupportedModelError(
-                f"the rewritten model has no cache input '{tensor.name}', which the original has"
+                f"the original has a cache input '{tensor.name}', but the rewritten model does not"
             )
         whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype)
         if tensor.role is OriginalRole.FIXED_CACHE:
@@ -186,7 +189,7 @@ class OriginalInterface:
             size = size_of(dim)
             size = known.get(axis) if size is None else size
             if size is None:
-                raise OptionError(f"nothing says how long axis {place} of the original's input '{tensor.name}' is")
+                raise OptionError(f"cannot tell how long axis {place} of the original's input '{tensor.name}' is")
             shape.append(size)
         return tuple(shape)
 
@@ -207,9 +210,10 @@ class OriginalInterface:
             values = [outputs[name] for _, _, outputs in runs]
             if len({np.delete(v.shape, axes.index("batch")).tobytes() for v in values if "batch" in axes}) > 1:
                 raise UnsupportedModelError(
-                    f"the original's output '{name}' is as long as the text of each sequence (here "
-                    f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), and its rewritten form has one "
-                    "length for all; supported are outputs that do not show how much a cache holds: leave it out"
+                    f"the original's output '{name}' has the length of each sequence's text (here "
+                    f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), but the rewritten model has one "
+                    "length for all sequences. Outputs must not show how many tokens a cache holds: export without "
+                    "this output"
                 )
             results[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
         return results
