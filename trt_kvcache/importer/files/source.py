@@ -1,7 +1,7 @@
 """Read a model file without its weights, and check the file and its external data.
 
 For external data, this module checks that the file exists, lies inside the folder, and is long enough. It never reads
-weights, so loading takes the time for the graph, whatever the size of the external data.
+weights. So the time to load a model depends only on the graph, not on the size of the external data.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trt_kvcache.model_paths import model_named
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 
 PROTOBUF_LIMIT = 2**31 - 1
-"""Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
+"""Bytes. No protobuf library can encode or decode a longer message."""
 
 _ONNX_WANTED = "give the path of an .onnx file"
-# Bytes, by element type. Positions and masks of long texts are int64 and bool; quantized weights may be int32.
+# Bytes for each element type. Positions and masks of long texts are int64 and bool; quantized weights may be int32.
 _READ_LIMITS: dict[int, int] = {
     TensorProto.INT64: 1 << 26, TensorProto.INT32: 1 << 20, TensorProto.BOOL: 1 << 28,
 }  # fmt: skip
@@ -43,7 +43,7 @@ _AGAIN = "export or copy the model again"
 _SAMPLE = 512
 _DIGITS = 20
 
-# Other formats that callers may give: offset and content of the first bytes, name of the format, and what to do.
+# Other file formats that users may give: offset and content of the first bytes, name of the format, and advice.
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"GGUF", "a GGUF file (llama.cpp)", "export the original model to ONNX"),
     (0, b"ftrt", "a TensorRT engine", "give the ONNX model that it was built from"),
@@ -63,11 +63,12 @@ class SourceModel:
 
     Attributes:
         path: absolute path of the model file.
-        proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
+        proto: the model with sorted nodes. Weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        stamps: state of each of these files, and of the model file, when it was checked; see `files.stamp`.
-        is_edited: True if the graph was repaired, so that it differs from the file: other operators of the same
-            meaning, lists in the place of scalars, or no defaults of inputs.
+        stamps: maps each external file, and the model file, to its state when it was checked; see `files.stamp`.
+        is_edited: True if the graph was repaired, so that it differs from the file: equivalent operators, lists instead
+            of
+            scalars, or no default values of inputs.
     """
 
     path: Path
@@ -98,13 +99,13 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     """Read a model without its external data, and check files and graph.
 
     Args:
-        path: path of the file, path of an export's folder with one decoder, or the model's name in the local hub cache.
-        first_step: also accept an export of the first step alone, which has caches as outputs only.
-        config: a YAML file with name patterns for roles; defaults of inputs with such a name are dropped.
+        path: path of a file, path of an export's folder with one decoder, or name of a model in the local hub cache.
+        first_step: also accept an export of only the first step, which has caches as outputs but not as inputs.
+        config: a YAML file with name patterns for roles. Default values of inputs with such a name are dropped.
 
     Raises:
         OptionError: `config` cannot be read.
-        UnsupportedModelError: it is an export of the first step alone; see `check_takes_past`.
+        UnsupportedModelError: the model is an export of only the first step; see `check_takes_past`.
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
@@ -117,7 +118,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto, own = _parse(path)
     check_text(proto, str(path))
-    stamps = _check_tensor_data(proto, path)  # first: later code may allocate what a shape states
+    stamps = _check_tensor_data(proto, path)  # before other code, which may allocate memory for a stated shape
     is_edited = families.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
@@ -128,10 +129,11 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
-    """Load small external data, other than weights, into the model. The data must have been checked.
+    """Load small external data except weights into the model. The data must already have been checked.
 
     The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
-    data: torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constants of 100 bytes or more.
+    data:
+        torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constant nodes of 100 bytes or more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
         masks = sliced_squares(graph)
@@ -154,12 +156,12 @@ def _size(tensor: TensorProto) -> int:
 
 
 def _limit(tensor: TensorProto) -> int:
-    """The most bytes of external data to load for this tensor; -1: nothing."""
+    """Return the most bytes of external data to load for this tensor; -1: load nothing."""
     return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
 
 
 def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
-    """The decoded file, and its stamp."""
+    """Return the decoded file, and its stamp."""
     if not path.exists():
         raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
     if not path.is_file():
@@ -177,7 +179,7 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
                     f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
                     "export the model with external data"
                 )
-            # A memory map saves a copy of inline weights: only protobuf copies them.
+            # With a memory map, only protobuf copies inline weights.
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
                 proto.ParseFromString(content)
     except OSError as error:
@@ -197,7 +199,7 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
 
 
 def _recognize(start: bytes) -> str | None:
-    """The format of a file that begins with these bytes, if it is not ONNX, and what to do."""
+    """Return the format of a file that starts with these bytes, and advice; None if it may be ONNX."""
     if not start:
         return f"an empty file; {_AGAIN}"
     for offset, magic, what, todo in _SIGNATURES:
@@ -212,19 +214,20 @@ def _recognize(start: bytes) -> str | None:
 
 
 def _is_text(start: bytes) -> bool:
-    """True for readable text. ONNX is not: its fields begin with tag bytes that are control characters."""
+    """True for readable text. An ONNX file is no text: its fields start with tag bytes that are control characters."""
     sample = start.removeprefix(b"\xef\xbb\xbf")
     try:
         text = sample.decode()
     except UnicodeDecodeError as error:
-        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # not only a character that the sample cuts
+        # the error is not a character at the end that the sample cuts
+        if len(start) < _SAMPLE or error.start < len(sample) - 3:
             return False
         text = sample[: error.start].decode()
     return all(c.isprintable() or c in "\t\n\r\f" for c in text)
 
 
 def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, ...]]:
-    """Check that every tensor's data are there in full; returns the external files, each with its stamp."""
+    """Check that the data of every tensor are complete. Return the external files; maps paths to stamps."""
     files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
         is_outside = tensor.data_location == TensorProto.EXTERNAL
@@ -247,7 +250,7 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
 def _check_external(
     tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, tuple[int, ...]]]
 ) -> None:
-    """Check one tensor's reference; `files` collects location -> (path, stamp).
+    """Check the reference of one tensor. `files` collects all files; maps locations to path and stamp.
 
     Keys and meaning of the reference: https://onnx.ai/onnx/repo-docs/ExternalData.html
     """
@@ -279,9 +282,9 @@ def _check_external(
 
 
 def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
-    """The file at a location, and its stamp. It must lie in the model's folder, also with symbolic links resolved.
+    """Return the file at a location, and its stamp. After links are resolved, it must lie in the model's folder.
 
-    A model that is itself a symbolic link (as in the Hugging Face cache) may have its data beside the real file too.
+    If the model file is a symbolic link (as in the Hugging Face cache), its data may also lie beside the real file.
     """
     move = f"move the file into {path.parent} and refer to it by a relative path"
     if Path(location).is_absolute() or "\\" in location or ".." in Path(location).parts:
@@ -299,5 +302,6 @@ def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[i
             raise InvalidModelError(f"{where} are in {location}, which {state}; put that file into {path.parent}")
         with real.open("rb") as opened:
             return file, stamp(opened.fileno())
-    except (OSError, ValueError, RuntimeError) as error:  # a name with a null byte, a loop of links, no permission
+    # for example a name with a null byte, a loop of links, no permission
+    except (OSError, ValueError, RuntimeError) as error:
         raise InvalidModelError(f"{where} are in {location!r}, which cannot be read ({error})") from None
