@@ -320,7 +320,7 @@ def test_a_change_while_tensorrt_builds_is_an_error(
             change(folder / changed, tmp_path / "aside")
             left.extend(p.name for p in folder.iterdir() if not p.name.startswith("."))
 
-    with pytest.raises(InvalidModelError, match=rf"{changed}: (was changed or replaced while|cannot be read)"):
+    with pytest.raises(InvalidModelError, match=rf"{changed}: (was changed or replaced after|cannot be read)"):
         build_engine(model, folder / "model.engine", progress=meanwhile)
     assert left
     assert {p.name for p in folder.iterdir()} == set(left)

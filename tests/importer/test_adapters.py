@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_model_is_not_taken_for_its_own(tmp_path: Path) 
         UnsupportedModelError, match="cannot tell which products of the model belong to modules of the checkpoint"
     ):
         plan_model(TORCH, replace(OPTIONS, checkpoint=str(tmp_path)))
-    with pytest.raises(OptionError, match="is not a checkpoint: it has no .safetensors file"):
+    with pytest.raises(OptionError, match="not a checkpoint: it has no .safetensors file"):
         plan_model(TORCH, replace(OPTIONS, checkpoint=str(tmp_path / "none")))
 
 

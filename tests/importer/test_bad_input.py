@@ -64,7 +64,7 @@ def data_file(path: Path) -> Path:
 
 BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
-    "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put that file into"),
+    "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put this file into"),
     "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
     "scores": (of(scores_of_no_stage()), "qk_matmul_output_mode 4; ONNX allows 0 to 3"),
 }

@@ -58,12 +58,12 @@ _FLAGS = {
 }  # fmt: skip
 _TYPE_ADVICE = (
     "ONNX Runtime does not load it either; convert the model again with another tool, such as "
-    "onnxruntime.transformers.float16, or export it in the wanted type"
+    "onnxruntime.transformers.float16, or export it in the type that you want"
 )
 _QUANTIZED_ADVICE = (
-    "ONNX Runtime does not load it either; quantize the export in float32: quantize_dynamic of onnxruntime leaves such "
-    "types of float16, and NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest "
-    "float16); a torch model that ModelOpt quantized is exported as model.half()"
+    "ONNX Runtime does not load it either; quantize a float32 export instead. From float16, onnxruntime's "
+    "quantize_dynamic makes such types. NVIDIA ModelOpt can quantize ONNX files in float32 and make the rest float16 "
+    "(high_precision_dtype='fp16'); export a torch model that ModelOpt quantized as model.half()"
 )
 _FUSED: dict[str, tuple[int, ...]] = {
     "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
@@ -117,15 +117,16 @@ def _check_sizes(model: ModelProto, source: str) -> None:
             shape = shape_of(info) or ()
             if len(shape) == 1 and isinstance(shape[0], int) and shape[0] > _MOST_NUMBERS:
                 raise UnsupportedModelError(
-                    f"{source}: '{info.name}' has {shape[0]} numbers along its only axis, and the file holds none of "
-                    f"them; supported are up to {_MOST_NUMBERS}: export it with a symbol, or with smaller sizes"
+                    f"{source}: '{info.name}' has {shape[0]} numbers along its only axis, but the file holds none of "
+                    f"them; the importer supports at most {_MOST_NUMBERS}: export it with a symbol, or with smaller "
+                    "sizes"
                 )
         for node in scope.node:
             for a in node.attribute:
                 if (count := max(len(a.ints), len(a.floats), len(a.strings))) > _MOST_LISTED:
                     raise UnsupportedModelError(
-                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; supported are "
-                        f"up to {_MOST_LISTED}: export them as a tensor"
+                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; the importer "
+                        f"supports at most {_MOST_LISTED}: export them as a tensor"
                     )
 
 
@@ -136,12 +137,13 @@ def _check_updates(model: ModelProto, source: str) -> None:
             if version is None or version < TENSOR_SCATTER_OPSET:
                 raise InvalidModelError(
                     f"{source}: {describe(node)} needs opset {TENSOR_SCATTER_OPSET}, but the model imports opset "
-                    f"{version or '(none)'}; export it again with opset {TENSOR_SCATTER_OPSET} or newer"
+                    f"{version or '(none)'}; export the model again with opset {TENSOR_SCATTER_OPSET} or newer"
                 )
             mode = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mode"), "linear")
             if mode not in ("linear", "circular"):
                 raise InvalidModelError(
-                    f"{source}: {describe(node)} has mode '{mode}'; ONNX defines 'linear' and 'circular'"
+                    f"{source}: {describe(node)} has mode '{mode}'; ONNX defines only 'linear' and 'circular': export "
+                    "the model again"
                 )
 
 
@@ -155,8 +157,8 @@ def _check_flags(model: ModelProto, source: str) -> None:
             for attribute in node.attribute:
                 if node.op_type in _FLAGGED and attribute.name in _FLAGS and attribute.i not in (0, 1):
                     raise InvalidModelError(
-                        f"{source}: {describe(node)} has {attribute.name}={attribute.i}; it is a flag, 0 or 1: export "
-                        "the model again"
+                        f"{source}: {describe(node)} has {attribute.name}={attribute.i}; this attribute must be 0 or "
+                        "1: export the model again"
                     )
 
 
@@ -169,8 +171,8 @@ def _check_functions(model: ModelProto, source: str) -> None:
         count = 0
         if len(callers) > _MOST_CALLS:
             raise UnsupportedModelError(
-                f"{source}: its functions call each other more than {_MOST_CALLS} deep, from '{callers[0][1]}' on; "
-                "export the model again, with fewer in each other"
+                f"{source}: its functions call each other more than {_MOST_CALLS} levels deep, starting at "
+                f"'{callers[0][1]}'; export the model again with fewer levels"
             )
         for node in all_nodes(scope):
             name = (node.domain, node.op_type, node.overload)
@@ -185,7 +187,7 @@ def _check_functions(model: ModelProto, source: str) -> None:
 
     if (nodes := size(model.graph, ())) > _MOST_NODES:
         raise UnsupportedModelError(
-            f"{source}: its functions become {nodes} nodes where they are called; supported are up to {_MOST_NODES}"
+            f"{source}: inlining its functions gives {nodes} nodes; the importer supports at most {_MOST_NODES}"
         )
 
 
@@ -203,7 +205,7 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
     inputs = {info.name: info for info in model.graph.input}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
-            raise InvalidModelError(f"{source}: two initializers are named '{tensor.name}'; export the model again")
+            raise InvalidModelError(f"{source}: two initializers have the name '{tensor.name}'; export the model again")
         if tensor.name in inputs:
             _check_default(tensor, inputs[tensor.name], source)
             if any(isinstance(dim, str) for dim in shape_of(inputs[tensor.name]) or ()):
@@ -232,7 +234,7 @@ def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> No
     if not fits or elem_type != tensor.data_type:
         declared = f"{dtype_name(elem_type)} {'' if shape is None else list(shape)}".rstrip()
         raise InvalidModelError(
-            f"{source}: input '{tensor.name}' is declared {declared}, and its initializer is "
+            f"{source}: input '{tensor.name}' is declared {declared}, but its initializer is "
             f"{dtype_name(tensor.data_type)} {list(tensor.dims)}; export the model again"
         )
 
@@ -300,12 +302,13 @@ def check_text(message: Message, source: str) -> None:
             for text in values:
                 if isinstance(text, bytes):
                     raise InvalidModelError(
-                        f"{source}: a {field.name} in it is not text: {text[:40]!r}; export the model again"
+                        f"{source}: a {field.name} is not UTF-8 text: {text[:40]!r}; export the model again"
                     )
                 if field.name in _NAMES and (unnatural := _UNNATURAL.search(text)):
                     raise InvalidModelError(
                         f"{source}: the name {text[:80]!a} has the control character or line break {unnatural[0]!a}, "
-                        "which messages, logs and TensorRT's layer names cannot show; rename it, and export again"
+                        "which messages, logs and TensorRT's layer names cannot show; rename it and export the model "
+                        "again"
                     )
 
 
@@ -315,14 +318,14 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
         kind = info.type.WhichOneof("value")
         if kind not in (None, "tensor_type"):
             raise UnsupportedModelError(
-                f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; supported are inputs and outputs "
-                "that are tensors: export each cache as an input and an output of its own"
+                f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; inputs and outputs must be tensors: "
+                "export each cache as a separate input and output"
             )
         sizes = [size for size in shape_of(info) or () if isinstance(size, int) and not 0 <= size < _SIZES]
         if sizes:
             raise UnsupportedModelError(
-                f"{source}: '{info.name}' has an axis of {sizes[0]}; supported are sizes from 0 to {_SIZES - 1}, which "
-                "engines count in 32 bits: export it with such sizes, or with a symbol"
+                f"{source}: '{info.name}' has an axis of size {sizes[0]}; sizes must be 0 to {_SIZES - 1}, because "
+                "engines store them in 32 bits: export it with such sizes, or with a symbol"
             )
 
 
@@ -332,8 +335,8 @@ def _check_no_optional(model: ModelProto, source: str) -> None:
     names += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
     if names:
         raise UnsupportedModelError(
-            f"{source}: '{names[0]}' is of type optional; supported are tensors: export the model without optional "
-            "values"
+            f"{source}: '{names[0]}' is of type optional; the importer supports only tensors: export the model without "
+            "optional values"
         )
 
 
@@ -374,7 +377,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
         stated = types.get(node.output[0], to) if to else 0
         if to != stated:
             raise InvalidModelError(
-                f"{source}: {describe(node)} casts to {dtype_name(to)}, and the model states {dtype_name(stated)} for "
+                f"{source}: {describe(node)} casts to {dtype_name(to)}, but the model states {dtype_name(stated)} for "
                 f"its result; {advice}"
             )
         for first, other in _operands(node, version):
@@ -383,7 +386,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
                 whose = "ONNX" if node.domain in DEFAULT_DOMAINS else "ONNX Runtime"
                 raise InvalidModelError(
                     f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
-                    f"{dtype_name(two)}, where {whose} demands one type; {advice}"
+                    f"{dtype_name(two)}, but {whose} requires the same type for both; {advice}"
                 )
 
 

@@ -43,7 +43,7 @@ class Flipped:
             while left:
                 data = file.read(min(left, _BLOCK))
                 if not data:
-                    raise OSError(f"{self.location} ends before the weight '{self.name}' does")
+                    raise OSError(f"{self.location} ends before the end of the weight '{self.name}'")
                 left -= len(data)
                 yield flip(data, self.mask)
 

@@ -34,7 +34,7 @@ def read_data(tensor: TensorProto, folder: Path) -> None:
         file.seek(int(entries.get("offset") or 0))
         tensor.raw_data = file.read(size)
     if len(tensor.raw_data) != size:
-        raise ValueError(f"{folder / entries['location']}: was cut")
+        raise ValueError(f"{folder / entries['location']}: became shorter since it was checked")
     tensor.ClearField("data_location")
     del tensor.external_data[:]
 

@@ -51,10 +51,10 @@ def find_model(folder: Path) -> Path:
     if len(left) == 1:
         return left[0]
     if not left:
-        raise InvalidModelError(f"{folder}: a directory with no decoder ({', '.join(files)}); {_WANTED}")
+        raise InvalidModelError(f"{folder}: a directory without a decoder (it has {', '.join(files)}); {_WANTED}")
     names = ", ".join(p.name for p in left)
     raise InvalidModelError(
-        f"{folder}: a directory with {len(left)} models that may be the decoder ({names}); {_WANTED}"
+        f"{folder}: a directory in which {len(left)} models may be the decoder ({names}); {_WANTED}"
     )
 
 
@@ -73,7 +73,7 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
         return
     better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
     raise UnsupportedModelError(
-        f"{path}: caches come out ('{presents[0]}' and {len(presents) - 1} more) and none go in: it is the first "
-        f"step only; "
-        + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
+        f"{path}: has caches as outputs ('{presents[0]}' and {len(presents) - 1} more), but not as inputs, so it "
+        "computes only the first step; "
+        + (f"use {path.parent / better[0]}, which computes every step" if better else "export the decoder with past")
     )

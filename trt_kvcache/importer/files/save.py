@@ -60,13 +60,14 @@ def save_model(
         _check_target(changed, source)
     data = {} if target.parent.samefile(source.path.parent) else _data_files(proto, target, source, flipped)
     if flipped and changed in data:
-        raise OutputError(f"{changed}: a data file of the model has this name; write to another path")
+        raise OutputError(f"{changed}: a data file of the model already has this name; write to another path")
     _refer(proto, flipped, changed.name)
     try:
         content = proto.SerializeToString()
     except (ValueError, EncodeError) as error:
         raise OutputError(
-            f"{output}: the rewritten model does not fit into one file ({error}); export the source with external data"
+            f"{output}: the rewritten model does not fit into one file ({error}); export the source model with "
+            "external data"
         ) from None
     try:
         with _placing() as place:
@@ -84,7 +85,9 @@ def save_model(
 def _check_target(target: Path, source: SourceModel) -> None:
     for file in (source.path, *source.external_files):
         if target.exists() and target.samefile(file):
-            raise OutputError(f"{target}: belongs to the source model, which must stay as it is; write to another path")
+            raise OutputError(
+                f"{target}: belongs to the source model, which must not be changed; write to another path"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,12 +114,14 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
     for location in sorted(used):
         copy, original = target.parent / location, source.path.parent / location
         if copy == target:
-            raise OutputError(f"{target}: a data file of the model has this name; write to another path")
+            raise OutputError(f"{target}: a data file of the model already has this name; write to another path")
         data = _Data(original, _joined(used[location]) if location in emptied else None)
         if not copy.exists():
             files[copy] = data
         elif not copy.samefile(original) and not _same_content(copy, data):
-            raise OutputError(f"{copy}: another file stands where a data file must be copied; write to another folder")
+            raise OutputError(
+                f"{copy}: is another file than the data file that must be copied to this path; write to another folder"
+            )
     return files
 
 
@@ -180,7 +185,7 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
         while (left := stop - file.tell()) > 0:
             data = file.read(min(left, _BLOCK))
             if not data:
-                raise OSError(errno.EIO, "ends before its weights do", file.name)
+                raise OSError(errno.EIO, "the file ends before its last weight", file.name)
             yield data
 
 

@@ -92,8 +92,9 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
     kind = onnx.TensorProto.DataType.Name(weight.data_type).lower()
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has {kind} weights '{weight.name}' with zero points other than {middle}, "
-        "which TensorRT does not take; supported are those of MatMulNBits, and of blocks of rows [K, N] that only "
-        "MatMul reads: quantize symmetrically with positive scales, or to 4 bits (NNCF: INT4_SYM with backup_mode=NONE)"
+        "which TensorRT does not support. The importer supports such zero points only in MatMulNBits, and in blocks "
+        "of rows [K, N] that only MatMul reads: quantize symmetrically with positive scales, or to 4 bits (NNCF: "
+        "INT4_SYM with backup_mode=NONE)"
     )
 
 
@@ -110,9 +111,9 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
         return
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has 8-bit weights '{node.input[0]}' with scales that are not positive, which "
-        "TensorRT does not take; supported are 8 bits with positive scales, and 4 bits with any: quantize "
-        "to 4 bits (NNCF: INT4_SYM with backup_mode=NONE), or MatMulNBits asymmetrically (onnxruntime-genai: extra "
-        "option is_symmetric=false)"
+        "TensorRT does not support. TensorRT supports any scales with 4 bits, and positive scales with 8 bits: "
+        "quantize to 4 bits (NNCF: INT4_SYM with backup_mode=NONE), or use asymmetric MatMulNBits (onnxruntime-genai: "
+        "extra option is_symmetric=false)"
     )
 
 

@@ -51,7 +51,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"PK\x03\x04", "a zip archive (a PyTorch checkpoint?)", "export the model to ONNX"),
     (0, b"\x80\x02", "a Python pickle (a PyTorch checkpoint?)", "export the model to ONNX"),
     (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
-    (0, b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (0, b"\x1f\x8b", "a gzip archive", "unpack the archive first"),
     (4, b"ORTM", "a model in ONNX Runtime's own format", "give the ONNX model that it was converted from"),
     (4, b"TFL3", "a TensorFlow Lite model", "export the original model to ONNX"),
 )
@@ -90,8 +90,8 @@ class SourceModel:
                 same = False
             if not same:
                 raise InvalidModelError(
-                    f"{path}: was changed or replaced while it was read; nothing is written. Run the command again "
-                    "when the file stays as it is"
+                    f"{path}: was changed or replaced after it was read, so nothing is written. Run the command again, "
+                    "and do not change the file while it runs"
                 )
 
 
@@ -115,7 +115,9 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     except OSError as error:
         raise InvalidModelError(f"{path}: cannot be read: {error.strerror}") from error
     if not is_text(path):
-        raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
+        raise InvalidModelError(
+            f"{path}: this file name is not UTF-8, but ONNX Runtime needs UTF-8 names; rename the file"
+        )
     proto, own = _parse(path)
     check_text(proto, str(path))
     stamps = _check_tensor_data(proto, path)  # before other code, which may allocate memory for a stated shape
@@ -176,7 +178,7 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
             size = read[2]
             if size > PROTOBUF_LIMIT:
                 raise InvalidModelError(
-                    f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
+                    f"{path}: has {size} bytes, but an ONNX file cannot be longer than 2 GiB; "
                     "export the model with external data"
                 )
             # With a memory map, only protobuf copies inline weights.
@@ -188,13 +190,15 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
         ) from None
     except DecodeError:
         raise InvalidModelError(
-            f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"
+            f"{path}: not an ONNX model, or truncated ({size} bytes cannot be decoded); {_AGAIN}"
         ) from None
     # Protobuf skips unknown fields, so many byte strings decode to an empty model.
     fields = {"graph": proto.HasField("graph"), "opset import": bool(proto.opset_import)}
     missing = [what for what, there in fields.items() if not there]
     if missing:
-        raise InvalidModelError(f"{path}: not an ONNX model, or truncated (no {' and no '.join(missing)}); {_AGAIN}")
+        raise InvalidModelError(
+            f"{path}: not an ONNX model, or truncated (it has no {' and no '.join(missing)}); {_AGAIN}"
+        )
     return proto, read
 
 
@@ -206,10 +210,10 @@ def _recognize(start: bytes) -> str | None:
         if start[offset:].startswith(magic):
             return f"{what}; {todo}"
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 40:
-        return "a safetensors file: weights without a graph; export the model to ONNX"
+        return "a safetensors file, which has weights but no graph; export the model to ONNX"
     if _is_text(start):
         what = "JSON" if start.lstrip()[:1] in (b"{", b"[") else "text"
-        return f"{what}, not a binary ONNX model; {_ONNX_WANTED}"
+        return f"a file with {what}, not a binary ONNX model; {_ONNX_WANTED}"
     return None
 
 
@@ -236,12 +240,12 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
             if not is_outside and (needed is None or not tensor.HasField("raw_data")):
                 numpy_helper.to_array(tensor)
         except (ValueError, KeyError) as error:
-            raise InvalidModelError(f"{path}: tensor '{tensor.name}' is not legal ({error}); {_AGAIN}") from None
+            raise InvalidModelError(f"{path}: tensor '{tensor.name}' is invalid ({error}); {_AGAIN}") from None
         if is_outside:
             _check_external(tensor, needed, path, files)
         elif tensor.HasField("raw_data") and needed is not None and len(tensor.raw_data) != needed:
             raise InvalidModelError(
-                f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data where its dtype and shape "
+                f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data, but its dtype and shape "
                 f"need {needed}; {_AGAIN}"
             )
     return {file.absolute(): mark for file, mark in files.values()}
@@ -258,12 +262,12 @@ def _check_external(
     location = entries.get("location", "")
     where = f"{path}: the data of tensor '{tensor.name}'"
     if not location:
-        raise InvalidModelError(f"{where} are external, but no file is named; {_AGAIN}")
+        raise InvalidModelError(f"{where} are external, but the model names no file; {_AGAIN}")
     texts = [entries.get(key) or "" for key in ("offset", "length")]
     if not all(text.isascii() and (text.isdecimal() or not text) and len(text) < _DIGITS for text in texts):
         raise InvalidModelError(
             f"{where} have offset '{entries.get('offset')}' and length '{entries.get('length')}' in {location}; both "
-            f"must be numbers, and not negative; {_AGAIN}"
+            f"must be integers from 0 on; {_AGAIN}"
         )
     offset, length = int(texts[0] or 0), int(texts[1] or -1)
     if location not in files:
@@ -272,12 +276,12 @@ def _check_external(
     end = offset + max(length, needed or 0)
     if length >= 0 and needed is not None and length < needed:
         raise InvalidModelError(
-            f"{where} are {length} bytes of {location}, but its dtype and shape need {needed}; {_AGAIN}"
+            f"{where} are {length} bytes of {location}, but the tensor's dtype and shape need {needed}; {_AGAIN}"
         )
     if end > size:
         raise InvalidModelError(
-            f"{where} end at byte {end} of {location}, which has only {size} bytes: it is truncated or belongs to "
-            "another model; copy or export it again"
+            f"{where} end at byte {end} of {location}, which has only {size} bytes, so it is truncated or belongs to "
+            "another model; copy the file or export the model again"
         )
 
 
@@ -286,7 +290,7 @@ def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[i
 
     If the model file is a symbolic link (as in the Hugging Face cache), its data may also lie beside the real file.
     """
-    move = f"move the file into {path.parent} and refer to it by a relative path"
+    move = f"move the file into {path.parent}, and refer to it by a relative path in the model"
     if Path(location).is_absolute() or "\\" in location or ".." in Path(location).parts:
         raise InvalidModelError(f"{where} lie outside the model's folder ('{location}'); {move}")
     file = path.parent / location
@@ -299,7 +303,7 @@ def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[i
             )
         if not real.is_file():
             state = "is not a regular file" if real.exists() else "is missing"
-            raise InvalidModelError(f"{where} are in {location}, which {state}; put that file into {path.parent}")
+            raise InvalidModelError(f"{where} are in {location}, which {state}; put this file into {path.parent}")
         with real.open("rb") as opened:
             return file, stamp(opened.fileno())
     # for example a name with a null byte, a loop of links, no permission

@@ -178,12 +178,12 @@ def recorded_options(path: Path) -> PlanOptions:
         with zipfile.ZipFile(path) as archive:
             return msgspec.json.decode(_read(archive, _REPORT), type=_Recorded).options
     except (OSError, KeyError, ValueError, RecursionError, TrtKvCacheError, zipfile.BadZipFile) as error:
-        raise InvalidModelError(f"{path}: not a readable report: {error}; write it again") from None
+        raise InvalidModelError(f"{path}: not a readable report: {error}; write the report again") from None
 
 
 def _read(archive: zipfile.ZipFile, member: str) -> bytes:
     if (size := archive.getinfo(member).file_size) > _MEMBER:
-        raise ValueError(f"{member} has {size} bytes, and a report at most {_MEMBER}")
+        raise ValueError(f"{member} has {size} bytes, but may have at most {_MEMBER}")
     return archive.read(member)
 
 
@@ -206,7 +206,7 @@ def unpacked(path: Path) -> Iterator[Path]:
                     (folder / member).write_bytes(_read(archive, member))
             model = ModelProto.FromString((folder / _MODEL).read_bytes())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            raise InvalidModelError(f"{path}: not a readable report: {error}; write it again") from None
+            raise InvalidModelError(f"{path}: not a readable report: {error}; write the report again") from None
         write_stand_ins(model, folder, path)
         yield folder / _MODEL
 
@@ -224,7 +224,7 @@ def write_stand_ins(model: ModelProto, folder: Path, path: Path) -> None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         place, end = entries.get("location", ""), int(entries.get("offset", 0)) + int(entries.get("length", 0))
         if not _PLACE.fullmatch(place) or end > _LARGEST:
-            raise InvalidModelError(f"{path}: no report of trt-kvcache: its model refers to {place[:60]!r}")
+            raise InvalidModelError(f"{path}: not a report of trt-kvcache: its model refers to the file {place[:60]!r}")
         sizes[place] = (tensor.data_type, max(end, sizes.get(place, (0, 0))[1]))
     for place, (kind, size) in sizes.items():
         with open(folder / place, "wb") as file:

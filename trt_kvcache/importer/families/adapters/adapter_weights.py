@@ -75,7 +75,7 @@ class Contents:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
             raise OptionError(
-                f"{folder} is not a checkpoint: it has no .safetensors file; give a folder with .safetensors "
+                f"{folder}: not a checkpoint: it has no .safetensors file; give a folder with .safetensors "
                 "files to --checkpoint"
             )
         self.name = folder.name or str(folder)
