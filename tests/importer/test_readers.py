@@ -42,7 +42,7 @@ def of_corpus(key: str, folder: Path) -> Path:
         ),
         (
             lambda folder: of_corpus("reader/probabilities shown", folder),
-            r"reads the cache 'past_key_values.0.key' and is not a recognized attention; supported",
+            r"reads the cache 'past_key_values.0.key', but is not a recognized attention; only",
         ),
         (
             lambda folder: of_corpus("edited/mask_transposed", folder),

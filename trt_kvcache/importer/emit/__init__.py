@@ -119,8 +119,8 @@ def _own_masks(attentions: Sequence[Attention]) -> list[str]:
     own = [a.mask.own for a in attentions if not a.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
-        f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
-        "trained with one, is in this mask only"
+        f"the mask '{name}' remains an input: a session fills it with a causal mask. If the model was trained with a "
+        "window, only this mask can apply the window"
         for name in names
     ]
 
@@ -129,8 +129,8 @@ def _narrower(attentions: Sequence[Attention]) -> list[str]:
     """Return a note if attention weights are float32 in the export, but get the type of the caches here."""
     kinds = {elem_type(a.key.past) for a in attentions if a.wide_weights and not a.wide}
     return [
-        f"the weights that a softmax makes of scores are float32 in the model as exported, and {name} here, which "
-        f"rounds each by {share} % at most; products of queries and keys have the type that they had"
+        f"the attention weights (results of softmax) are float32 in the exported model, but {name} here, which rounds "
+        f"each weight by at most {share} %; products of queries and keys keep their types"
         for kind, name, share in ((FLOAT16, "float16", "0.05"), (BFLOAT16, "bfloat16", "0.4"))
         if kind in kinds
     ]

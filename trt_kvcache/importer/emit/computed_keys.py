@@ -99,9 +99,9 @@ class Computed:
         name = str(cache.present.name)
         if name not in self._known:
             raise UnsupportedModelError(
-                f"'{name}', which '{attention.name}' attends to, is computed from caches"
-                + (f", and {self._broken}" if self._broken else "")
-                + "; supported are keys and values that are computed row by row with constants"
+                f"'{name}', the keys or values of '{attention.name}', is computed from caches"
+                + (f", but {self._broken}" if self._broken else "")
+                + "; keys and values must be computed from the caches row by row, using only constants"
             )
         tensor = self._emit(name, emitted, canonical)
         kind = elem_type(cache.present) or elem_type(attention.computed_from[0].past) or 0
@@ -151,7 +151,7 @@ class Computed:
         for tensor in node.inputs[:1] if shaped else node.inputs:
             if not (tensor.name in self._known or tensor.is_empty() or self._is_constant(tensor)):
                 # In a MatMul, the other operand may be queries or attention weights; then this is the attention itself.
-                words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
+                words = f"{node.op} '{node.name}' reads '{tensor.name}', which is not a constant"
                 raise MixedError("" if is_op(node, "MatMul") else words)
         caches = tuple(dict.fromkeys(c for source in sources for c in source.caches))
         functions = []
@@ -191,7 +191,7 @@ class Computed:
         row = min(_axes_of(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
         batch = [axis for axis in _axes_of(shapes, [s.batch for s in self._samples]) if axis != row]
         if row < 0 or not batch:
-            raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
+            raise MixedError(f"{node.op} '{node.name}' mixes rows of a cache")
         return batch[0], row
 
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
@@ -213,7 +213,7 @@ class Computed:
         shapes = [sample.probe.shape(tensor.name) for sample in self._samples]
         known = [shape for shape in shapes if shape is not None]
         if len(known) < len(shapes) or len(set(map(len, known))) > 1:
-            raise MixedError(f"nothing says the shape of '{tensor.name}'")
+            raise MixedError(f"the shape of '{tensor.name}' is unknown")
         return known
 
 

@@ -52,8 +52,8 @@ from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 Array = npt.NDArray[Any]
 
 NOTE = (
-    "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those "
-    "of earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
+    "the model counts positions from the tokens of a step, and skips some tokens, such as padding. As in the exported "
+    "model, it counts all tokens of earlier steps. So a text with padding in it depends on how it is split into steps"
 )
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
 _FAR = 1 << 31  # numbers of at least this are no positions
@@ -123,10 +123,10 @@ def check_readers(graph: gs.Graph) -> None:
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
             if reader is not None:
-                early = " as it is before the new rows are written" if tensor is update.inputs[0] else ""
+                early = " before the new rows are written" if tensor is update.inputs[0] else ""
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is not a "
-                    "recognized attention; supported are caches that only attention reads"
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early}, but is not a "
+                    "recognized attention; only attention may read a cache"
                 )
 
 
@@ -230,13 +230,13 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
             return False
         if is_op(node, "If"):
             raise UnsupportedModelError(
-                f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch, such as "
-                "rotary factors (LongRoPE, dynamic NTK); supported are sequences that do not depend on each other: "
-                "take a capacity below the length at which it changes"
+                f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch, for "
+                "example rotary factors (LongRoPE, dynamic NTK). Sequences must not depend on each other: use a "
+                "capacity below the length at which this choice changes"
             )
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
-            "tokens; supported are caches that only attention reads, and positions counted from their length"
+            "tokens; only attention may read caches, and only positions may be computed from their length"
         )
     place = _place(output, samples)
     if place is not None:
@@ -252,8 +252,8 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
         return False
     if contains(graph.outputs, output):
         raise UnsupportedModelError(
-            f"the output '{output.name}' depends on the length of the cache, and is no count of its tokens: leave "
-            "it out"
+            f"the output '{output.name}' depends on the length of the cache, but is not the number of its tokens; "
+            "export the model without this output"
         )
     return True
 

@@ -117,14 +117,18 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
         if rows >= capacity:
             notes.append(
                 f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to "
-                f"{chunk} tokens (--window-chunk) need {rows} rows, and the capacity is {capacity}"
+                f"{chunk} tokens (--window-chunk) need {rows} rows, but the capacity is {capacity}"
             )
             continue
         respelled = [shape for cache in (pair.keys, pair.values) for shape in _spelled(cache, capacity, rows)]
         other = _other_reader(graph, pair) or next((node for node, shape in respelled if shape is None), None)
-        why = "" if other is None else f"{other.op} '{other.name}' reads their rows beside attention, or counts them"
+        why = (
+            ""
+            if other is None
+            else f"{other.op} '{other.name}' reads their rows outside of attention, or depends on their number"
+        )
         if bound := _bound(pair.keys.inputs[2]):
-            why = f"{bound.op} '{bound.name}' bounds the positions of their new rows"
+            why = f"{bound.op} '{bound.name}' changes their write indices"
         if why:
             notes.append(f"caches '{names[0]}' and '{names[1]}' stay linear: {why}")
             continue
@@ -135,12 +139,12 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
     if longest:
         after = _all_rows(graph, capacity)
         notes.append(
-            f"{len(longest)} caches hold a window instead of all tokens: {after} cache rows per sequence, not {before} "
-            f"({100 * (before - after) / before:.0f} % saved); updates of at most {chunk} tokens (--window-chunk)"
-            + (", of which all are valid in a row, or none" if idle else "")
+            f"{len(longest)} caches hold only a window of tokens: {after} cache rows per sequence instead of {before} "
+            f"({100 * (before - after) / before:.0f} % saved); updates have at most {chunk} tokens (--window-chunk)"
+            + (", and in each row, all of them or none are valid" if idle else "")
         )
     elif not notes:
-        notes.append("no cache became circular: no attention sees a window only")
+        notes.append("no cache became circular, because no attention is limited to a window")
     return Rings(longest, tuple(notes))
 
 
