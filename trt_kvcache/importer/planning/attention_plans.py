@@ -2,8 +2,8 @@
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. Facts about TensorRT were measured on TensorRT for RTX
 1.7.1 without a GPU; tests/facts and tests/grid test them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window
-attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. Its builder
-has fused kernels for some attentions only. If a build finds no kernel although the plan expects one, it tries again
+attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. The builder
+has fused kernels only for some attentions. If a build finds no kernel although the plan expects one, it builds again
 with every attention decomposable (`trt_kvcache.engine.builder`).
 """
 
@@ -45,12 +45,15 @@ from trt_kvcache.importer.planning.rows_in_use import row_slices
 from trt_kvcache.importer.protos import FLOATS
 
 _MOST_READERS = 5
-"""The most attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16, which float16 can still hold."""
+"""The most attentions with the same query.
+
+The rewrite scales it by 1, 4, 1/4, 16 or 1/16, which float16 can still hold.
+"""
 
 _FUSED_REACH = 24_576
-"""Limit of keys plus head size for a fused kernel with one masked float16 or bfloat16 query: 48 KiB.
+"""A fused kernel for one masked float16 or bfloat16 query needs keys plus head size of at most this (48 KiB).
 
-Several queries have a fused kernel at any length."""
+For several queries, there is a fused kernel at any length."""
 
 _BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
 """Operators that keep or lower lengths."""
@@ -61,7 +64,7 @@ class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans that they share.
 
     Attributes:
-        relaxed: names of mask inputs that may be shorter than the cache; each with the symbol for its last dimension.
+        relaxed: maps mask inputs that may be shorter than the cache to the symbol of their last dimension.
     """
 
     attention: tuple[AttentionPlan, ...]
@@ -84,7 +87,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 class _Planner:
-    """Plans one Attention after the other; masks, spans and warnings are planned once."""
+    """Plans Attention nodes one after the other. Equal masks, spans and warnings are planned once."""
 
     def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
         self._graph = graph
@@ -99,7 +102,7 @@ class _Planner:
         self.relaxed: dict[str, str] = {}
 
     def plan(self, node: gs.Node) -> AttentionPlan:
-        """Plan one node."""
+        """Plan one Attention node."""
         self._check_query(node)
         graph, facts = self._graph, read_attention(self._graph, node)
         for extra in node.outputs[1:3]:
@@ -115,7 +118,8 @@ class _Planner:
         read = tuple(c.past for caches in by_operand for c in caches)
         span = self._span(facts, read) if all(by_operand) else None
         keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
-        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all rows of a ring count
+        # all rows of a ring are needed
+        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)
         if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
             self.warnings[
                 f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is as long as "
@@ -147,7 +151,10 @@ class _Planner:
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
-        """The caches from which K or V is read or computed; operators between may move or select values."""
+        """Return the caches from which K or V is read or computed.
+
+        Operators in between may only move or select values.
+        """
         if slices := row_slices(tensor):
             return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
@@ -158,9 +165,11 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """The span input of a node, one for each capacity and lengths; None if spans are off or unsafe here.
+        """Return the span input of a node.
 
-        The mask of every query hides rows at and beyond the longest valid length. So attention need not read them.
+        None if spans are off or unsafe. Nodes with equal capacity and lengths share it.
+
+        The masks of all queries hide rows at and after the longest valid length. So attention need not read these rows.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
@@ -183,7 +192,10 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask may have fewer keys than K. ONNX masks the other keys, so K is sliced to the mask."""
+        """True if the mask may have fewer keys than K.
+
+        ONNX hides the other keys, so K is cut to the length of the mask.
+        """
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -208,7 +220,7 @@ class _Planner:
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
-        """The mask of a node, shared by all nodes with the same geometry; None if the node needs no mask."""
+        """Return the mask of a node; None if it needs none. All nodes with the same geometry share one mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
         lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
@@ -235,7 +247,10 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Find the graph input that bounds `lengths`: operators between them only keep or lower values."""
+    """Return the graph input that bounds `lengths`; operators in between only keep or lower values.
+
+    None if there is none.
+    """
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -251,8 +266,9 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
 def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
     """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
-    ONNX hides the keys after the end of a short mask. So a mask cut to the rows in use has the same meaning, and the
-    step reads only these rows.
+    ONNX hides the keys after the end of a short mask. So a mask that is cut to the rows in use has the same meaning,
+    and a
+        step reads only these rows.
     """
     mask = facts.mask
     if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
@@ -268,12 +284,12 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
-    """The number of queries: a fixed size, or an axis of a graph input or of Q itself."""
+    """Return the number of queries: a fixed size, or the name and axis of a graph input or of Q."""
     return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
-    """The number of queries, or a graph input and the axis that has this size; None if unknown."""
+    """Return the number of queries, or the name and axis of a graph input with this size; None if unknown."""
     if isinstance(facts.queries, int):
         return facts.queries
     places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
@@ -281,7 +297,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """The tensor of which Q is a view, or a slice of positions. A slice of heads is a tensor of its own."""
+    """Return the tensor of which Q is a view or a slice of positions. A slice of heads counts as a separate tensor."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -296,11 +312,11 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Yield every node on which a Scan over a dynamic number of steps depends: TensorRT builds fewer operators there.
+    """Yield every node on which a Scan with a dynamic number of steps depends. TensorRT builds fewer operators there.
 
     Measured on TensorRT for RTX 1.7.1: the builder crashes (SIGSEGV) if such a Scan depends on an IAttention, and
-    repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds after or
-    beside any Scan, and before a Scan over a fixed number of steps.
+        repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds if it
+        comes after or beside a Scan, or before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -324,7 +340,8 @@ def _is_widened(tensor: gs.Tensor) -> bool:
     """True if a Cast lies between a cache and the keys or values.
 
     Measured on TensorRT for RTX 1.7.1: a build with IAttention over such keys or values fails ("Fusing attention ops
-    must leave the graph in a well-formed state"). Attention in plain operators builds.
+    must
+        leave the graph in a well-formed state"). The build works with attention in plain operators.
     """
     node = producer(tensor)
     while node is not None and is_op(node, *PASSES):
@@ -335,7 +352,10 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Decide if an Attention is fused, decomposable or lowered to plain operators; returns the kind and the reason."""
+    """Decide whether an Attention is fused, decomposable or lowered to plain operators.
+
+    Return the kind and the reason.
+    """
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.softcap:
@@ -356,7 +376,7 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     if not half:
         return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
     if isinstance(facts.query_heads, int) and facts.query_heads < 4:
-        # TensorRT has no kernel for one head, and for two or three heads none with a single query, as in decoding.
+        # TensorRT has no kernel for one head. For two or three heads, it has none for a single query, as in decoding.
         return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
     if not 16 <= size <= 256:
         return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
@@ -367,13 +387,13 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """One Attention node over Q, K and V ``[B, N, S, H]``.
+    """Facts about one Attention node over Q, K and V ``[B, N, S, H]``.
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph reads single columns of the scores, so that scores need a column for every key.
-        keys: number of keys: the size of K's sequence axis.
-        queries: number of queries: the size of Q's sequence axis.
+        columns: True if the graph reads columns of the scores. Then the scores must have a column for every key.
+        keys: the number of keys, which is the size of K's sequence axis.
+        queries: the number of queries, which is the size of Q's sequence axis.
     """
 
     node: gs.Node
@@ -403,7 +423,7 @@ class AttentionFacts:
 
     @property
     def masked(self) -> bool:
-        """True if a mask, lengths or a window hide keys, so that upper-left causal attention is not enough."""
+        """True if a mask, lengths or a window hide keys. Then TensorRT's upper-left causal attention is not enough."""
         return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
 
 
@@ -411,7 +431,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
     """Read one Attention node.
 
     Raises:
-        UnsupportedModelError: the operator itself contains the cache, or shapes are missing.
+        UnsupportedModelError: the operator contains the cache, or shapes are missing.
         InvalidModelError: the node breaks a rule of the operator.
     """
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
@@ -477,7 +497,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
 
 
 def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
-    """Refuse masks of types that the operator allows, but whose meaning its specification does not define."""
+    """Refuse masks of types that the operator accepts, but whose meaning its specification does not define."""
     shape = dims(mask)
     if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
         raise UnsupportedModelError(
@@ -492,15 +512,15 @@ def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
 
 
 def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
-    """The size of one axis; ``?`` if unknown."""
+    """Return the size of one axis; ``?`` if unknown."""
     shape = dims(tensor)
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
 
 
 def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads the scores of an Attention (its fourth output) and does not only sum them over keys.
+    """True if the graph reads the scores of an Attention (its fourth output) for more than a sum over keys.
 
-    A ReduceLogSumExp after the mask does not change if hidden keys are left out: they add nothing to the sum.
+    A ReduceLogSumExp after the mask does not change if hidden keys are left out, because they add nothing to the sum.
     """
     scores = node.outputs[3] if len(node.outputs) > 3 else None
     if scores is None or not is_used(graph, scores):

@@ -1,7 +1,7 @@
 """Find every cache update of a prepared graph, and plan it. This module does not change the graph.
 
 `decide` chooses the route of each cache update into the engine, with a reason. It uses only the facts in a
-`CacheUpdate`, not the graph. The facts about TensorRT were measured on TensorRT for RTX 1.7.1, whose parser is that of
+`CacheUpdate`, not the graph. The facts about TensorRT were measured on TensorRT for RTX 1.7.1, which has the parser of
 TensorRT 11; tests/facts tests them.
 """
 
@@ -56,7 +56,7 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
 
     Raises:
         InvalidModelError: an update breaks a rule of its operator.
-        UnsupportedModelError: an update has no route on the target.
+        UnsupportedModelError: no route supports an update on the target.
     """
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
@@ -141,7 +141,7 @@ def _form(node: gs.Node) -> UpdateForm:
 
 
 def _check_packed(node: gs.Node) -> None:
-    """Check the ranks and types of TensorRT's packed operator, for which ONNX has no rules."""
+    """Check the ranks and types of TensorRT's packed operator, because ONNX has no rules for it."""
     for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
                           (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
         tensor = input_or_none(node, i)
@@ -164,7 +164,7 @@ def _check_packed(node: gs.Node) -> None:
 
 
 def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
-    """Refuse a fixed number of write indices beside a cache with an open batch."""
+    """Refuse a model whose write indices have a fixed length while the batch axis of a cache is dynamic."""
     write_indices = input_or_none(node, 2)
     if write_indices is None:
         return
@@ -178,7 +178,7 @@ def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
 
 
 def _check_zero_points(update: gs.Node) -> None:
-    """Refuse caches that are quantized with a zero point other than 0: TensorRT has no layer for them."""
+    """Refuse caches that are quantized with a zero point other than 0, because TensorRT has no layer for them."""
     for node in (*update.inputs[1].inputs, *consumers(update.outputs[0])):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
             zero = small_constant(input_or_none(node, 2))
@@ -190,7 +190,10 @@ def _check_zero_points(update: gs.Node) -> None:
 
 
 def _check_one_reader(update: gs.Node) -> None:
-    """Refuse an int8 cache that two attentions read: TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds it."""
+    """Refuse an int8 cache that two attentions read.
+
+    TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds such a model.
+    """
     readers = _readers(update.outputs[0], "DequantizeLinear")
     if len(readers) > 1:
         raise UnsupportedModelError(
@@ -201,7 +204,7 @@ def _check_one_reader(update: gs.Node) -> None:
 
 
 def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> str:
-    """The reason why past and present cannot share a buffer; empty if they can."""
+    """Return the reason why past and present cannot share a buffer; empty if they can."""
     past, present = node.inputs[0], node.outputs[0]
     if not contains(graph.inputs, past):
         maker = producer(past)
@@ -228,9 +231,9 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
-    """Names of the Attention nodes that read this cache as K or V.
+    """Return the names of the Attention nodes that read this cache as K or V.
 
-    Operators between them may move values, compute from the cache, or be listed in `through`.
+    Operators in between may move values, compute keys or values from rows in use, or be listed in `through`.
     """
     readers: list[str] = []
     seen: set[int] = set()
@@ -250,7 +253,7 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:
-    """Add the cache's layout in the engine to an update."""
+    """Return the update with the layout that the cache has in the engine."""
     shape, axis = update.logical_shape, update.sequence_axis
     native = len(shape) == 4 and axis == 2
     if native or update.route is Route.FUNCTIONAL or update.form is UpdateForm.PACKED_NHD:
@@ -264,9 +267,9 @@ def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> 
 
 
 def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
-    """Number of heads if every reader of this sequence-major cache reads ``[B, N, S_max, H]``, else None.
+    """Return the number of heads if all readers of this sequence-major cache read ``[B, N, S_max, H]``, else None.
 
-    Such readers are ``Transpose(0, 2, 1, 3)``, and a Reshape to ``[B, S_max, N, H]`` that only such a Transpose reads.
+    Such readers are ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
     """
     if len(shape) not in (3, 4):
         return None
@@ -290,7 +293,7 @@ def to_heads_major(node: gs.Node) -> bool:
 
 
 def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
-    """Heads of a Reshape ``[B, S_max, N*H] -> [B, S_max, N, H]`` that only heads-major Transposes read, else None."""
+    """Return N if only heads-major Transposes read a Reshape ``[B, S_max, N*H] -> [B, S_max, N, H]``, else None."""
     if not is_op(node, "Reshape"):
         return None
     target = small_constant(node.inputs[1])
@@ -308,25 +311,25 @@ def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
 
 
 NATIVE_DTYPES = ("float", "float16", "bfloat16")
-"""Types that IKVCacheUpdateLayer takes."""
+"""Types that IKVCacheUpdateLayer supports."""
 
 PLAIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "bool")
-"""Types that TensorRT's scatter takes, for plain operators."""
+"""Types that TensorRT's scatter supports, for updates in plain operators."""
 
 PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4", "float4e2m1")
 """Types that a plugin can write: neither bool nor uint8 (NvInferRuntime.h, IPluginV3OneBuild::getOutputDataTypes)."""
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """Add the route, its reason and its contract with the caller to an update.
+    """Return the update with its route, the reason for it, and the contract with the caller.
 
     Args:
         facts: the update, without a route.
-        obstacle: why past and present cannot share a buffer with any kernel; empty if they can.
+        obstacle: the reason why past and present cannot share a buffer on any route; empty if they can.
         options: target and fallback.
 
     Raises:
-        UnsupportedModelError: no route keeps the meaning on this target.
+        UnsupportedModelError: no route on this target keeps the meaning of the update.
     """
     if obstacle:
         _check_dtype(facts, PLAIN_DTYPES)
@@ -350,7 +353,7 @@ def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract
 
 
 def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """Advice if a plan needs the plugin, which cannot be compiled or registered: options for other routes."""
+    """Return advice if a plan needs the plugin, but it cannot be compiled or registered: options for other routes."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:
@@ -433,7 +436,7 @@ def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
 def check_dtypes(tensors: Iterable[TensorRole]) -> None:
     """Refuse inputs and outputs of dtypes that TensorRT engines do not support.
 
-    TensorRT turns double into float32 without a message. For other types its error names no tensor (measured on
+    TensorRT converts double to float32 without a message. For other types, its error names no tensor (measured on
     TensorRT for RTX 1.7.1).
     """
     for tensor in tensors:
