@@ -227,7 +227,9 @@ def test_an_input_of_a_type_that_no_engine_has_is_refused(tmp_path: Path) -> Non
     g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
     onnx.save(g.model(), tmp_path / "encoder.onnx")
     plan, taken = constants(model)
-    with pytest.raises(UnsupportedModelError, match="input 'features' is double, which no TensorRT engine has"):
+    with pytest.raises(
+        UnsupportedModelError, match="input 'features' is double, which TensorRT engines do not support"
+    ):
         import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
 
 

@@ -108,12 +108,12 @@ class _Planner:
         for extra in node.outputs[1:3]:
             if is_used(graph, extra):
                 raise UnsupportedModelError(
-                    f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
-                    "caches updated by TensorScatter are supported"
+                    f"Attention '{node.name}' returns its present key or value '{extra.name}', but has no past; only "
+                    "caches that TensorScatter updates are supported: export the model with static caches"
                 )
         kind, reason = _attention_kind(facts)
         if kind is not AttentionKind.LOWERED and id(node) in self._before_scans:
-            kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
+            kind, reason = AttentionKind.LOWERED, "a Scan with a dynamic number of steps depends on this attention"
         by_operand = [self._caches_behind(t) for t in node.inputs[1:3]]
         read = tuple(c.past for caches in by_operand for c in caches)
         span = self._span(facts, read) if all(by_operand) else None
@@ -122,8 +122,8 @@ class _Planner:
         rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)
         if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
             self.warnings[
-                f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is as long as "
-                "the cache and no lengths input bounds it"
+                f"attention with mask '{facts.mask.name}' reads the whole capacity in each step, because its mask is "
+                "as long as the cache, and the model has no lengths input"
             ] = None
         geometry = self._geometry(facts, kind, span)
         return AttentionPlan(
@@ -145,9 +145,9 @@ class _Planner:
         self._queries[query] += 1
         if self._queries[query] > _MOST_READERS:
             raise UnsupportedModelError(
-                f"Attention '{node.name}' is one more than {_MOST_READERS} over the query '{query}': "
-                "TensorRT's builder dies on attentions that share a query, and more cannot be told apart exactly; give "
-                "each its own projection"
+                f"more than {_MOST_READERS} Attention nodes read the query '{query}', for example '{node.name}'. "
+                "TensorRT's builder crashes if attentions share a query, and the rewrite can make only "
+                f"{_MOST_READERS} queries different without rounding: compute a separate query for each attention"
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
@@ -180,8 +180,8 @@ class _Planner:
         source = _bounding_input(self._graph, facts.lengths)
         if source is None:
             self.warnings[
-                f"lengths '{facts.lengths.name}' are computed in the graph, so no input bounds them: attention reads "
-                "the whole capacity each step"
+                f"lengths '{facts.lengths.name}' are computed in the graph, so the caller cannot bound them: attention "
+                "reads the whole capacity in each step"
             ] = None
             return None
         key = (capacity, source.name)
@@ -201,9 +201,9 @@ class _Planner:
         length = axis_size(facts.mask, -1)
         if facts.columns and length != facts.keys:
             raise UnsupportedModelError(
-                f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}, "
-                "and its scores (qk_matmul_output), which are used, have a column for each; supported beside scores "
-                "are masks over all keys: export it so"
+                f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}. "
+                "The mask must cover all keys, because the model also reads the scores (qk_matmul_output). Export the "
+                "model with a mask over all keys"
             )
         may_be_shorter = (
             self._options.attention_span and isinstance(length, int) and _relaxable_mask(self._graph, facts)
@@ -213,8 +213,8 @@ class _Planner:
         if isinstance(length, int) and isinstance(facts.keys, int):
             if length > facts.keys:
                 raise InvalidModelError(
-                    f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys; there are "
-                    f"{facts.keys}"
+                    f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys, but there "
+                    f"are only {facts.keys}: export the model with a shorter mask"
                 )
             return length < facts.keys or may_be_shorter
         return length != facts.keys or length == "?"
@@ -364,13 +364,13 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
         precision = onnx.TensorProto.DataType.Name(facts.softmax_precision).lower()
         return AttentionKind.LOWERED, f"softmax_precision {precision}"
     if facts.value_head_size != size:
-        return AttentionKind.LOWERED, f"head size of K is {size}, of V {facts.value_head_size}"
+        return AttentionKind.LOWERED, f"head size of K is {size}, but of V {facts.value_head_size}"
     if facts.qk_output:
         return AttentionKind.LOWERED, "qk_matmul_output is used"
     if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
         return AttentionKind.LOWERED, "V has another type than Q and K"
     if not half and any(_is_widened(t) for t in facts.node.inputs[1:3]):
-        return AttentionKind.LOWERED, "computed in float32, over narrower caches"
+        return AttentionKind.LOWERED, "computed in float32, but caches have a narrower type"
     if half and size % 8:
         return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
     if not half:
@@ -436,35 +436,39 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
     """
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
         raise UnsupportedModelError(
-            f"Attention '{node.name}' keeps its cache inside the operator (past_key, past_value), which TensorRT "
-            "refuses; supported are caches updated by TensorScatter: export with static caches (opset 24)"
+            f"Attention '{node.name}' contains its cache (past_key, past_value), which TensorRT does not support; only "
+            "caches that TensorScatter updates are supported: export with static caches (opset 24)"
         )
     q, k, v = node.inputs[:3]
     if any(shape is not None and len(shape) != 4 for shape in map(dims, (q, k, v))):
         shapes = ", ".join(str(list(dims(tensor) or ())) for tensor in (q, k, v))
-        raise InvalidModelError(f"Attention '{node.name}' has inputs {shapes}; ONNX allows ranks of 3 and 4, all alike")
+        raise InvalidModelError(
+            f"Attention '{node.name}' has inputs {shapes}; ONNX requires that all have rank 3, or all rank 4: "
+            "export the model again"
+        )
     query_heads, kv_heads = axis_size(q, 1), axis_size(k, 1)
     kv_heads = kv_heads if isinstance(kv_heads, int) else axis_size(v, 1)
     head_size = next((d for d in (axis_size(k, 3), axis_size(q, 3)) if isinstance(d, int)), None)
     value_head_size = axis_size(v, 3)
     if head_size is None or not isinstance(value_head_size, int) or elem_type(q) in (None, 0):
         raise UnsupportedModelError(
-            f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
+            f"the head size or type of Attention '{node.name}' is unknown: export the model with shapes"
         )
     if elem_type(q) not in FLOATS:
         raise InvalidModelError(
-            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
+            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows only floating-point types: export "
+            "the model again"
         )
     if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
         raise UnsupportedModelError(
-            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; the number of KV "
-            "heads must divide the number of query heads: attend to all heads in one product, and not to parts of them"
+            f"Attention '{node.name}' has {query_heads} query heads and {kv_heads} KV heads; the number of query heads "
+            "must be a multiple of the number of KV heads: export one attention over all heads, not over parts of them"
         )
     scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
     if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
         raise UnsupportedModelError(
-            f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
-            "factors above 0, and caps above 0 or none (0)"
+            f"Attention '{node.name}' has scale {scale:g} and softcap {softcap:g}; the scale must be above 0 and "
+            "finite, and the softcap 0 (none) or above"
         )
     qk_mode = int(node.attrs.get("qk_matmul_output_mode", 0))
     if qk_mode not in range(4):
@@ -501,13 +505,13 @@ def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
     shape = dims(mask)
     if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
         raise UnsupportedModelError(
-            f"the mask '{mask.name}' of Attention '{node.name}' is {dtype_name(mask)}; ONNX says what bool means, and "
-            f"the type of the queries, {dtype_name(node.inputs[0])}: cast it to one of them"
+            f"the mask '{mask.name}' of Attention '{node.name}' is {dtype_name(mask)}; ONNX allows bool or the type of "
+            f"the queries ({dtype_name(node.inputs[0])}); cast the mask to one of these"
         )
     if shape is not None and len(shape) not in (1, 2, 3, 4):
         raise InvalidModelError(
             f"the mask '{mask.name}' of Attention '{node.name}' is {list(shape)}; ONNX allows [batch, heads, length, "
-            "keys], or the last of these"
+            "keys], or only the last ones of these axes"
         )
 
 

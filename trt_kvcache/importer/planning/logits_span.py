@@ -31,7 +31,7 @@ from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpa
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
 
 _NAME = "logits_span"
-_OTHERS = "something else than factors, a bias, a softcap or a softmax follows the last product"
+_OTHERS = "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
@@ -45,12 +45,12 @@ def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptio
     if options.logits is LogitPositions.ALL or logits is None or not _several(logits, tokens):
         return None, ""
     if "tokens" in logits.axes:
-        return None, _note(logits, "the tokens of all sequences are packed in one axis")
+        return None, _note(logits, "the tokens of all sequences are packed into one axis")
     output = next(t for t in graph.outputs if t.name == logits.name)
     product = _last_product(graph, output)
     if product is None:
         return None, _note(
-            logits, "something else than factors, a bias, a softcap or a softmax follows the last product"
+            logits, "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
         )
     tensor, nodes = product
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
@@ -74,7 +74,7 @@ def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
 
 
 def _note(logits: TensorRole, why: str) -> str:
-    return f"'{logits.name}' stays as exported, of all positions of a step: {why}"
+    return f"'{logits.name}' still has the logits of all positions of a step: {why}"
 
 
 def role_of(span: LogitsSpan) -> TensorRole:
@@ -94,7 +94,7 @@ def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
     names = {"batch": "B", "sequence": "S"}
     old = [names.get(a, str(d)) for d, a in zip(role.shape, role.axes, strict=True)]
     new = [old[0], span.symbol, old[2]]
-    why = f"of the last positions, as many as {span.name} is long; --logits all keeps them"
+    why = f"only the last positions, as many as the length of {span.name}; --logits all keeps all positions"
     return InterfaceChange("output", f"{role.name} [{', '.join(old)}]", f"{role.name} [{', '.join(new)}]", why)
 
 
