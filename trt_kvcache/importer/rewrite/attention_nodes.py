@@ -178,8 +178,8 @@ def lower_attention(
     """Emit an attention in plain operators. Q, K and V are 4-D; the result ``[B, N, S_q, H_v]`` has Q's type."""
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
-            f"Attention '{facts.node.name}' needs plain operators, and its number of heads is not in the model: "
-            "export it with shapes"
+            f"Attention '{facts.node.name}' needs plain operators, but its number of heads is unknown: export the "
+            "model with shapes"
         )
     plain = _Plain(emitter, facts, facts.query_heads, facts.kv_heads)
     raw = plain.scores(query, key)
