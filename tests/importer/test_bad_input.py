@@ -163,7 +163,7 @@ def test_ambiguous_role_names_the_way_out(tmp_path: Path) -> None:
     next(info for info in model.graph.input if info.name == "write_indices").name = "x"
     path.write_bytes(model.SerializeToString())
     check_refusal(["plan", path], "input 'x' could be write_indices (")
-    check_refusal(["plan", path], "say which with --config, a YAML file such as: roles: {write_indices: x}")
+    check_refusal(["plan", path], "give its role with --config, a YAML file such as: roles: {write_indices: x}")
     config = tmp_path / "roles.yaml"
     config.write_text("roles: {write_indices: x}")
     role = plan_model(path, PlanOptions(config=str(config))).tensor(Role.WRITE_INDICES)

@@ -28,7 +28,7 @@ __all__ = ["NOTHING", "Known", "carry_roles", "find_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
 _OF_ROWS = (Role.WRITE_INDICES, Role.VALID_LENGTHS)
-NOTHING = "nothing gives it a part in decoding"
+NOTHING = "it has no known role in decoding"
 
 
 @dataclass(frozen=True)
@@ -116,14 +116,17 @@ def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Fi
     if named is not None and (is_cache or is_state):
         what = "a cache" if is_cache else "state that each step replaces"
         raise OptionError(
-            f"{named.source}: gives the role '{named.role.value}' to '{name}', which is {what}; narrow the pattern"
+            f"{named.source}: a pattern gives the role '{named.role.value}' to '{name}', which is {what}; use a "
+            "narrower pattern"
         )
     if named is not None:
         return _Finding(named.role, f"config: {named.source}", by_user=True)
     if is_cache:
-        return _Finding(Role.CACHE, "graph: updated by a cache update" if io == "input" else "graph: an updated cache")
+        return _Finding(Role.CACHE, "graph: a cache update writes it" if io == "input" else "graph: an updated cache")
     if is_state:
-        return _Finding(Role.STATE, "graph: replaced by every step" if io == "input" else "graph: what replaces state")
+        return _Finding(
+            Role.STATE, "graph: every step replaces it" if io == "input" else "graph: the next value of a state"
+        )
     return None
 
 
@@ -132,8 +135,8 @@ def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -
     certain = [fact for fact in said if fact.certain]
     if len(certain) > 1:
         raise AmbiguousRoleError(
-            f"{io} '{name}' could be {_list([f'{fact.role.value} ({fact.reason})' for fact in certain])}; "
-            f"say which with --config, a YAML file such as: {example({certain[0].role: [name]})}"
+            f"{io} '{name}' could be {_list([f'{fact.role.value} ({fact.reason})' for fact in certain])}; give its "
+            f"role with --config, a YAML file such as: {example({certain[0].role: [name]})}"
         )
     if not certain and shipped is not None:
         return _Finding(shipped.role, f"config: {shipped.source}")
@@ -149,7 +152,7 @@ def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list
     lengths = {shape[2] for shape, f in pairs if f.role is Role.CONSTANT and len(shape) == 4}
     texts = {d for shape, f in pairs if f.role in (Role.CACHE, Role.TOKENS) for d in shape}
     lengths = {d for d in lengths - texts if isinstance(d, str)}
-    masks = _Finding(Role.CONSTANT, "graph: a mask as long as what an encoder made")
+    masks = _Finding(Role.CONSTANT, "graph: a mask as long as an encoder's output")
     return [
         masks if f.role is Role.MASK and not f.by_user and len(shape) == 2 and shape[1] in lengths else f
         for shape, f in pairs
@@ -166,8 +169,9 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
     for other in rules[1:]:
         if other.role is not rules[0].role:
             raise OptionError(
-                f"{rules[0].source}, {other.source}: '{name}' matches '{rules[0].regex.pattern}' of role "
-                f"'{rules[0].role.value}' and '{other.regex.pattern}' of role '{other.role.value}'; narrow one of them"
+                f"{rules[0].source}, {other.source}: '{name}' matches both '{rules[0].regex.pattern}' of the role "
+                f"'{rules[0].role.value}' and '{other.regex.pattern}' of the role '{other.role.value}'; use a narrower "
+                "pattern for one of them"
             )
     return rules[0] if rules else None
 
@@ -187,15 +191,17 @@ def _settle_single_roles(
         if len(chosen) != 1:
             names = [f"'{tensors[i][0].name}' ({findings[i].found_by})" for i in claims]
             raise AmbiguousRoleError(
-                f"the role '{role.value}' is claimed by {_list(names)}; say which has it with --config, "
-                f"a YAML file such as: {example({role: [tensors[claims[0]][0].name]})}"
+                f"several tensors could have the role '{role.value}': {_list(names)}; give the right one with "
+                f"--config, a YAML file such as: {example({role: [tensors[claims[0]][0].name]})}"
             )
         for i in set(claims) - set(chosen):
             named = shipped[i]
             settled[i] = (  # for example positions, whose table has as many rows as there are token ids
                 _Finding(named.role, f"config: {named.source}")
                 if named and named.role is not role
-                else _Finding(Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' is {role.value}")
+                else _Finding(
+                    Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' has the role {role.value}"
+                )
             )
     return settled
 

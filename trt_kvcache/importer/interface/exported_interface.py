@@ -78,7 +78,10 @@ class Interface:
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
             if original is OriginalRole.POSITIONS and role.role is Role.OTHER:
                 self._inputs[role.name] = replace(
-                    role, role=Role.POSITIONS, found_by="graph: queries see the keys up to these", axes=tuple(axes)
+                    role,
+                    role=Role.POSITIONS,
+                    found_by="graph: queries see the keys up to these positions",
+                    axes=tuple(axes),
                 )
         self.tensors = tuple(tensors)
         self.roles = (*self._inputs.values(), *(r for r in self.roles if r.io == "output"))
@@ -119,7 +122,7 @@ class Interface:
             _check_ids(role)
         if len(names) != 1:
             raise UnsupportedModelError(
-                f"nothing says which input brings the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
+                f"cannot tell which input holds the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
                 "it with --config, a YAML file such as: roles: {tokens: input_ids}"
             )
         return names[0]
@@ -165,9 +168,9 @@ class Interface:
         if suggested:
             names = [name for found in suggested.values() for name in found]
             raise AmbiguousRoleError(
-                f"nothing says what the model's {', '.join(map(repr, names))} "
-                f"{'is' if len(names) == 1 else 'are'}; supported are names as exporters give them, and --config, a "
-                f"YAML file: write it, and correct what is wrong there: "
+                f"cannot tell the role of the {'input' if len(names) == 1 else 'inputs'} "
+                f"{', '.join(map(repr, names))}: the names are not those of known exporters. Give the roles with "
+                "--config. A YAML file with guessed roles, which you must check: "
                 f"{example({Role.TOKENS: [self.tokens], **suggested})}"
             )
 
@@ -204,17 +207,17 @@ def _check_ids(role: TensorRole) -> None:
     match role.shape:
         case (_, int() as count, str()) if role.dtype in _INTEGERS and role.role in (Role.TOKENS, Role.OTHER):
             raise UnsupportedModelError(
-                f"input '{role.name}' {list(role.shape)} brings {count} ids for each new token, as audio codebooks do; "
-                f"supported are the tokens of a step on axis 1: export it as [B, S, {count}], or export the model from "
-                "the sum of their embeddings on, [B, S, D]"
+                f"input '{role.name}' {list(role.shape)} has {count} ids for each new token, as for audio codebooks; "
+                f"the tokens of a step must be on axis 1: export it as [B, S, {count}], or export the model with the "
+                "sum of the embeddings as input, [B, S, D]"
             )
 
 
-PASSED_ON = "an input unchanged"
+PASSED_ON = "an unchanged input"
 _WHY = {
     OriginalRole.PADDING_MASK: "masks follow from write_indices and nonpad_kv_seqlen; do not pad on the left",
-    OriginalRole.PAST_LENGTH: "write_indices says, per sequence, how many tokens the cache holds",
-    OriginalRole.POSITIONS: "new tokens are at write_indices, write_indices + 1, ...",
+    OriginalRole.PAST_LENGTH: "write_indices gives the number of tokens in the cache, for each sequence",
+    OriginalRole.POSITIONS: "new tokens have the positions write_indices, write_indices + 1, ...",
     OriginalRole.MASK: "masks follow from write_indices and nonpad_kv_seqlen",
 }
 _ADDED = {
@@ -242,7 +245,7 @@ def find_changes(
         for tensor in (t for t in exported if t.io == io):
             old = _text(tensor.name, _dims(tensor))
             if tensor.name not in current:
-                why = _WHY.get(tensor.role, "nothing reads it")
+                why = _WHY.get(tensor.role, "no node reads it")
                 why = PASSED_ON if tensor.name in copies else why
                 why = "the caller counts tokens itself" if tensor.name in counts else why
                 changes.append(InterfaceChange(io, old, "", why))

@@ -169,7 +169,7 @@ def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
         yield tensor, Fact(Role.TOKENS, f"index into the embedding table {list(shape)}", certain=bool(wide))
         for name, width in outputs.items():
             if width[-1:] == shape[:1]:
-                reason = f"as wide as the embedding table {list(shape)} has rows"
+                reason = f"its width is the number of rows of the embedding table {list(shape)}"
                 yield name, Fact(Role.LOGITS, reason, certain=False)
 
 
@@ -253,14 +253,14 @@ def _check_order(role: TensorRole) -> None:
         wrong = "" if known and len(axes) < 4 else "[length], [batch, length] and [planes, batch, length]"
     elif role.role is Role.MASK:  # the batch must be the first axis, and tokens only the axis of queries
         known = "batch" not in axes[1:] and "sequence" not in axes[:-2]
-        wrong = "" if known else "[batch, heads, length, keys], and fewer of these in this order"
+        wrong = "" if known else "[batch, heads, length, keys], or some of these axes in this order"
     else:
         return
     if wrong:
         shown = ", ".join(axis or "fixed" for axis in axes)
         raise UnsupportedModelError(
-            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {shown}; supported are {wrong}: export "
-            "it so"
+            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {shown}; the axes must be {wrong}: "
+            "export the model this way"
         )
 
 
@@ -376,9 +376,9 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
         fits = [axis for axis in fits if shape[axis] == 1][-1:]
     if not fits:
         raise UnsupportedModelError(
-            f"the positions '{name}' {list(shape)} have several planes, and the shape does not say which of its axes "
-            "is the batch; supported are [planes, batch, length] and [batch, planes, length]: export with a dynamic "
-            "batch of the same name as that of the tokens"
+            f"the positions '{name}' {list(shape)} have several planes, but the shape does not show which axis is the "
+            "batch; it must be [planes, batch, length] or [batch, planes, length]: export with a dynamic batch that "
+            "has the same name as the batch of the tokens"
         )
     plane = shape[1 - fits[0]]
     other = "" if isinstance(plane, int) else "?"

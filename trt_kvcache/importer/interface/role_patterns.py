@@ -90,7 +90,7 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
     roles = content.get("roles") if isinstance(content, dict) else None
     if not isinstance(roles, dict) or set(content) - {"roles"}:
         shown = example({Role.TOKENS: ["input_ids"]})
-        raise OptionError(f"{path}: a role config is one mapping under the key 'roles', such as: {shown}")
+        raise OptionError(f"{path}: a role config must be one mapping under the key 'roles', such as: {shown}")
     return tuple(pattern for key, value in roles.items() for pattern in _patterns(key, value, path))
 
 
@@ -98,19 +98,21 @@ def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
     """Return the patterns of one role."""
     if key not in [role.value for role in NAMED_ROLES]:
         in_graph = key in (Role.CACHE.value, Role.STATE.value)
-        what = f"{key}s are found in the graph, not by name" if in_graph else "there is no such role"
+        what = f"the graph shows each {key}, so names cannot" if in_graph else "there is no such role"
         known = ", ".join(role.value for role in NAMED_ROLES)
-        raise OptionError(f"{path}: role '{key}': {what}; known are {known}")
+        raise OptionError(f"{path}: role '{key}': {what}; a pattern can give the roles {known}")
     texts = value if isinstance(value, list) else [value]
     patterns = []
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise OptionError(f"{path}: role '{key}' has the pattern {text!r}; give a name or a list of names, as text")
+            raise OptionError(
+                f"{path}: role '{key}' has the pattern {text!r}; a pattern must be a string or a list of strings"
+            )
         try:
             patterns.append(NamePattern(Role(key), re2.compile(text, _QUIET), path.name))
         except (re2.error, UnicodeEncodeError) as error:
             said = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else error
             raise OptionError(
-                f"{path}: role '{key}' has '{text}', which is no regular expression of RE2: {said}"
+                f"{path}: role '{key}' has '{text}', which is not a regular expression of RE2: {said}"
             ) from None
     return patterns
