@@ -1,6 +1,6 @@
 """Define the options of a plan.
 
-Nothing here imports ONNX or TensorRT.
+This module imports neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ class Target(str, Enum):
 
 
 class CacheLayout(str, Enum):
-    """The option ``--cache-layout``: may a cache change its physical layout?"""
+    """The option ``--cache-layout``: whether a cache may have another layout in the engine."""
 
     AUTO = "auto"
-    """Sequence-major caches that only attention reads become ``[B, N, S_max, H]``: no transpose before attention."""
+    """Sequence-major caches that only attention reads become ``[B, N, S_max, H]``. This avoids a transpose."""
     PRESERVE = "preserve"
     """Every cache keeps its byte order."""
 
 
 class Fallback(str, Enum):
-    """The option ``--fallback``: what to do where TensorRT's own layer does not know an update."""
+    """The option ``--fallback``: the route of updates that TensorRT's own layer does not support."""
 
     AUTO = "auto"
-    """`Route.PLUGIN` on TensorRT. On TensorRT for RTX, which has no plugins: `CONTRACT` where that is possible, else
+    """`Route.PLUGIN` on TensorRT. TensorRT for RTX has no plugins; there it means `CONTRACT` if that is possible, else
     `FUNCTIONAL`."""
     CONTRACT = "contract"
     """Native, with a modulo on the write index. The caller must ensure that no update crosses the end of the ring."""
     FUNCTIONAL = "functional"
-    """Plain operators, no contract, not in place."""
+    """Plain operators: without a contract, but not in place."""
 
 
 class Sliding(str, Enum):
-    """The option ``--sliding``: how to hold a cache of which attention only sees a window."""
+    """The option ``--sliding``: how to store a cache of which attention sees only a window."""
 
     LINEAR = "linear"
     """The cache holds all tokens up to the capacity, as in the exported model."""
     CIRCULAR = "circular"
-    """A circular buffer for the window and one update: memory and step time do not grow with the number of tokens."""
+    """A circular buffer for the window and one update. Memory and step time do not grow with the number of tokens."""
 
 
 class LogitPositions(str, Enum):
-    """The option ``--logits``: for which positions of a step are logits computed?"""
+    """The option ``--logits``: the positions of a step for which logits are computed."""
 
     LAST = "last"
-    """The last positions, as many as the caller asks for (adds an input, see `LogitsSpan`). Prefill needs one."""
+    """The last positions, as many as the caller requests with an added input (see `LogitsSpan`). Prefill needs one."""
     ALL = "all"
     """The same positions as in the exported model."""
 
@@ -68,15 +68,15 @@ class CacheDtype(str, Enum):
     INT8 = "int8"
     INT4 = "int4"
     FP8 = "fp8"
-    """8-bit floats, float8e4m3fn. TensorRT only."""
+    """8-bit floats, float8e4m3fn. Only for TensorRT."""
 
 
 _MOST_ADAPTERS = 4096
-_LEAST, _MOST = 1e-30, 3e38  # limits of ranges: scales must be normal numbers in float32
+_LEAST, _MOST = 1e-30, 3e38  # limits of ranges, so that scales are normal numbers in float32
 
 
 class PlanValues(TypedDict, total=False):
-    """Values that `PlanOptions` takes, by name: enums also as text."""
+    """The arguments of `PlanOptions`. Values of enums may also be text."""
 
     target: Target | Literal["tensorrt", "tensorrt-rtx"]
     capacity: int | None
@@ -262,7 +262,7 @@ class PlanOptions:
             object.__setattr__(self, "cache_ranges", _checked_ranges(self.cache_ranges, self.cache_dtype))
 
     def unquantized(self) -> PlanOptions:
-        """The same options without quantized caches."""
+        """Return the same options without quantized caches."""
         return replace(self, cache_dtype=None, cache_ranges=None)
 
 

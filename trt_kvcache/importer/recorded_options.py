@@ -1,7 +1,7 @@
 """Record the options of a rewrite in the rewritten file, and recognize such files.
 
-`rewrite_model` writes only its options into the metadata, not the plan. A rewritten file is for TensorRT and other
-runtimes, and cannot be planned again. To get the plan, this package plans the source; `verify` can compare both.
+`rewrite_model` writes only the options into the metadata, not the plan. A rewritten file is made for TensorRT and other
+runtimes, and cannot be planned again. To get its plan, this package plans the source again. `verify` can compare both.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _KEYS = (_RECORD, "trt_kvcache.plan")  # the second key: older versions stored t
 
 
 def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
-    """Write the options that a model was rewritten with into its metadata."""
+    """Write the options with which a model was rewritten into its metadata."""
     model.metadata_props.add(key=_RECORD, value=msgspec.json.encode(options).decode())
 
 
 def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse a model that was rewritten already: its added inputs and masks would be taken for the model's own.
+    """Refuse an already rewritten model: its added inputs and masks would be taken for those of the original.
 
     Raises:
-        UnsupportedModelError: its metadata say that it was rewritten.
+        UnsupportedModelError: the metadata of the model say that it was rewritten.
     """
     if any(entry.key in _KEYS for entry in model.metadata_props):
         raise UnsupportedModelError(
@@ -43,14 +43,14 @@ def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
 
 
 def was_rewritten(path: Path) -> bool:
-    """True if a file says at its end, where protobuf writes the metadata of a model, that it was rewritten."""
+    """True if the end of a file, where protobuf writes the metadata of a model, says that it was rewritten."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         return _RECORD.encode() in file.read()
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
-    """Describe the first difference between the plan and the rewritten model; empty if they agree."""
+    """Return a text about the first difference between the plan and the rewritten model; empty if they agree."""
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
         declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
@@ -79,7 +79,7 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
 
 
 def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if both have the same rank, and no known sizes differ."""
+    """True if both shapes have the same rank, and no known sizes differ."""
     return (
         declared is not None
         and len(planned) == len(declared)
@@ -90,22 +90,22 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if a size is open in the plan, but fixed in the model: an engine would support only this size."""
+    """True if a size is dynamic in the plan, but fixed in the model. Then an engine would support only this size."""
     pairs = zip(planned, declared or (), strict=False)
     return any(isinstance(b, int) and not isinstance(a, int) and not a.isdecimal() for a, b in pairs)
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """The options that a model says it was rewritten with.
+    """Return the options with which a model was rewritten, from its metadata.
 
     Args:
         model: the rewritten model.
-        options: the caller's options. Limits of the check, and the file of name patterns, are always taken from these.
+        options: the caller's options. They always give the limits of the check, and the file of name patterns.
         path: path of the model, for messages.
 
     Raises:
-        InvalidModelError: the model has no record, or it is unreadable.
-        OptionError: `options` ask for something else.
+        InvalidModelError: the model has no record of options, or the record is unreadable.
+        OptionError: `options` contradict the record.
     """
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
