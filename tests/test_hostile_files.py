@@ -184,7 +184,7 @@ def test_tensors_of_any_size_are_one_line(tmp_path: Path, command: list[str]) ->
 def test_verify_gives_up_a_step_that_does_not_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = _hostile(tmp_path, endless)
     monkeypatch.setattr(cpu, "SECONDS", 1.0)
-    with pytest.raises(UnsupportedModelError, match="took more than 2 s; the comparison may use 2 s"):
+    with pytest.raises(UnsupportedModelError, match="took more than 2 s; the comparison may use at most 2 s"):
         verify_model(path, PlanOptions(check_seconds=2))
     monkeypatch.setattr(pipeline, "check_rewrite", lambda *_, **__: Checked())
     with pytest.raises(UnsupportedModelError, match="more than 1 s to open or for one step: it never ends"):
@@ -204,7 +204,7 @@ def test_only_digits_are_numbers(tmp_path: Path, key: str, digits: str) -> None:
     tensor = next(t for t in proto.graph.initializer if t.external_data)
     next(entry for entry in tensor.external_data if entry.key == key).value = digits
     path.write_bytes(proto.SerializeToString())
-    with pytest.raises(InvalidModelError, match="both must be numbers, and not negative"):
+    with pytest.raises(InvalidModelError, match="both must be integers from 0 on"):
         plan_model(path)
 
 
@@ -249,7 +249,7 @@ def _listed(graph: onnx.GraphProto) -> None:
 ENORMOUS = {
     "external": (_declared([1 << 33], external=True), "end at byte 68719476736 of data, which has only 65536 bytes"),
     "beyond 64 bits": (_declared([1 << 62], external=True), "end at byte 36893488147419103232 of data"),
-    "inside": (_declared([1 << 33], external=False), "tensor 'table' is not legal"),
+    "inside": (_declared([1 << 33], external=False), "tensor 'table' is invalid"),
     "constant": (_made("ConstantOfShape", value=helper.make_tensor("v", 7, [1], [1])), "has 8589934592 numbers along"),
     "expanded": (_made("Expand"), "has 8589934592 numbers along"),
     "input": (_stated, "'table' has 1073741824 numbers along its only axis"),
@@ -291,7 +291,10 @@ def test_steps_of_any_fixed_size_are_one_line(tmp_path: Path, axis: int) -> None
         if axis == 0 or info.name == "input_ids":
             dims[axis].dim_value = 1 << 30
     onnx.save(proto, tmp_path / "model.onnx")
-    with bounded_memory(), pytest.raises(UnsupportedModelError, match=r"memory than there is|numbers in one step|axis"):
+    with (
+        bounded_memory(),
+        pytest.raises(UnsupportedModelError, match=r"memory than this machine has|numbers in one step|axis"),
+    ):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
@@ -302,7 +305,7 @@ def test_a_report_that_unpacks_to_all_memory_is_not_read(tmp_path: Path) -> None
             for _ in range(257):
                 member.write(bytes(1 << 20))
     with (
-        pytest.raises(InvalidModelError, match="model.onnx has 269484032 bytes, and a report at most"),
+        pytest.raises(InvalidModelError, match="model.onnx has 269484032 bytes, but may have at most"),
         unpacked(tmp_path / "report.zip"),
     ):
         pass
@@ -311,9 +314,9 @@ def test_a_report_that_unpacks_to_all_memory_is_not_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (2**62, "has an axis of 4611686018427387904"),
-        (-1, "has an axis of -1"),
-        (2**31 - 1, "has 6442450941 numbers in one step; supported"),
+        (2**62, "has an axis of size 4611686018427387904"),
+        (-1, "has an axis of size -1"),
+        (2**31 - 1, "has 6442450941 numbers in one step; the importer supports"),
     ],
 )
 def test_a_batch_of_any_size_is_one_line(tmp_path: Path, size: int, words: str) -> None:
@@ -345,7 +348,9 @@ def test_functions_in_a_chain(tmp_path: Path) -> None:
     onnx.save(_chain(100), tmp_path / "model.onnx")
     assert plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).caches
     onnx.save(_chain(1000), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match="its functions call each other more than 100 deep, from 'f0' on"):
+    with pytest.raises(
+        UnsupportedModelError, match="its functions call each other more than 100 levels deep, starting at 'f0'"
+    ):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
@@ -369,7 +374,8 @@ def test_records_of_any_depth_are_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "words"), [(0, "the function 'f0' calls itself"), (40, "its functions become 2199023255659 nodes")]
+    ("depth", "words"),
+    [(0, "the function 'f0' calls itself"), (40, "inlining its functions gives 2199023255659 nodes")],
 )
 def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: int, words: str) -> None:
     proto = make_foreign("concat", SMALL)
@@ -425,7 +431,7 @@ def test_data_that_change_while_they_are_copied(tmp_path: Path, monkeypatch: pyt
 
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(save, "_copy", cut_in_between)
-    with pytest.raises(InvalidModelError, match=r"model.onnx.data: was changed or replaced while it was read"):
+    with pytest.raises(InvalidModelError, match=r"model.onnx.data: was changed or replaced after it was read"):
         rewrite_model(path, tmp_path / "out" / "model.onnx")
     assert not [*tmp_path.glob("out/*")]
 
@@ -444,7 +450,9 @@ def test_optional_values_are_one_line(tmp_path: Path, form: str, op: str) -> Non
     for new in reversed(made):
         proto.graph.node.insert(at, new)
     onnx.save(proto, tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match="'optional' is of type optional; supported are tensors"):
+    with pytest.raises(
+        UnsupportedModelError, match="'optional' is of type optional; the importer supports only tensors"
+    ):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
@@ -473,6 +481,6 @@ def test_patterns_of_names_match_in_linear_time(tmp_path: Path, pattern: str) ->
     try:
         found = load_patterns(tmp_path / "roles.yaml")
     except TrtKvCacheError as error:
-        assert "no regular expression of RE2" in str(error)  # noqa: PT017
+        assert "not a regular expression of RE2" in str(error)  # noqa: PT017
     else:
         assert not found[0].matches("a" * 10_000 + "b", "input")

@@ -50,7 +50,7 @@ def test_refusals_say_what_was_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
     monkeypatch.setattr(spellings, "_visible", visible)
     onnx.save(spellings.make(spelled(0, kept=1.0)), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"at 4 tokens, query 0 of '\w+' gives no weight to key 2"):
+    with pytest.raises(UnsupportedModelError, match=r"after 4 tokens, query 0 of '\w+' gives no weight to key 2"):
         import_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 

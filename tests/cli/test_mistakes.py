@@ -22,7 +22,7 @@ MISTAKES = {
     "serve modle.onnx": NO_MODEL,
     "plugins modle.onnx": NO_MODEL,
     "plan empty": "a directory without an .onnx file; give the path of an .onnx file",
-    "plan two": "2 models that may be the decoder (a.onnx, b.onnx); give the path of an .onnx file",
+    "plan two": "2 models may be the decoder (a.onnx, b.onnx); give the path of an .onnx file",
     "plan broken.onnx": "text, not a binary ONNX model; give the path of an .onnx file",
     "plan weights.gguf": "a checkpoint; export it first: trt-kvcache export weights.gguf -o weights-onnx/",
     "plan checkpoint": EXPORT,

@@ -136,5 +136,5 @@ def test_a_report_from_elsewhere_writes_no_other_file(location: str, tmp_path: P
         archive.writestr("model.onnx", helper.make_model(graph).SerializeToString())
         archive.writestr("report.json", '{"options": {}}')
     said = run("plan", str(tmp_path / "report.zip"), code=1)
-    assert "report.zip: no report of trt-kvcache: its model refers to" in said
+    assert "report.zip: not a report of trt-kvcache: its model refers to the file" in said
     assert [file.name for file in tmp_path.iterdir()] == ["report.zip"]

@@ -42,5 +42,5 @@ def test_treated(case: NodeCase, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", REFUSED, ids=lambda case: case.name)
 def test_in_op_cache_is_refused(case: NodeCase, tmp_path: Path) -> None:
     """A cache inside Attention, or an output beside it, is named as such."""
-    with pytest.raises(UnsupportedModelError, match=r"past_key|gives its scores as an output \(qk_matmul_output\)"):
+    with pytest.raises(UnsupportedModelError, match=r"past_key|returns its scores \(qk_matmul_output\)"):
         imported(case.model, tmp_path)

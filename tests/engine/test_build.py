@@ -218,7 +218,7 @@ def test_a_model_that_the_check_refuses_becomes_no_engine(
     def refuse(*args: Any, **limits: Any) -> None:
         if begin is not None:
             assert begin.wait(60)
-        raise UnsupportedModelError("it does not compute what was recognized")
+        raise UnsupportedModelError("it does not compute the same")
 
     def listen(event: ProgressEvent) -> None:
         if event.phase == STAGES[1]:
@@ -229,7 +229,7 @@ def test_a_model_that_the_check_refuses_becomes_no_engine(
     monkeypatch.setattr(pipeline, "check_rewrite", refuse)
     if when == "of a build that fails":
         monkeypatch.setattr(process, "WORKER", ("-c", "raise SystemExit(3)"))
-    with pytest.raises(UnsupportedModelError, match="it does not compute what was recognized"):
+    with pytest.raises(UnsupportedModelError, match="it does not compute the same"):
         build_engine(model, tmp_path / "model.engine", progress=listen)
     assert not names(tmp_path)
 
@@ -320,7 +320,7 @@ def test_a_change_while_tensorrt_builds_is_an_error(
             change(folder / changed, tmp_path / "aside")
             left.extend(p.name for p in folder.iterdir() if not p.name.startswith("."))
 
-    with pytest.raises(InvalidModelError, match=rf"{changed}: (was changed or replaced while|cannot be read)"):
+    with pytest.raises(InvalidModelError, match=rf"{changed}: (was changed or replaced after|cannot be read)"):
         build_engine(model, folder / "model.engine", progress=meanwhile)
     assert left
     assert {p.name for p in folder.iterdir()} == set(left)

@@ -227,7 +227,9 @@ def test_an_input_of_a_type_that_no_engine_has_is_refused(tmp_path: Path) -> Non
     g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
     onnx.save(g.model(), tmp_path / "encoder.onnx")
     plan, taken = constants(model)
-    with pytest.raises(UnsupportedModelError, match="input 'features' is double, which no TensorRT engine has"):
+    with pytest.raises(
+        UnsupportedModelError, match="input 'features' is double, which TensorRT engines do not support"
+    ):
         import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
 
 
@@ -263,7 +265,7 @@ def test_sources_longer_than_the_table_of_positions(counted: bool, offset: int, 
     found = job(12 + offset)
     assert found is not None
     assert found.vocab == 50
-    with pytest.raises(OptionError, match=r"input_ids \[1, 12\] takes row \d+ of 'positions.weight', which has \d+"):
+    with pytest.raises(OptionError, match=r"input_ids \[1, 12\] reads row \d+ of 'positions.weight', which has \d+"):
         job(12 + offset - 1)
 
 
@@ -284,7 +286,7 @@ def test_pairs_of_positions(tmp_path: Path) -> None:
     onnx.save(g.model(), tmp_path / "encoder_model.onnx")
     plan, _ = constants(model)
     assert find_job(model, plan, BuildOptions(max_encoder=1100)) is not None
-    with pytest.raises(OptionError, match=r"takes 25000000 rows, too many to look at, .*max_encoder"):
+    with pytest.raises(OptionError, match=r"reads 25000000 rows \(too many to check\) .*max_encoder"):
         find_job(model, plan, BuildOptions(max_encoder=5000))
 
 
@@ -382,7 +384,7 @@ def test_weights_in_two_folders(model: Path, tmp_path: Path) -> None:
     model.with_name("encoder_model.onnx").rename(folder / "model.onnx")
     onnx.save(step, tmp_path / "decoder_model.onnx", save_as_external_data=True, location="step.data", size_threshold=0)
     plan, _ = constants(model)
-    with pytest.raises(UnsupportedModelError, match="lie in two folders.*put the files of the export into one folder"):
+    with pytest.raises(UnsupportedModelError, match="are in different folders.*put all files of the export into"):
         find_job(model, plan, BuildOptions(**SIZES))
 
 

@@ -62,5 +62,5 @@ def test_rotary_tables_bound_the_capacity():
     """ONNX Runtime's operator refuses positions after their end."""
     path = _path("ort-genai/llama_cpu_fp32")
     plan_model(path, PlanOptions(capacity=256))
-    with pytest.raises(OptionError, match="257, but the model takes no more than 256 tokens"):
+    with pytest.raises(OptionError, match="257, but the model supports at most 256 tokens"):
         plan_model(path, PlanOptions(capacity=257, beyond_length=True))

@@ -47,7 +47,7 @@ def test_no_repeat_and_a_fixed_length() -> None:
 def test_attention_before_a_scan(dtype: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = harness.imported(decoder(dtype), tmp_path)
     assert [item.kind is AttentionKind.LOWERED for item in result.plan.attention] == [True, False]
-    assert result.plan.attention[0].reason == "a Scan over a dynamic number of steps depends on it"
+    assert result.plan.attention[0].reason == "a Scan with a dynamic number of steps depends on this attention"
     verify_model(tmp_path / "model.onnx").check()
     assert harness.build(result).stage == "built"
     monkeypatch.setattr(attention_plans, "nodes_before_scans", lambda graph: ())

@@ -95,7 +95,7 @@ def checkpoint_of(model: Path, folder: Path, dtype: str = "float32", *, double: 
 def test_weights_say_it_where_names_do_not(tmp_path: Path) -> None:
     with pytest.raises(
         UnsupportedModelError,
-        match=r"no product of the model is known to be a module .*; give checkpoint, the checkpoint that it was",
+        match=r"cannot tell which products of the model belong .*; give the checkpoint of the model with",
     ):
         plan_model(TORCH, replace(OPTIONS, lora_targets=("q_proj",)))
     given = replace(OPTIONS, checkpoint=str(checkpoint_of(TORCH, tmp_path / "checkpoint")))
@@ -146,7 +146,7 @@ def test_quantized_weights_are_found_by_what_they_are_near_to(symmetric: bool, t
     (tmp_path / "other").mkdir()
     save_file(tensors, tmp_path / "other" / "model.safetensors")
     with pytest.raises(
-        UnsupportedModelError, match="no product of the model is known to be a module of the checkpoint"
+        UnsupportedModelError, match="cannot tell which products of the model belong to modules of the checkpoint"
     ):
         plan_model(quantized, replace(OPTIONS, checkpoint=str(tmp_path / "other")))
 
@@ -156,15 +156,15 @@ def test_a_checkpoint_of_another_model_is_not_taken_for_its_own(tmp_path: Path) 
     tensors = {f"{module}.weight": np.ascontiguousarray(tiny.weight(module).T + 1e-3) for module in tiny.modules}
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(
-        UnsupportedModelError, match="no product of the model is known to be a module of the checkpoint"
+        UnsupportedModelError, match="cannot tell which products of the model belong to modules of the checkpoint"
     ):
         plan_model(TORCH, replace(OPTIONS, checkpoint=str(tmp_path)))
-    with pytest.raises(OptionError, match="no checkpoint: there is no .safetensors file"):
+    with pytest.raises(OptionError, match="not a checkpoint: it has no .safetensors file"):
         plan_model(TORCH, replace(OPTIONS, checkpoint=str(tmp_path / "none")))
 
 
 def test_targets_that_are_not_there_are_named_with_the_closest() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"is a module 'q_prj': there are 'q_proj', '\w+'"):
+    with pytest.raises(UnsupportedModelError, match=r"product for the module 'q_prj'; it has .* for 'q_proj', '\w+'"):
         plan_model(LLAMAS["optimum/llama"], replace(OPTIONS, lora_targets=("q_prj",)))
 
 
@@ -198,7 +198,7 @@ def test_a_product_whose_first_axis_is_unknown_is_refused(tmp_path: Path) -> Non
     graph.node.insert(at + 1, back)
     graph.node.insert(at, turned)
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"nothing says that its first axis is the batch"):
+    with pytest.raises(UnsupportedModelError, match=r"the model does not show that the first axis is the batch"):
         plan_model(tmp_path / "model.onnx", PlanOptions(lora_rank=4))
 
 

@@ -64,7 +64,7 @@ def data_file(path: Path) -> Path:
 
 BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
-    "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put that file into"),
+    "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put this file into"),
     "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
     "scores": (of(scores_of_no_stage()), "qk_matmul_output_mode 4; ONNX allows 0 to 3"),
 }
@@ -163,7 +163,7 @@ def test_ambiguous_role_names_the_way_out(tmp_path: Path) -> None:
     next(info for info in model.graph.input if info.name == "write_indices").name = "x"
     path.write_bytes(model.SerializeToString())
     check_refusal(["plan", path], "input 'x' could be write_indices (")
-    check_refusal(["plan", path], "say which with --config, a YAML file such as: roles: {write_indices: x}")
+    check_refusal(["plan", path], "give its role with --config, a YAML file such as: roles: {write_indices: x}")
     config = tmp_path / "roles.yaml"
     config.write_text("roles: {write_indices: x}")
     role = plan_model(path, PlanOptions(config=str(config))).tensor(Role.WRITE_INDICES)

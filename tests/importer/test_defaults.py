@@ -70,9 +70,9 @@ def test_a_name_of_the_callers_own_is_asked_for_at_a_fixed_shape(tmp_path: Path)
 @pytest.mark.parametrize(
     ("value", "shape", "said"),
     [
-        (np.zeros((1, 1), np.int64), [1, 2], r"int64 \[1, 2\], and its initializer is int64 \[1, 1\]"),
-        (np.zeros((1, 1), np.int64), ["b", "s", 1], r"int64 \['b', 's', 1\], and its initializer is int64 \[1, 1\]"),
-        (np.zeros((1, 1), np.int32), [1, 1], r"int64 \[1, 1\], and its initializer is int32 \[1, 1\]"),
+        (np.zeros((1, 1), np.int64), [1, 2], r"int64 \[1, 2\], but its initializer is int64 \[1, 1\]"),
+        (np.zeros((1, 1), np.int64), ["b", "s", 1], r"int64 \['b', 's', 1\], but its initializer is int64 \[1, 1\]"),
+        (np.zeros((1, 1), np.int32), [1, 1], r"int64 \[1, 1\], but its initializer is int32 \[1, 1\]"),
     ],
 )  # fmt: skip
 def test_a_default_that_is_no_value_of_its_input_is_named(value: Any, shape: Any, said: str, tmp_path: Path) -> None:

@@ -160,7 +160,7 @@ def codebooks(folder: Path, name: str, axis: int) -> Path:
 @pytest.mark.parametrize("name", ["input_ids", "codes"])
 def test_codebooks_before_tokens_are_refused_by_name(name: str, tmp_path: Path) -> None:
     """The message told to export caches that grow by Concat, as these do."""
-    words = rf"input '{name}' \['batch', 4, 'sequence'\] brings 4 ids for each new token, .* as \[B, S, 4\]"
+    words = rf"input '{name}' \['batch', 4, 'sequence'\] has 4 ids for each new token, .* as \[B, S, 4\]"
     with pytest.raises(UnsupportedModelError, match=words):
         plan_model(codebooks(tmp_path, name, 1), PlanOptions(capacity=24))
 

@@ -49,7 +49,7 @@ def test_the_rewritten_model_says_it_by_its_own_input(after: Callable[[Build, st
     model = write(tmp_path, after)
     plan = plan_model(model, PlanOptions(capacity=24))
     assert plan.logits_span is not None
-    (name,) = (c.old.partition(" ")[0] for c in plan.changes if c.why == "logits_span says it")
+    (name,) = (c.old.partition(" ")[0] for c in plan.changes if c.why == "the length of logits_span replaces it")
     assert name not in [t.name for t in plan.tensors]
     assert verify_model(model, PlanOptions(capacity=24), VerifyOptions(chunks=(4, 2), tokens=2)).passed
     shape = onnx.load(model).graph.input[-1].type.tensor_type.shape.dim
@@ -63,7 +63,7 @@ def test_the_rewritten_model_says_it_by_its_own_input(after: Callable[[Build, st
 def test_logits_stay_of_all_positions_if_that_is_asked_for(tmp_path: Path) -> None:
     plan = plan_model(write(tmp_path, cut()), PlanOptions(capacity=24, logits=LogitPositions.ALL))
     assert plan.logits_span is None
-    assert "the logits are of all positions" in [c.why for c in plan.changes]
+    assert "the model returns all logits" in [c.why for c in plan.changes]
 
 
 @pytest.mark.parametrize("after", [chosen, cut(end=3)])

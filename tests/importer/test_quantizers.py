@@ -22,7 +22,7 @@ from trt_kvcache.importer.families.quantizers import refuse_integers
 
 FLOAT = TensorProto.FLOAT
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)
-ADVICE = "int8 of ONNX Runtime is for CPUs: export in float16, or with int4 weights"
+ADVICE = "TensorRT does not support ONNX Runtime's int8 for CPUs: export in float16, or with int4 weights"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def decoder(scale: Any, zero: Any) -> onnx.ModelProto:
     ("zero", "what"),
     [
         (None, "rounds to uint8"), (np.uint8(128), "rounds to uint8"), (np.uint16(7), "rounds to uint16"),
-        (np.int16(0), "rounds to int16"), (np.int8(-5), "rounds around another number than 0"),
+        (np.int16(0), "rounds to int16"), (np.int8(-5), "quantizes to int8 with a zero point other than 0"),
     ],
 )  # fmt: skip
 def test_rounding_for_cpus_is_refused_by_name(zero: Any, what: str, tmp_path: Path) -> None:

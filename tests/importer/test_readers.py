@@ -38,23 +38,23 @@ def of_corpus(key: str, folder: Path) -> Path:
     [
         (
             lambda folder: built(over_another_axis, folder),
-            r"weights of keys in 'matmul_66' depend on more than head and distance",
+            r"weights of keys in 'matmul_66' depend on more than the head and the distance",
         ),
         (
             lambda folder: of_corpus("reader/probabilities shown", folder),
-            r"reads the cache 'past_key_values.0.key' and is not a recognized attention; supported",
+            r"reads the cache 'past_key_values.0.key', but is not a recognized attention; only",
         ),
         (
             lambda folder: of_corpus("edited/mask_transposed", folder),
-            r"Add 'node_Add_98' takes sizes 7 and 64, which do not fit",
+            r"Add 'node_Add_98' gets sizes 7 and 64, which do not fit",
         ),
         (
             lambda folder: of_corpus("update/attention_over_past", folder),
-            r"Add 'node_add_36' takes sizes 4 and 11, which do not fit",
+            r"Add 'node_add_36' gets sizes 4 and 11, which do not fit",
         ),
         (
             lambda folder: of_corpus("reader/past in the hidden states", folder),
-            r"'present.0.key' gets no new rows of 'past_key_values.0.key'; supported",
+            r"'present.0.key' should hold new rows of the cache 'past_key_values.0.key', but holds none",
         ),
     ],
     ids=["axis of the softmax", "probabilities are an output", "turned mask", "scores over the past", "another reader"],

@@ -48,7 +48,7 @@ def stacked(model: onnx.ModelProto, batch_first: bool) -> onnx.ModelProto:
 def test_several_caches_in_one_tensor(batch_first: bool, tmp_path: Path) -> None:
     onnx.save(stacked(make_decoder(Decoder(layers=2)), batch_first), tmp_path / "model.onnx")
     with pytest.raises(
-        UnsupportedModelError, match=r"'caches' \[.*\] holds several caches in one tensor; supported is"
+        UnsupportedModelError, match=r"'caches' \[.*\] holds several caches in one tensor; each cache must"
     ):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
 
@@ -62,7 +62,7 @@ def test_a_mask_over_the_new_tokens_alone(tmp_path: Path) -> None:
         return g.Add(scores, g.Where(seen, g.number(0), g.number(-1e9)))
 
     onnx.save(make_decoder(Decoder(mask="none", masked=over_new)), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"Add '.*' takes sizes \d+ and \d+, .*; if one of them is a mask"):
+    with pytest.raises(UnsupportedModelError, match=r"Add '.*' gets sizes \d+ and \d+, .*; if one of them is a mask"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
 
 

@@ -87,9 +87,9 @@ def test_directory(tmp_path: Path) -> None:
         (b"PK\x03\x04\0\0\0\0", "a zip archive"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "a pointer of Git LFS"),
         (b"\x10\0\0\0ORTM\0\0", "ONNX Runtime's own format"),
-        (b"\x0a\xff\xff\xff\xff", "not an ONNX model, or truncated (5 bytes do not decode)"),
-        (scatter_model().SerializeToString().replace(b"present", b"pres\xffnt"), "is not text: b'"),
-        (b"`\xf8T", "not an ONNX model, or truncated (no graph and no opset import)"),
+        (b"\x0a\xff\xff\xff\xff", "not an ONNX model, or truncated (5 bytes cannot be decoded)"),
+        (scatter_model().SerializeToString().replace(b"present", b"pres\xffnt"), "is not UTF-8 text: b'"),
+        (b"`\xf8T", "not an ONNX model, or truncated (it has no graph and no opset import)"),
     ],
 )
 def test_not_onnx(tmp_path: Path, content: bytes, said: str) -> None:
@@ -132,7 +132,7 @@ def test_paths_are_absolute(stored: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("reference", "said"),
     [
         ({"location": "no.bin"}, "are in no.bin, which is missing"),
-        ({}, "are external, but no file is named"),
+        ({}, "are external, but the model names no file"),
         ({"location": "/etc/passwd"}, "lie outside the model's folder ('/etc/passwd')"),
         ({"location": "../a.bin"}, "lie outside the model's folder ('../a.bin')"),
         ({"location": "x/../a.bin"}, "lie outside the model's folder"),
@@ -141,7 +141,7 @@ def test_paths_are_absolute(stored: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ({"location": "a\0b"}, "cannot be read"),
         ({"location": "a.bin", "offset": 64, "length": 128}, "end at byte 192 of a.bin, which has only 128 bytes"),
         ({"location": "a.bin", "offset": 64}, "end at byte 192 of a.bin"),
-        ({"location": "a.bin", "length": 64}, "are 64 bytes of a.bin, but its dtype and shape need 128"),
+        ({"location": "a.bin", "length": 64}, "are 64 bytes of a.bin, but the tensor's dtype and shape need 128"),
         ({"location": "a.bin", "offset": -1}, "have offset '-1'"),
         ({"location": "a.bin", "offset": "x"}, "have offset 'x'"),
     ],
@@ -195,11 +195,11 @@ def with_axis(axis: int) -> onnx.ModelProto:
 
 
 BAD_SCATTERS = [
-    (scatter_model(opset=23), "needs opset 24, but the model imports opset 23; export it again with opset 24"),
+    (scatter_model(opset=23), "needs opset 24, but the model imports opset 23; export the model again with opset 24"),
     (scatter_model(axis=0), "breaks a rule of ONNX: axis 0 is out of range for rank 4"),
     (with_axis(4), "breaks a rule of ONNX: axis 4 is out of range for rank 4"),
     (with_axis(-4), "breaks a rule of ONNX: axis 0 is out of range for rank 4"),
-    (scatter_model(mode="ring"), "has mode 'ring'; ONNX defines 'linear' and 'circular'"),
+    (scatter_model(mode="ring"), "has mode 'ring'; ONNX defines only 'linear' and 'circular'"),
     (edited(lambda g: setattr(dim(g, 1, 1), "dim_value", 3)), "Dimension mismatch in unification between 3 and 2"),
     (edited(lambda g: g.input[1].type.tensor_type.shape.dim.pop()), "past_cache and update must have the same rank"),
     (edited(lambda g: setattr(dim(g, 1, 0), "dim_value", 3), shape=(2, 2, 16, 8)), "unification between 3 and 2"),
@@ -252,9 +252,9 @@ def cast(to: int) -> onnx.ModelProto:
 BAD_GRAPHS: list[tuple[onnx.ModelProto, str]] = [
     (edited(lambda g: g.node[0].input.__delitem__(slice(1, None))), "not valid ONNX: Node"),
     (edited(lambda g: set_type(g, 1, 99)), "'update' has element type 99, which ONNX does not define"),
-    (short_weight(8), "100 bytes of data where its dtype and shape need 128"),
-    (short_weight(1000), "100 bytes of data where its dtype and shape need 16000"),
-    (two_of_one_name(), "two initializers are named 'w'"),
+    (short_weight(8), "100 bytes of data, but its dtype and shape need 128"),
+    (short_weight(1000), "100 bytes of data, but its dtype and shape need 16000"),
+    (two_of_one_name(), "two initializers have the name 'w'"),
     (older_function(), "imports opset 23"),
     *((cast(to), f"Cast 'cast' casts to element type {to}, which ONNX does not define; export the model again")
       for to in (TensorProto.UNDEFINED, 99, -1)),
@@ -307,7 +307,7 @@ def test_data_that_do_not_fill_their_shape(
         getattr(tensor, field).extend(values)
     model = scatter_model()
     model.graph.initializer.append(tensor)
-    assert "tensor 'odd' is not legal" in refusal(write(tmp_path / "model.onnx", model))
+    assert "tensor 'odd' is invalid" in refusal(write(tmp_path / "model.onnx", model))
 
 
 # --- writing
@@ -341,7 +341,7 @@ def test_save_refuses_to_replace_a_different_data_file(stored: Path, tmp_path: P
     (target / "weights").mkdir(parents=True)
     (target / "weights" / "a.bin").write_bytes(bytes(128))
     source = load_source(stored)
-    with pytest.raises(OutputError, match="another file stands where a data file must be copied"):
+    with pytest.raises(OutputError, match="is another file than the data file that must be copied"):
         save_model(source.proto, target / "out.onnx", source)
     assert listing(target) == {"weights/a.bin": bytes(128)}
 
@@ -386,7 +386,7 @@ def test_save_refuses_the_name_of_a_data_file(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(bytes(128))
     source = load_source(write(tmp_path / "model.onnx", external_model(location="w.bin")))
     (tmp_path / "target").mkdir()
-    with pytest.raises(OutputError, match="a data file of the model has this name"):
+    with pytest.raises(OutputError, match="a data file of the model already has this name"):
         save_model(source.proto, tmp_path / "target" / "w.bin", source)
 
 

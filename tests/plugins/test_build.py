@@ -87,15 +87,24 @@ def test_plans_without_the_plugin_do_not_register_it(tmp_path: Path) -> None:
     assert not ask(NEWEST, SCRIPT, {"model": str(model), "gpu": ("none", (0, 0))}, stubs(tmp_path))["registered"]
 
 
-CONTRACT = "--fallback contract (in place, while no update straddles the wrap) or "
-FUNCTIONAL = "--fallback functional (plain operators, a copy of the cache per step)"
+CONTRACT = "--fallback contract (in place, but no update may cross the end of the ring) or "
+FUNCTIONAL = "--fallback functional (plain operators, which copy the cache in each step)"
 WAYS_OUT = {
-    "circular": (scatter_model(mode="circular"), f"do without the plugin: {CONTRACT}{FUNCTIONAL}"),
-    "int8": (scatter_model(dtype=3), f"do without the plugin: {FUNCTIONAL}"),
-    "circular int8": (scatter_model(dtype=3, mode="circular"), f"do without the plugin: {FUNCTIONAL}"),
-    "fp8": (scatter_model(dtype=17), "no way for its float8e4m3fn caches: export them as float16, bfloat16 or float32"),
-    "packed": (packed_model(), "no way for its packed updates on TensorRT before 11.0, .*: export with padded updates"),
-    "packed circular": (packed_model(mode="circular"), "no way for its packed updates: export with padded updates"),
+    "circular": (scatter_model(mode="circular"), f"plan without the plugin: {CONTRACT}{FUNCTIONAL}"),
+    "int8": (scatter_model(dtype=3), f"plan without the plugin: {FUNCTIONAL}"),
+    "circular int8": (scatter_model(dtype=3, mode="circular"), f"plan without the plugin: {FUNCTIONAL}"),
+    "fp8": (
+        scatter_model(dtype=17),
+        "the float8e4m3fn caches of this model need the plugin: export them as float16, bfloat16 or float32",
+    ),
+    "packed": (
+        packed_model(),
+        "the packed updates of this model need the plugin on TensorRT before 11.0; .*: export with",
+    ),
+    "packed circular": (
+        packed_model(mode="circular"),
+        "the packed updates of this model need the plugin: export with padded updates",
+    ),
 }
 
 

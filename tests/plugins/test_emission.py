@@ -52,7 +52,9 @@ def test_a_model_that_has_the_node_already_is_refused(tmp_path: Path) -> None:
     graph.node("KVCacheUpdate", ["cache_0", "update_0", "write_indices"], ["present_0"], NAMESPACE)
     graph.output("present_0", TensorProto.INT8, ["B", 2, 6, 4])
     onnx.save(graph.model(24, [NAMESPACE]), tmp_path / "model.onnx")
-    with pytest.raises(UnsupportedModelError, match=r"node of this project's plugin \(KVCacheUpdate\).*without it"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"node of this project's plugin \(KVCacheUpdate\).*before its rewrite"
+    ):
         plan_model(tmp_path / "model.onnx")
 
 

@@ -228,7 +228,7 @@ def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> 
         (tmp_path / "weights.bin", OptionError, "weights.bin: cannot be read as embeddings; supported: an .onnx"),
         (tmp_path / "broken.npy", OptionError, "cannot be read as an .npy table"),
         (tmp_path / "broken.safetensors", OptionError, "cannot be read as safetensors"),
-        (tmp_path / "broken.onnx", ModelError, "broken.onnx: text, not a binary ONNX model"),
+        (tmp_path / "broken.onnx", ModelError, "broken.onnx: a file with text, not a binary ONNX model"),
         (tmp_path / "narrow.npy", OptionError, rf"narrow.npy .*: embeddings of width 8, and .* takes {width}"),
         (
             tmp_path / "two.safetensors",

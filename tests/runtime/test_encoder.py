@@ -204,15 +204,15 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     step = onnx.load(first_step(tmp_path / "decoder_model.onnx"))
     del step.graph.output[0]
     onnx.save(step, tmp_path / "decoder_model.onnx")
-    refused("'past_key_values.a.encoder.key', which .*encoder_model.onnx does not give, nor does .*decoder_model.onnx")
+    refused("'past_key_values.a.encoder.key', but .*encoder_model.onnx does not compute it, and .*decoder_model.onnx")
     (tmp_path / "decoder_model.onnx").write_bytes(b"nothing")
     refused("decoder_model.onnx", InvalidModelError)
     (tmp_path / "decoder_model.onnx").unlink()
-    refused("does not give, and there is no decoder_model.onnx beside it")
+    refused("does not compute it, and there is no decoder_model.onnx beside it")
     (tmp_path / "encoder_model.onnx").write_bytes(b"nothing")
     refused("encoder_model.onnx: ONNX Runtime .* cannot run it")
     encoder(tmp_path / "encoder_model.onnx", hidden="x", more=["y"])
-    refused(r"an encoder gives float \[batch, length, width\]; it gives 'x' .*, 'y'")
+    refused(r"an encoder must have one output float \[batch, length, width\], but this model has 'x' .*, 'y'")
     model = write(tmp_path / "alone.onnx", hybrid_model())
     refused("takes nothing from an encoder", OptionError)
 

@@ -1,4 +1,4 @@
-"""Models whose tokens of one step see each other: a prompt is never cut, and nothing is guessed or taken back."""
+"""Models whose tokens see later tokens of a step: a prompt is never cut, and nothing is guessed or taken back."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_a_prompt_that_does_not_fit_into_a_step_is_refused(model: Path) -> None:
 
 
 def test_nothing_is_guessed_shared_or_taken_back(model: Path, session: DecodeSession) -> None:
-    with pytest.raises(OptionError, match="guesses tokens, and tokens of one step see each other"):
+    with pytest.raises(OptionError, match="guesses tokens, and tokens see later tokens of the same step"):
         session.generate([PROMPT], prompt_lookup_num_tokens=2)
-    with pytest.raises(OptionError, match="a draft cannot help this model: tokens of one step see each other"):
+    with pytest.raises(OptionError, match="a draft cannot help this model: tokens see later tokens of the same step"):
         DecodeSession.open(model, capacity=24, draft=model)
     with pytest.raises(OptionError, match="prefix_cache cannot reuse rows of this model: tokens of one step see later"):
         DecodeSession.open(model, capacity=24, schedule=Schedule(prefix_cache=1 << 20))
@@ -157,7 +157,7 @@ def test_masks_of_static_models_are_run(
     onnx.save(g.model(), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx")
     assert plan.prefill_in_one_step is whole
-    assert any("tokens of one step see each other" in note for note in plan.notes) is whole
+    assert any("tokens see later tokens of the same step" in note for note in plan.notes) is whole
 
 
 @pytest.mark.parametrize(

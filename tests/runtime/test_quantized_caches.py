@@ -109,10 +109,10 @@ def test_plan_says_bytes_saved_and_sessions_take_them(tmp_path: Path, kind: Cach
     assert plan.cache_bytes() == 64 * after
     share = f"{1 - after / before:.0%}"
     assert plan.notes[0] == (
-        f"--cache-dtype {kind.value}: {after} bytes of caches per token with their scales, {before} as float32: "
-        f"{before - after} saved ({share})"
+        f"--cache-dtype {kind.value}: the caches take {after} bytes per token with their scales, instead of "
+        f"{before} as float32: {before - after} bytes saved ({share})"
     )
-    assert any("caches of 4 bits change what a small model says" in note for note in plan.notes) == (kind is INT4)
+    assert any("caches of 4 bits change the text of a small model" in note for note in plan.notes) == (kind is INT4)
     assert {c.route for c in plan.caches} == ({Route.NATIVE} if target is RTX else {Route.NATIVE, Route.PLUGIN})
     assert all(c.in_place and c.carried for c in plan.caches)
     with DecodeSession.open(model, plan_options=options(kind, target), max_batch=2) as session:
@@ -194,12 +194,12 @@ def test_a_wrong_scale_fails_verify(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "planned", "words"),
     [
-        (CONFIG, options(FP8), "cache_dtype is fp8, and TensorRT for RTX holds caches of float32, float16 and bfloat"),
-        (replace(CONFIG, head_size=4, dtype="float16"), options(INT8), "rows of 4 numbers, which take 64 bits as fl"),
-        (CONFIG, options(INT8, FULL, fallback=Fallback.FUNCTIONAL), "fallback functional does without it"),
+        (CONFIG, options(FP8), "cache_dtype is fp8, but caches of TensorRT for RTX are float32, float16 or bfloat"),
+        (replace(CONFIG, head_size=4, dtype="float16"), options(INT8), "rows of 4 numbers, which need 64 bits as fl"),
+        (CONFIG, options(INT8, FULL, fallback=Fallback.FUNCTIONAL), "fallback functional excludes the plugin"),
         (
             replace(CONFIG, mode="circular", form="mobius"), options(INT8, fallback=Fallback.FUNCTIONAL),
-            r"is not written by TensorRT's own layer \(circular update of several tokens",
+            r"is not updated by TensorRT's own cache layer \(circular update of several tokens",
         ),
     ],
     ids=["fp8", "small rows", "no plugin", "not in place"],
@@ -213,7 +213,7 @@ def test_refusals(tmp_path: Path, config: DecoderConfig, planned: PlanOptions, w
 def test_caches_that_are_quantized_already_are_refused(tmp_path: Path) -> None:
     onnx.save(scatter_model(dtype=onnx.TensorProto.INT8), tmp_path / "model.onnx")
     assert plan_model(tmp_path / "model.onnx", PlanOptions(target=FULL)).caches[0].dtype == "int8"
-    with pytest.raises(OptionError, match="cache_dtype is int8, and cache 'past' is int8 already"):
+    with pytest.raises(OptionError, match="cache_dtype is int8, but cache 'past' already is int8"):
         plan_model(tmp_path / "model.onnx", options(INT8, FULL))
 
 

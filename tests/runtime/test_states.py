@@ -136,5 +136,5 @@ def test_models_and_lengths_that_do_not_fit(tmp_path: Path) -> None:
     model = cross_model("keys", "bool")
     heard = next(i for i in model.graph.input if i.name == "cross_attention_mask")
     heard.type.tensor_type.shape.dim[2].dim_param = "sequence"  # grows with the text
-    with pytest.raises(UnsupportedModelError, match="'cross_attention_mask' have shape .* and a step needs"):
+    with pytest.raises(UnsupportedModelError, match="'cross_attention_mask' have shape .* but a step needs"):
         OnnxRuntimeRunner(write(tmp_path / "m.onnx", model))

@@ -1,8 +1,8 @@
 """Turn an ONNX decoder into a plan and a rewritten model.
 
-Nothing here imports TensorRT.
+This package never imports TensorRT.
 
-    load_source     read the file, check it                           files
+    load_source     read and check a file                               files
     prepare         one flat graph, known shapes, fixed capacity;     prepare, simplify, recognize, emit
                     caches and attention in canonical form
     analyze         -> CachePlan                                      pipeline, planning, interface, plan
@@ -10,9 +10,9 @@ Nothing here imports TensorRT.
     check_rewrite   compare the rewritten model with the original     check
     patch_network   set what only TensorRT's parsed network has       patch
 
-`pipeline` calls all but the last, in this order. It loads `families` only for models that need them.
+`pipeline` calls all of these except the last, in this order. It loads `families` only for models that need them.
 
-Names load on first use. So the data classes in `trt_kvcache.importer.plan`, which manifests use, need no ONNX.
+Public names load on first use. So manifests can use the data classes in `trt_kvcache.importer.plan` without ONNX.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The default capacity of caches that grow or have a symbolic length. It is the same for all commands."""
+"""Find the default capacity of caches that grow or have a symbolic length. It is the same for all commands."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trt_kvcache.files import read_object
 __all__ = ["USUAL", "longest_text", "usual_capacity"]
 
 USUAL = 4096
-"""The default capacity in tokens, if the model's longest text is not shorter."""
+"""The largest default capacity in tokens; a shorter longest text of the model lowers it."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "context_length")
 
 
 def usual_capacity(folder: Path) -> int:
-    """Return the default: tokens of the model's longest text, at most 4096.
+    """Return the default capacity: the length of the model's longest text, at most 4096 tokens.
 
     Args:
         folder: the model's folder; see `longest_text`.
@@ -25,11 +25,11 @@ def usual_capacity(folder: Path) -> int:
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return the tokens of the model's longest text, and the source of that number; None if no config has it.
+    """Return the length of the model's longest text in tokens, and the source of this number; None if unknown.
 
     Args:
-        folder: the model's folder, with ``config.json`` or ``genai_config.json``. Unreadable files are ignored. For a
-            folder ``decoder``, the parent folder counts, too (mobius-onnx).
+        folder: the model's folder, with ``config.json`` or ``genai_config.json``. Unreadable files are ignored. If the
+            folder is named ``decoder``, the parent folder is also searched (mobius-onnx).
     """
     texts: list[tuple[int, str]] = []
     folders = (folder, folder.parent) if folder.name == "decoder" else (folder,)

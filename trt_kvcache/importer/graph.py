@@ -1,4 +1,4 @@
-"""Functions on onnx-graphsurgeon graphs: read dimensions and constants, emit nodes, sort."""
+"""Work with onnx-graphsurgeon graphs: read dimensions and constants, emit nodes, sort."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.protos import FLOATS as FLOATS
 
-# For every bfloat16 or float8 tensor, graphsurgeon would warn that numpy lacks the type. The type is kept.
+# For every bfloat16 or float8 tensor, graphsurgeon would warn that numpy does not have the type. It keeps the type.
 G_LOGGER.severity = G_LOGGER.ERROR
 
 _Result = TypeVar("_Result")
@@ -34,7 +34,7 @@ def is_op(node: gs.Node, *op_types: str) -> bool:
 
 
 def elem_type(tensor: gs.Tensor) -> int | None:
-    """The ONNX element type (``onnx.TensorProto.DataType``) of a tensor; None if the model does not give it."""
+    """Return the ONNX element type (``onnx.TensorProto.DataType``) of a tensor; None if unknown."""
     dtype = tensor.dtype
     if dtype is None:
         return None
@@ -44,20 +44,20 @@ def elem_type(tensor: gs.Tensor) -> int | None:
 
 
 def dtype_name(tensor: gs.Tensor) -> str:
-    """The element type in lower case, such as ``"float16"``; ``"?"`` where unknown."""
+    """Return the element type in lower case, such as ``"float16"``; ``"?"`` if unknown."""
     code = elem_type(tensor)
     return "?" if code in (None, 0) else str(onnx.TensorProto.DataType.Name(code)).lower()
 
 
 def dims(tensor: gs.Tensor) -> tuple[Dim, ...] | None:
-    """The shape, with ``"?"`` for dimensions without a size or symbol; None if the rank is unknown."""
+    """Return the shape, with ``"?"`` for dimensions without size and symbol; None if the rank is unknown."""
     if tensor.shape is None:
         return None
     return tuple(d if isinstance(d, int) and d >= 0 else d if isinstance(d, str) and d else "?" for d in tensor.shape)
 
 
 def input_or_none(node: gs.Node, index: int) -> gs.Tensor | None:
-    """Input `index` of a node; None if it is missing or empty."""
+    """Return input `index` of a node; None if it is missing or empty."""
     if index >= len(node.inputs):
         return None
     tensor = node.inputs[index]
@@ -65,12 +65,12 @@ def input_or_none(node: gs.Node, index: int) -> gs.Tensor | None:
 
 
 def producer(tensor: gs.Tensor) -> gs.Node | None:
-    """The node that computes a tensor; None for graph inputs and weights."""
+    """Return the node that computes a tensor; None for graph inputs and weights."""
     return tensor.inputs[0] if tensor.inputs else None
 
 
 def consumers(tensor: gs.Tensor) -> list[gs.Node]:
-    """The nodes that read a tensor, each once."""
+    """Return the nodes that read a tensor, each node once."""
     seen: dict[int, gs.Node] = {id(node): node for node in tensor.outputs}
     return list(seen.values())
 
@@ -81,9 +81,9 @@ def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
 
 
 def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
-    """The graph inputs on which each tensor depends, by name; inputs read only for their shape do not count.
+    """Map each tensor to the graph inputs on which it depends. Inputs of which only the shape is read do not count.
 
-    The nodes must be in topological order, as ONNX demands.
+    The nodes must be in topological order, as ONNX requires.
     """
     sources = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
     for node in graph.nodes:
@@ -94,7 +94,7 @@ def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
 
 
 def _reads(node: gs.Node) -> Iterator[str]:
-    """Names of tensors that a node reads, also in its nested graphs."""
+    """Yield the names of tensors that a node reads, also in its nested graphs."""
     yield from (str(t.name) for t in node.inputs)
     for body in (value for value in node.attrs.values() if isinstance(value, gs.Graph)):
         for inner in body.nodes:
@@ -103,7 +103,7 @@ def _reads(node: gs.Node) -> Iterator[str]:
 
 
 def is_constant(tensor: gs.Tensor) -> bool:
-    """True if a tensor is computed from constants only, without Shape or Size."""
+    """True if a tensor is computed only from constants, and without Shape or Size."""
     pending, seen = [tensor], set[int]()
     while pending:
         current = pending.pop()
@@ -118,7 +118,7 @@ def is_constant(tensor: gs.Tensor) -> bool:
 
 
 def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[Any] | None:
-    """The value of a small constant whose data are inside the model; None for anything else. Never loads weights."""
+    """Return the value of a small constant whose data are in the model; else None. Never loads weights."""
     if tensor is None:
         return None
     node = producer(tensor)
@@ -139,7 +139,7 @@ def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[A
 
 
 class Emitter:
-    """Adds nodes and constants to a graph; equal constants and equal requests are emitted once."""
+    """Adds nodes and constants to a graph. Equal constants, and results of `once` with equal keys, are added once."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph
@@ -159,7 +159,7 @@ class Emitter:
     def op(
         self, op: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int | None = None, **attrs: Any
     ) -> gs.Variable:
-        """Append a node with one output and return that output; its type is `dtype`, or the first input's."""
+        """Append a node with one output, and return the output. Its type is `dtype`, or that of the first input."""
         output = gs.Variable(self.name(hint), dtype=inputs[0].dtype if dtype is None else dtype)
         self.graph.nodes.append(gs.Node(op, self.name(f"{hint}:{op}"), attrs, list(inputs), [output]))
         return output
@@ -169,7 +169,7 @@ class Emitter:
         return self.constant(np.asarray(values, dtype=np.int64))
 
     def constant(self, values: npt.NDArray[Any]) -> gs.Constant:
-        """Add a constant of a numpy array."""
+        """Add a constant with the values of a numpy array."""
         return self.tensor(onnx.numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape)))
 
     def scalar(self, value: float, dtype: int) -> gs.Constant:
@@ -185,14 +185,14 @@ class Emitter:
         return self._constants[key]
 
     def once(self, key: object, make: Callable[[], _Result]) -> _Result:
-        """Call `make()` once for each key; returns its first result."""
+        """Call `make()` only once for each key. Return its result."""
         if key not in self._results:
             self._results[key] = make()
         return cast(_Result, self._results[key])
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Extend a name until it is not taken; a rewritten model may already have such names."""
+    """Extend a name until it is not in `taken`."""
     while name in taken:
         name += "_"
     return name
@@ -206,10 +206,10 @@ def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -
 
 
 def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
-    """Remove nodes that no output needs, and sort the others: ``cleanup().toposort()``, but four times faster.
+    """Remove nodes that no output needs, and sort the others, as ``cleanup().toposort()`` does, but four times faster.
 
     Args:
-        graph: the graph to edit; it is returned.
+        graph: the graph to edit in place. It is also returned.
         sort: False: only remove nodes.
     """
     if graph.functions or any(isinstance(v, gs.Graph) for node in graph.nodes for v in node.attrs.values()):
@@ -239,13 +239,13 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
     graph.nodes = needed
     order = _order(needed) if sort else needed
     if order is None:
-        return graph.toposort()  # its error names the fault
+        return graph.toposort()  # raises an error that describes the cycle
     graph.nodes = order
     return graph
 
 
 def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
-    """Nodes sorted by their longest distance from an input; None: the graph has a cycle."""
+    """Return the nodes, sorted by their longest distance from an input; None if the graph has a cycle."""
     own = {id(node) for node in nodes}
     before = {id(n): [maker for tensor in n.inputs for maker in tensor.inputs if id(maker) in own] for n in nodes}
     levels: dict[int, int] = {}
@@ -270,7 +270,10 @@ def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
 
 
 def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
-    """Export a graph with all shapes that ONNX infers. Also store them in the graph, to avoid a slow new import."""
+    """Export a graph with all shapes that ONNX infers.
+
+    Also store the shapes in the graph, to avoid a slow new import.
+    """
     model: onnx.ModelProto = onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True)
     tensors = graph.tensors()
     for value in (*model.graph.value_info, *model.graph.output):
@@ -284,7 +287,7 @@ def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
 def fold_identities(graph: gs.Graph) -> None:
     """Remove Identity nodes, so that a cache is directly a graph input, a graph output, K or V.
 
-    An Identity from a graph input (or weight) to a graph output stays: the model returns this copy.
+    An Identity from a graph input (or weight) to a graph output stays, because the model returns this copy.
     """
     identities = [node for node in graph.nodes if is_op(node, "Identity")]
     for node in identities:

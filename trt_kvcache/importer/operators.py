@@ -1,9 +1,9 @@
-"""Groups of ONNX operators with the same effect on numbers."""
+"""Define groups of ONNX operators with the same effect on numbers."""
 
 from __future__ import annotations
 
 RESHAPES = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
-"""The result has the numbers of the first input, in the same order, in another shape."""
+"""The result has the numbers of the first input in the same order, but another shape."""
 
 VIEWS = ("Identity", "Transpose", *RESHAPES)
 """The result has each number of the first input once."""
@@ -26,4 +26,4 @@ QUANTIZES = ("DynamicQuantizeLinear", "DynamicQuantizeMatMul")
 INTEGER_PRODUCTS = (
     "ConvInteger", "DynamicQuantizeLSTM", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm",
 )  # fmt: skip
-"""Products of 8-bit integers, except operators whose names begin with QLinear."""
+"""Products of 8-bit integers, except operators whose names start with QLinear."""

@@ -1,4 +1,4 @@
-"""Set properties on the parsed network that ONNX does not have. So the ONNX model stays standard."""
+"""Set properties of the parsed network that ONNX cannot express. So the ONNX model stays standard."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from trt_kvcache.importer.plan import AttentionKind, CachePlan
 
 
 def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: bool = False) -> None:
-    """Let TensorRT decompose the attentions that no fused kernel covers.
+    """Allow TensorRT to decompose attentions for which it has no fused kernel.
 
-    Without it the build fails ("Attention operation was not supported by a dedicated kernel", measured on TensorRT for
-    RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would do the same, but then other runtimes refuse the model.
+    Without this permission, the build fails ("Attention operation was not supported by a dedicated kernel", measured on
+        TensorRT for RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would have the same effect, but then other
+        runtimes refuse the model.
 
     Args:
         network: a parsed ``INetworkDefinition`` of the rewritten model.
         plan: the plan, with the kind of each attention.
-        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
-        decompose_all: let every attention be decomposed, if a kernel that the plan expects is missing in this TensorRT.
+        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed the network.
+        decompose_all: allow it for every attention, because this TensorRT does not have a kernel that the plan expects.
 
     Raises:
-        BuildError: the network lacks an attention layer that the plan names.
+        BuildError: the network and the plan have different attention layers.
     """
     wanted = {a.node for a in plan.attention if a.kind is AttentionKind.DECOMPOSED}
     names: set[str] = set()
@@ -38,6 +39,6 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
     expected = {a.node for a in plan.attention if a.kind is not AttentionKind.LOWERED}
     if names != expected:
         raise BuildError(
-            f"the parsed network has attention layers {sorted(names - expected)} that the plan does not name and lacks "
-            f"{sorted(expected - names)}: this TensorRT version names layers differently; please report it"
+            f"the parsed network has attention layers {sorted(names - expected)} that are not in the plan, and does "
+            f"not have {sorted(expected - names)}: this TensorRT version names layers differently; please report this"
         )

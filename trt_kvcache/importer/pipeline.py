@@ -1,6 +1,6 @@
-"""The importer from end to end: the functions behind `trt_kvcache.importer`.
+"""Run the importer from end to end: the functions of `trt_kvcache.importer`.
 
-`analyze` makes a plan of a prepared graph: caches, attention, spans, and the role of every input and output.
+`analyze` makes the plan of a prepared graph: caches, attention, spans, and the role of every input and output.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ImportedModel:
     """A model, its plan and its rewritten form.
 
     Attributes:
-        model: the rewritten model; external-data references are relative to ``source.path.parent`` and not loaded.
+        model: the rewritten model. Its external data are not loaded; references are relative to ``source.path.parent``.
     """
 
     source: SourceModel
@@ -83,18 +83,18 @@ class ImportedModel:
 
 
 def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> CachePlan:
-    """Plan a model without writing it: the dry run of `rewrite_model` and of a build.
+    """Plan a model without writing files: the dry run of `rewrite_model` and of a build.
 
-    Neither TensorRT nor the weights are needed. If a model rounds numbers in a way that TensorRT cannot, it is refused;
-    the CPU can run it.
+    This needs neither TensorRT nor the weights. Some models round numbers in a way that only CPUs support, and not
+        TensorRT; they are refused.
 
     Args:
         model: path of the ``.onnx`` file.
-        options: target and choices.
+        options: the options of the plan.
 
     Raises:
-        ModelError: the model is unreadable, illegal or unsupported.
-        OptionError: an option does not fit the model.
+        ModelError: the model is unreadable, invalid or unsupported.
+        OptionError: an option contradicts the model.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
@@ -110,7 +110,7 @@ def import_model(
 
     Args:
         model: path of the ``.onnx`` file.
-        options: target and choices.
+        options: the options of the plan.
         thorough: also compare the rewritten model with the original after every past of up to 4,096 tokens.
 
     Raises:
@@ -127,18 +127,18 @@ def import_unchecked(
 ) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs.
 
-    The caller must not hand out the model or anything made from it until the future has ended without an error.
+    The caller must not give the model, or anything made from it, to others before the future ends without an error.
 
     Args:
         model: path of the ``.onnx`` file.
-        options: target and choices.
-        default_capacity: the capacity if neither options nor model give one; None: `usual_capacity`.
+        options: the options of the plan.
+        default_capacity: the capacity to use if neither the options nor the model give one; None: `usual_capacity`.
 
     Returns:
-        The model, and a future of the check: its result is facts for the plan, or the error that `import_model` raises.
+        The model, and a future of the check. The future gives facts for the plan, or the error of `import_model`.
 
     Raises:
-        ModelError, OptionError: see `plan_model`; errors of the check come through the future.
+        ModelError, OptionError: see `plan_model`. The future raises errors of the check.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
@@ -150,7 +150,7 @@ def import_unchecked(
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             verdict.set_exception(error)
 
-    # A daemon thread, so that Python can exit if the caller fails. It would wait for threads of a pool.
+    # A daemon thread, so that Python can exit if the caller fails. Python would wait for threads of a pool.
     threading.Thread(target=copy_context().run, args=(work,), name="trt-kvcache-verdict", daemon=True).start()
     return _whole(source, prepared, plan, rewritten), verdict
 
@@ -158,17 +158,18 @@ def import_unchecked(
 def rewrite_model(
     model: str | os.PathLike[str], output: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
 ) -> CachePlan:
-    """Write the rewritten model: standard ONNX that TensorRT builds with the original's meaning.
+    """Write the rewritten model: standard ONNX that TensorRT builds with the same meaning as the original.
 
-    External data are left where they are if `output` lies in the model's folder, else copied beside it. Quantized
-    weights that have to change for TensorRT go to ``<output>.signed``.
+    If `output` is in the model's folder, external data stay in their files. Else the files are copied to the folder of
+        `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
 
     Returns:
-        The plan that was followed.
+        The plan of the rewritten model.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
-        UnsupportedModelError: TensorRT does not support the scales of quantized weights. Only this function reads them.
+        UnsupportedModelError: TensorRT does not support the scales of quantized weights. Only this function reads the
+            scales.
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
@@ -186,7 +187,7 @@ def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
 def _rewrite(
     source: SourceModel, options: PlanOptions, default_capacity: int | None = None
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
-    """The plan and the rewritten model, unchecked; its weights are stand-ins."""
+    """Return the plan and the rewritten model, before the check. Large weights of the model are stand-ins."""
     usual = usual_capacity(source.path.parent)
     if default_capacity is not None:
         longest = longest_text(source.path.parent)
@@ -197,24 +198,25 @@ def _rewrite(
 
 @contextmanager
 def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn MemoryError into an error that names the model: its fixed sizes are too large."""
+    """Turn a MemoryError into an error that names the model, because its fixed sizes are too large."""
     try:
         yield
     except MemoryError:
         raise UnsupportedModelError(
-            f"{model}: its fixed sizes need more memory than there is; export it with smaller sizes, or with symbols"
+            f"{model}: the fixed sizes of the model need more memory than this machine has; export it with smaller "
+            "sizes, or with symbols"
         ) from None
 
 
 @contextmanager
 def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
-    """Add to an error about the capacity that the default was used."""
+    """If an error is about the default capacity, add to the message that it is the default."""
     try:
         yield
     except OptionError as error:
         if capacity is not None or f"--capacity is {usual}" not in error.message:
             raise
-        raise OptionError(f"{error.message} ({usual} is the default where --capacity is left out)") from None
+        raise OptionError(f"{error.message} ({usual} is the default if --capacity is not given)") from None
 
 
 def _plan_and_rewrite(
@@ -227,7 +229,7 @@ def _plan_and_rewrite(
     options = prepared.options
     try:
         graph = gs.import_onnx(prepared.model)
-    except Exception as error:  # graphsurgeon has no exceptions of its own
+    except Exception as error:  # graphsurgeon raises exceptions of any type
         raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
     check_unique_outputs(graph)
     fold_identities(graph)
@@ -243,9 +245,8 @@ def _refuse_beyond(folder: Path, options: PlanOptions) -> None:
     capacity, longest = options.capacity, longest_text(folder)
     if capacity is not None and longest is not None and capacity > longest[0] and not options.beyond_length:
         raise OptionError(
-            f"--capacity is {capacity}, and the model was made for texts of at most {longest[0]} tokens "
-            f"({longest[1]}): its text is unreliable beyond them; give at most --capacity {longest[0]}, or "
-            "--beyond-length on"
+            f"--capacity is {capacity}, but the model was made for texts of at most {longest[0]} tokens "
+            f"({longest[1]}); longer texts are unreliable. Give at most --capacity {longest[0]}, or --beyond-length on"
         )
 
 
@@ -254,8 +255,8 @@ def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
     if capacity is None or longest is None or capacity <= longest[0]:
         return []
     return [
-        f"caches hold {capacity} tokens, and the model was made for texts of at most {longest[0]} ({longest[1]}): its "
-        "text is unreliable beyond them"
+        f"caches hold {capacity} tokens, but the model was made for texts of at most {longest[0]} tokens "
+        f"({longest[1]}); longer texts are unreliable"
     ]
 
 
@@ -274,20 +275,20 @@ def _check(
                 prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough
             )
     except UnsupportedModelError:
-        source.check_unchanged()  # a difference may come from files that changed meanwhile
+        source.check_unchanged()  # files that changed since they were read may cause the difference
         raise
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
-    """Complete a rewritten model: add adapters, restore weights, and quantize caches as the options ask."""
+    """Complete a rewritten model: add adapters, restore weights, and quantize caches, as the options say."""
     plan = _adapt(source, prepared, plan, rewritten)
     attach_weights(rewritten, prepared.weights)
-    take_readable(rewritten, source.path.parent)  # tables that became integers, as load_source would
+    take_readable(rewritten, source.path.parent)  # also loads tables that became integers, as load_source does
     return quantize_caches(ImportedModel(source, plan, rewritten))
 
 
 def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
-    """Add adapters, in place, to a rewritten model if the options ask for them; also counts weights in the plan."""
+    """If the options request adapters, add them to a rewritten model, in place. Also count weights in the plan."""
     plan = replace(plan, weights=weights_read(rewritten))
     if plan.options.lora_rank is None:
         return plan
@@ -296,14 +297,14 @@ def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
-    """The model with caches in the type that its options ask for; the same object if they ask for none.
+    """Return the model with quantized caches, if its options request them; else the same object.
 
     Args:
-        imported: a model with caches of its own type.
-        plain: make the model for ONNX Runtime, not for the target; needs `PlanOptions.cache_ranges`.
+        imported: a model with unquantized caches.
+        plain: True: make the model for ONNX Runtime instead of the target. This needs `PlanOptions.cache_ranges`.
 
     Raises:
-        OptionError: a cache cannot have this type.
+        OptionError: a cache cannot be quantized to this type.
     """
     if imported.plan.options.cache_dtype is None:
         return imported
@@ -323,19 +324,19 @@ def _quantize(plan: CachePlan, model: onnx.ModelProto, *, plain: bool = False) -
 
 def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     model: onnx.ModelProto = gs.export_onnx(graph)
-    del model.graph.value_info[:]  # shapes of intermediates changed; later code infers them if needed
+    del model.graph.value_info[:]  # shapes of intermediate tensors changed; later code infers them if needed
     model.ir_version = max(source.ir_version, 10)
     for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
         setattr(model, field, getattr(source, field))
     model.graph.doc_string = source.graph.doc_string
     replace_field(model.metadata_props, source.metadata_props)
-    del model.functions[:]  # they define updates outside of ONNX, as the source has them
+    del model.functions[:]  # only `define` adds functions, for cache updates that are not in ONNX
     return families.define(model)
 
 
 _WHOLE = (
-    "tokens of one step see each other, later ones too: a session writes a prompt in one step, of --max-chunk tokens "
-    "at most, and has no prefix cache and no drafts for this model; a causal mask in the export would allow both"
+    "tokens see later tokens of the same step; so a session processes a prompt in one step of at most --max-chunk "
+    "tokens, and uses no prefix cache and no drafts with this model; export with a causal mask to allow both"
 )
 
 
@@ -350,7 +351,7 @@ def analyze(
     """Plan a prepared model.
 
     Raises:
-        UnsupportedModelError: the model has no cache update, or an update without a route.
+        UnsupportedModelError: the model has no cache update, or no route supports an update.
         AmbiguousRoleError: the role of an input is ambiguous.
     """
     if options.target is Target.TENSORRT_RTX:
@@ -361,10 +362,10 @@ def analyze(
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack)
         raise UnsupportedModelError(
-            f"{path}: no supported cache update was found "
-            f"(found: {foreign or _holder(graph) or 'no cache that a step writes'}); supported are "
-            "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
-            "that give Concat(past, new), or an equivalent"
+            f"{path}: found no supported cache update (found: "
+            f"{foreign or _holder(graph) or 'no cache that a step writes'}). Caches must be inputs and outputs of the "
+            "model, and each must be read as a whole: export with a past, and with outputs that are Concat(past, new) "
+            "or equivalent"
         )
     caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
@@ -398,34 +399,37 @@ def analyze(
 
 
 def _check_operators(model: onnx.ModelProto) -> None:
-    """Refuse operators that TensorRT for RTX cannot build in any model (measured, 1.7.1)."""
+    """Refuse operators that TensorRT for RTX can never build (measured, 1.7.1)."""
     for node in all_nodes(model.graph):
         if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
             raise UnsupportedModelError(
-                f"NonZero '{node.name or node.output[0]}' gives as many indices as it finds, and TensorRT for RTX has "
-                f"no such operator; supported are sizes that do not depend on tokens: {EXPERTS}, or plan for TensorRT "
-                "(--target tensorrt)"
+                f"NonZero '{node.name or node.output[0]}' returns a number of indices that depends on values, but "
+                f"TensorRT for RTX does not support this operator; sizes must not depend on tokens: {EXPERTS}, or plan "
+                "for TensorRT (--target tensorrt)"
             )
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Warn of position tables that are shorter than the caches: lookups after their end read the last row."""
+    """Return warnings about position tables that are shorter than the caches.
+
+    Lookups after their end read the last row.
+    """
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
-        f"'{name}' looks up a table of {count} positions, and the caches hold {longest} tokens: no text may be longer "
-        f"than {count}"
+        f"'{name}' looks up a table of {count} positions, but the caches hold {longest} tokens: no text may have more "
+        f"than {count} tokens"
         for name, count in rows.items()
         if count < longest
     ]
 
 
 def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
-    """Note inputs with several positions per token."""
+    """Return notes about inputs with several positions per token."""
     return [
-        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width): a session gives "
-        "a token the same one in all planes, which is right for text; tokens of images need positions of their own, "
-        "which only a caller that drives the engine itself can give"
+        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width). A session gives "
+        "a token the same position in all planes, which is correct for text. Tokens of images need different "
+        "positions, which only a caller that runs the engine itself can give"
         for r in roles
         if r.role is Role.POSITIONS and len(r.shape) == 3 and r.shape[r.axes[0] == "batch"] != 1
     ]
@@ -443,7 +447,7 @@ _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
-    """Describe the first sign of a cache with an unsupported update; an empty text if there is none."""
+    """Return a text about the first sign of a cache with an unsupported update; empty if there is none."""
     for node in graph.nodes:
         if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
             return f"{node.op} '{node.name}' on '{past}'"
@@ -451,20 +455,20 @@ def _foreign_cache(graph: gs.Graph) -> str:
 
 
 def _holder(graph: gs.Graph) -> str:
-    """Describe the first operator that may contain a cache or the decoder, or that ONNX lacks; or an empty text."""
+    """Return a text about the first operator that may contain a cache or decoder, or is not in ONNX; empty if none."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
-            contents = "its cache itself, if there is one"
+            contents = "its own cache, if there is one"
             if node.op in _GENERATORS:
-                contents = "the decoder in itself: give the decoder alone, without the search"
-            return f"{node.domain}::{node.op} '{node.name}', which holds {contents}"
+                contents = "the decoder: give only the decoder, without the search"
+            return f"{node.domain}::{node.op} '{node.name}', which contains {contents}"
         if node.domain in ONNX_DOMAINS and not onnx.defs.has(node.op):
-            return f"{node.op} '{node.name}', which is no operator of ONNX: the exporter did not convert it"
+            return f"{node.op} '{node.name}', which is not an ONNX operator: the exporter did not convert it"
     return ""
 
 
 def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
-    """The name of the graph input of rank 3 or more that `tensor` is a view of, or an empty string."""
+    """If `tensor` is a view of a graph input of rank 3 or more, return the name of the input; else an empty string."""
     while (node := producer(tensor)) is not None and is_op(node, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
         tensor = node.inputs[0]
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
@@ -481,7 +485,7 @@ def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> 
 
 
 def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
-    """The meaning of each axis of an update."""
+    """Return the meaning of each axis of an update."""
     if cache.form is UpdateForm.PACKED_NHD:
         return "tokens", "?", "?"
     rank = len(cache.logical_shape)
@@ -491,7 +495,7 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
 def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
-    """Interface changes for the caller, including the logits."""
+    """Return the interface changes for the caller, including the logits."""
     if not findings.written or logits is None:
         return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
@@ -504,7 +508,7 @@ def _rewritten_roles(
     relaxed: dict[str, str],
     logits: LogitsSpan | None,
 ) -> tuple[TensorRole, ...]:
-    """Roles of the rewritten model: physical cache shapes, relaxed masks, added inputs, logits of some positions."""
+    """Return the roles of the rewritten model. These have physical cache shapes, shorter masks and added inputs."""
     physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
     result: list[TensorRole] = []
     for role in roles:
@@ -525,31 +529,33 @@ def _rewritten_roles(
 
 
 def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
-    warnings = [] if caches else ["the model updates no cache: only its attention is made right"]
+    warnings = [] if caches else ["the model updates no cache; only its attention is rewritten"]
     for cache in caches:
         if cache.route is Route.FUNCTIONAL:
             warnings.append(
-                f"cache '{cache.past}' is not updated in place, the whole cache is written each step: {cache.reason}"
+                f"cache '{cache.past}' is not updated in place, so each step writes the whole cache: {cache.reason}"
             )
         elif cache.contract is not None:
             limit = cache.contract.max_update_length
             most = f" of at most {limit} tokens" if limit else ""
             warnings.append(
-                f"cache '{cache.past}' is circular: no update{most} may straddle the end of its {cache.capacity} rows "
-                "(TensorRT drops such a write silently); the caller must split it there, or plan with --fallback "
-                "functional"
+                f"cache '{cache.past}' is circular: no update{most} may cross the end of its {cache.capacity} rows "
+                "(TensorRT drops such a write without a message); the caller must split such an update, or plan with "
+                "--fallback functional"
             )
     return warnings
 
 
 def check_unique_outputs(graph: gs.Graph) -> None:
-    """Refuse a graph in which two outputs share a name, which ONNX forbids and TensorRT reports late.
+    """Refuse a graph in which two outputs have the same name. ONNX forbids this, and TensorRT reports it late.
 
     Raises:
-        InvalidModelError: there are such outputs; the message gives their name.
+        InvalidModelError: two outputs have the same name; the message gives the name.
     """
     seen: set[str] = set()
     for tensor in graph.outputs:
         if tensor.name in seen:
-            raise InvalidModelError(f"the model lists output '{tensor.name}' twice; export it once")
+            raise InvalidModelError(
+                f"the model lists the output '{tensor.name}' twice; export the model with one output of this name"
+            )
         seen.add(tensor.name)

@@ -1,7 +1,7 @@
-"""The plan of all changes to a model: plain data, printable, and convertible to and from JSON.
+"""The plan of all changes to a model: plain data that can be printed, and converted to and from JSON.
 
 `CachePlan` is the dry run of a build. Rewrite, network patch, manifest and runtime follow it, and never repeat its
-decisions. Nothing here imports ONNX or TensorRT.
+decisions. This module imports neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from trt_kvcache.messages import human_bytes
 from trt_kvcache.page import Html, table, tag
 
 Dim = int | str
-"""A dimension: a fixed size, or the name of a symbol (``"?"`` where the model gives neither)."""
+"""A dimension: a fixed size, or the name of a symbol (``"?"`` if the model gives neither)."""
 
 
 class OriginalRole(str, Enum):
-    """The role of an input or output of the exported model, if normalization changes the interface."""
+    """The role of an input or output of the exported model. Recorded if the rewrite changes the interface."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -35,31 +35,34 @@ class OriginalRole(str, Enum):
     PADDING_MASK = "padding_mask"
     """Ones for every token of the past and of the update: integer or bool ``[B, P + S]``."""
     PAST_LENGTH = "past_length"
-    """Number of tokens in the cache before the step: ``P``, a scalar or one number per sequence."""
+    """Number of tokens in the cache before the step: ``P``, as a scalar or one number for each sequence."""
     MASK = "mask"
-    """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
+    """A mask from the caller over all rows of a cache: ``[B, 1, S, L]``."""
     GROWING_CACHE = "growing_cache"
-    """A cache with ``P`` rows in, ``P + S`` rows out; or with fewer rows, if it keeps only the newest."""
+    """A cache with ``P`` rows as input, ``P + S`` rows as output; fewer if it keeps only the newest rows."""
     FIXED_CACHE = "fixed_cache"
-    """A cache of fixed capacity, the same length in and out."""
+    """A cache of fixed capacity: input and output have the same length."""
     CONSTANT = "constant"
-    """Given once, and then constant, such as the output of an encoder or its keys and values."""
+    """An input that the caller gives once, such as the output of an encoder, or keys and values from it."""
     STATE = "state"
     """State of fixed shape that every step replaces."""
     SWITCH = "switch"
-    """Chooses between the branches of a merged export; or all ones, and only the branch without a past reads it."""
+    """Chooses between the branches of a merged export.
+
+    Or an input that only the branch without a past reads: all ones.
+    """
     LOGITS = "logits"
     OTHER = "other"
 
 
 @dataclass(frozen=True)
 class InterfaceChange:
-    """An input or output of the model as exported that changes or disappears.
+    """An input or output that the rewrite changes, adds or removes.
 
     Attributes:
         io: ``"input"`` or ``"output"``.
-        old: name and shape in the exported model, such as ``"attention_mask [batch, P + S]"``; empty: it is new.
-        new: name and shape in the rewritten model; empty: it was removed.
+        old: name and shape in the exported model, such as ``"attention_mask [batch, P + S]"``; empty if it was added.
+        new: name and shape in the rewritten model; empty if it was removed.
         why: what replaces it, or what the caller gives instead.
     """
 
@@ -71,18 +74,20 @@ class InterfaceChange:
 
 @dataclass(frozen=True)
 class OriginalTensor:
-    """One input or output of the model as exported, where normalization changed the interface.
+    """One input or output of the exported model. Recorded if the rewrite changes the interface.
 
     Attributes:
         io: ``"input"`` or ``"output"``.
         shape: shape in the exported model: fixed sizes and symbols.
-        axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
+        axes: the meaning of each axis:  ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        window_rows: for a growing cache that keeps only this many newest rows: it has ``min(P, rows)`` rows in and
-            ``min(P + S, rows)`` rows out, and a padding mask over it has ``min(P, rows) + S`` columns. If the past's
-            axis has a fixed size, the cache is shifted: it always has this many rows, a mask over it this many columns,
-            and tokens have the last ones. None: it keeps all rows.
-        on: for a switch: the value that chooses the branch with a past.
+        window_rows: for a cache that keeps only this many newest rows; None: it keeps all rows. Its past has ``min(P,
+            rows)`` rows, its present ``min(P + S, rows)`` rows, and a padding mask over it ``min(P, rows) + S``
+            columns. If
+            the axis of rows has a fixed size, the cache is shifted: the cache always has this many rows, and a mask
+                over it
+            this many columns; tokens are in the last ones.
+        on: for a switch, the value that chooses the branch with a past.
     """
 
     name: str
@@ -97,10 +102,10 @@ class OriginalTensor:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """State that is no attention cache, replaced as a whole by every step: convolution and linear-attention state.
+    """State that is no attention cache, and that every step replaces: of convolutions and linear attention.
 
     Attributes:
-        past, present: names of the graph's input and output, of one dtype and shape.
+        past, present: names of the graph input and output, which have the same dtype and shape.
         reason: why past and present need two buffers.
     """
 
@@ -113,7 +118,7 @@ class StateUpdate:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Columns ``start .. stop - 1`` of a product, which one module of the checkpoint computes."""
+    """Columns ``start .. stop - 1`` of a product. They are the result of one module of the checkpoint."""
 
     module: str
     start: int
@@ -128,10 +133,10 @@ class AdapterProduct:
         a: name of the input A ``[slots + 1, inputs, rank]``.
         b: name of the input B ``[slots + 1, rank, outputs]``.
         dtype: ONNX name of the type of A and B.
-        rank: rank of all parts together; each part has at least `AdapterPlan.rank`.
-        parts: the module, or the modules that were fused; an adapter may change any of them.
-        whole: name of the fused module, which an adapter may also change; None: there is only one part.
-        found_by: what showed which module it is.
+        rank: the sum of the ranks of all parts that may have an adapter.
+        parts: the module, or the fused modules. An adapter may change any of them.
+        whole: name of the fused module, which an adapter may also change; None if no name is known.
+        found_by: the evidence for the module.
     """
 
     a: str
@@ -147,11 +152,11 @@ class AdapterProduct:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The adapters that a model takes as inputs.
+    """The inputs of a model for adapters.
 
     Attributes:
         rank: rank of the largest adapter.
-        slots: number of adapters at a time, in slots 1 to `slots`. Slot 0 holds zeros: the model without an adapter.
+        slots: the number of adapters that fit, in slots 1 to `slots`. Slot 0 holds zeros, for no adapter.
         index: name of the int64 input ``[B]``, the slot of each sequence.
         products: the products that adapters may change.
     """
@@ -166,17 +171,21 @@ class Route(str, Enum):
     """How a cache update reaches the engine, what this guarantees, and who enforces it."""
 
     NATIVE = "native"
-    """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address; TensorRT enforces it, and
-    the session checks the alias against the manifest. A write outside the capacity is dropped silently by TensorRT, so
-    the runtime checks lengths (and the update's contract, if it has one) before every step."""
+    """TensorRT's IKVCacheUpdateLayer.
+
+    In place: past and present share one device address. TensorRT enforces this, and the
+    session compares the alias with the manifest. TensorRT drops a write outside the capacity without a message. So the
+    runtime checks lengths (and the contract of the update, if it has one) before every step."""
 
     PLUGIN = "plugin"
-    """The project's own kernel. In place: the manifest declares the alias (TensorRT does not report it) and the session
-    binds one address to both sides."""
+    """The project's own kernel. In place: the manifest declares the alias, because TensorRT does not report it, and the
+    session binds the same address to both sides."""
 
     FUNCTIONAL = "functional"
-    """Plain ONNX operators. Correct, but writes a whole new cache each step: past and present need two buffers. Chosen
-    only where nothing in-place is possible, always with a warning."""
+    """Plain ONNX operators.
+
+    Correct, but each step writes a whole new cache: past and present need two buffers. Chosen only
+    if no update in place is possible, or on request; always with a warning."""
 
 
 class UpdateMode(str, Enum):
@@ -187,7 +196,7 @@ class UpdateMode(str, Enum):
 
 
 class UpdateForm(str, Enum):
-    """The layout of the update: padded ``[B, ..., S_new, ...]``, or packed tokens ``[T, N, H]`` with lengths."""
+    """The layout of an update: padded ``[B, ..., S_new, ...]``, or packed tokens ``[T, N, H]`` with lengths."""
 
     PADDED = "padded"
     PACKED_NHD = "packed_nhd"
@@ -199,9 +208,9 @@ class PhysicalLayout(str, Enum):
     AS_IS = "as-is"
     """Logical and physical shape are the same."""
     VIEW = "view"
-    """The same bytes, declared as the 4-D view ``[B, prod(before axis), S_max, prod(after axis)]``."""
+    """The same bytes, declared as the 4-D shape ``[B, prod(before axis), S_max, prod(after axis)]``."""
     HEADS_MAJOR = "heads-major"
-    """Bytes reordered: sequence-major ``[B, S_max, N, H]`` or ``[B, S_max, N*H]`` as ``[B, N, S_max, H]``."""
+    """Bytes in another order: sequence-major ``[B, S_max, N, H]`` or ``[B, S_max, N*H]`` to ``[B, N, S_max, H]``."""
 
 
 class AttentionKind(str, Enum):
@@ -210,7 +219,7 @@ class AttentionKind(str, Enum):
     FUSED = "fused"
     """IAttention with a dedicated kernel."""
     DECOMPOSED = "decomposed"
-    """IAttention that no dedicated kernel covers: ``decomposable`` is set on the parsed network."""
+    """IAttention without a dedicated kernel: ``decomposable`` is set on the parsed network."""
     LOWERED = "lowered"
     """Plain MatMul, Softmax, MatMul: IAttention cannot express it."""
 
@@ -228,24 +237,26 @@ class Role(str, Enum):
     SPAN = "span"
     STATE = "state"
     CONSTANT = "constant"
-    """Given once per sequence, and then constant: the output of an encoder, its keys and values, its mask."""
+    """Given once for each sequence: the output of an encoder, keys and values from it, or its mask."""
     ZEROS = "zeros"
-    """Always 0, such as the token types of a text that has one kind."""
+    """Always 0, such as the token types of a text with only one type."""
     ADAPTER = "adapter"
     """The slot of each sequence's adapter; 0: no adapter."""
     ADAPTER_WEIGHTS = "adapter_weights"
-    """The factors A or B of one product's adapters, of all slots."""
+    """The factors A or B of the adapters of one product, for all slots."""
     LOGITS = "logits"
     OTHER = "other"
 
 
 @dataclass(frozen=True)
 class UpdateContract:
-    """A contract that the caller must keep. The engine cannot enforce it: TensorRT would drop the write silently.
+    """A contract that the caller must keep.
+
+    The engine cannot enforce it: TensorRT would drop the write without a message.
 
     Attributes:
-        no_straddle: no update may cross the end of the buffer: ``write_index mod capacity + S_new <= capacity``.
-        max_update_length: the most tokens in one update; None until a build bounds it (``--max-chunk``).
+        no_straddle: True if no update may cross the end of the ring: ``write_index mod capacity + S_new <= capacity``.
+        max_update_length: the most tokens of an update; None until a build limits it (``--max-chunk``).
     """
 
     no_straddle: bool
@@ -260,19 +271,22 @@ class CacheUpdate:
 
     Attributes:
         node: name of the node that updates the cache.
-        past, present: names of the cache tensor before and after the update; if the route is in place, of the graph's
+        past, present: names of the cache tensor before and after the update. If the route is in place, these are the
+            graph
             input and output.
-        update: name of the tensor ``[B, ..., S_new, ...]`` that is written (packed: ``[T, N, H]``).
-        write_indices: name of the int64 ``[B]`` tensor of first positions, or None (zeros).
-        update_lengths: packed form only: name of the cumulative lengths ``[B + 1]``.
+        update: name of the tensor ``[B, ..., S_new, ...]`` that is written (``[T, N, H]`` if packed).
+        write_indices: name of the tensor, int64 ``[B]``, with the first row of each write; None: zeros.
+        update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
         dtype: ONNX name in lower case, such as ``"float16"`` or ``"bfloat16"``.
-        logical_shape: the model's shape of the cache, with the capacity filled in.
+        logical_shape: the shape of the cache in the model, with the capacity filled in.
         sequence_axis: index into `logical_shape`, never negative.
-        physical_shape: the shape of the engine's input and output; its sequence axis is `physical_sequence_axis`.
+        physical_shape: the shape of the cache as input and output of the engine. Its sequence axis is
+            `physical_sequence_axis`.
         update_length: ``S_new``: a size, or a symbol.
         readers: names of the Attention nodes that read `present`.
-        carried: past is an input and present an output of the graph, so the caller keeps it from step to step.
-        idiom: how the exported model writes this cache, such as ``"Concat"``; ``"TensorScatter"`` needs no change.
+        carried: True if past is an input and present an output of the graph, so the caller passes the cache on to each
+            step.
+        idiom: the operator with which the exported model writes this cache, such as ``"Concat"``.
     """
 
     node: str
@@ -300,27 +314,28 @@ class CacheUpdate:
 
     @property
     def in_place(self) -> bool:
-        """True if past and present are one buffer."""
+        """True if past and present share one buffer."""
         return self.route is not Route.FUNCTIONAL
 
 
 @dataclass(frozen=True)
 class Mask:
-    """One attention mask, computed once in the graph and shared by every node that names it.
+    """One attention mask. The graph computes it once; all attentions that name it share it.
 
-    A key ``j`` is visible to query ``i`` of row ``b`` where each of these conditions holds: ``j < lengths[b]``; causal:
-    ``j <= i + offset``, ``offset = lengths[b] - S_q`` (0 without lengths); windows: ``i + offset - left <= j <= i +
-    offset + right``; and the model's own mask.
+    Query ``i`` of row ``b`` sees key ``j`` if all of these conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <=
+    i +
+        offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset
+        + right``. And the mask of the model itself.
 
     Attributes:
         name: name of the mask tensor in the rewritten graph.
-        causal: bottom-right aligned causal frontier.
+        causal: True if the mask is causal, aligned to the bottom right.
         lengths: name of the int64 ``[B]`` tensor of valid keys, or None.
-        left_window, right_window: -1 where unbounded (Attention-25).
-        mask: name of the model's own mask tensor, or None.
-        additive: the result is a float bias; otherwise it is bool, True = visible.
+        left_window, right_window: keys before and after the query's own; -1: unlimited (Attention-25).
+        mask: name of the mask tensor in the model, or None.
+        additive: True if the result is a float bias; else it is bool (True = visible).
         span: name of the span input that gives the number of keys, or None (all keys).
-        guarded: rows that see no key are set to zero after attention, as ONNX defines.
+        guarded: True if results of queries that see no key are set to zero, as ONNX defines.
     """
 
     name: str
@@ -339,10 +354,11 @@ class AttentionPlan:
     """How one Attention node is computed.
 
     Attributes:
-        caches: names of the past tensors of the caches that it reads.
-        mask: name of the `Mask`, or None where no mask is needed.
-        keys: ``"span"`` (rows up to the span), ``"mask"`` (as many rows as the model's own, shorter mask has) or
-            ``"all"``.
+        caches: names of the pasts of the caches that it reads.
+        mask: name of the `Mask`; None if no mask is needed.
+        keys: the keys that are read: ``"span"`` (rows up to the span), ``"mask"`` (as many as the model's shorter mask
+            has)
+            or ``"all"``.
     """
 
     node: str
@@ -360,10 +376,11 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class SpanInput:
-    """An added int64 input ``[span]`` that holds 0, 1, ..., span - 1: its *shape* says how many cache rows are read.
+    """An added int64 input ``[span]`` that holds 0, 1, ..., span - 1. Its *shape* says how many cache rows are read.
 
-    Any span from the longest valid length in the batch up to the capacity gives the same numbers; the contents never
-    change, so one constant device buffer serves every step, and only its shape is set.
+    All spans from the longest valid length of the batch up to the capacity give the same numbers. The contents never
+    change,
+        so one constant device buffer serves every step. A step sets only the shape.
     """
 
     name: str
@@ -374,15 +391,15 @@ class SpanInput:
 
 @dataclass(frozen=True)
 class LogitsSpan:
-    """An added int64 input ``[span]``: its *shape* is the number of last positions of a step that get logits.
+    """An added int64 input ``[span]``. Its *shape* says for how many last positions of a step logits are computed.
 
-    The number is from 1 to S; a larger number means S. The contents do not matter.
+    The number is 1 to S. A larger number means S. The contents do not matter.
 
     Attributes:
         output: name of the logits, ``[B, span, V]``.
-        tensor: name of the value ``[B, S, ...]`` that is sliced to its last positions.
+        tensor: name of the tensor ``[B, S, ...]`` that is cut to its last positions.
         axis: axis of the positions in this tensor.
-        readers: names of the nodes that read the slice; other nodes read the whole tensor.
+        readers: names of the nodes that read the last positions. Other nodes read the whole tensor.
     """
 
     name: str
@@ -400,11 +417,11 @@ class TensorRole:
     Attributes:
         io: ``"input"`` or ``"output"`` of the rewritten model.
         shape: shape in the rewritten model.
-        found_by: what showed the role: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
-        axes: for dynamic dimensions, which size of a decode loop each axis is: ``"batch"``, ``"sequence"`` (S_new),
-            ``"span"``, ``"kept"`` (positions that have logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"``
-            (length of a mask), ``"encoder"`` (length of the encoder's output), ``""`` if the size is fixed, or ``"?"``
-            if unknown.
+        found_by: the evidence for the role: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
+        axes: for dynamic dimensions, the meaning of the size: ``"batch"``, ``"sequence"`` (S_new), ``"span"``,
+            ``"kept"``
+            (positions with logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask),
+            ``"encoder"`` (length of the encoder's output), or ``"?"`` if unknown. ``""`` if the size is fixed.
     """
 
     name: str
@@ -417,7 +434,7 @@ class TensorRole:
 
     @property
     def embedded(self) -> bool:
-        """True for tokens as embeddings ``[..., H]``, not as ids."""
+        """True if tokens are embeddings ``[..., H]``, not ids."""
         return self.role is Role.TOKENS and "int" not in self.dtype
 
 
@@ -428,17 +445,19 @@ class CachePlan:
     Attributes:
         schema_version: version of this data, written into JSON.
         opset: the model's opset of ONNX's own domain.
-        warnings: what the user should know before building.
-        notes: what normalization did, such as what a circular window saves.
-        changes: inputs and outputs of the exported model that change or disappear.
-        original: the interface of the exported model; empty if normalization did not change it.
+        warnings: facts that the user should know before a build.
+        notes: facts about the rewrite, such as the memory that a circular window saves.
+        changes: inputs and outputs that the rewrite changes, adds or removes.
+        original: the interface of the exported model; empty if its caches already were in canonical form.
         states: state that is no attention cache.
-        logits_span: the input that chooses the number of positions with logits; None: the same positions as in the
-            exported model.
-        prefill_in_one_step: True if tokens of one step depend on each other, so that a prompt must be one step.
-        adapters: the products that adapters (LoRA) change; None: the model takes no adapters.
-        weights: bytes of weights that a step of one token reads. A lookup table, such as embeddings, counts with the
-            rows for one token. 0: not counted.
+        logits_span: the input that chooses the number of positions with logits. None: logits have the same positions as
+            in
+            the exported model.
+        prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
+        adapters: the inputs and products for adapters (LoRA); None: the model has none.
+        weights: bytes of weights that a step of one token reads. Of a lookup table, such as embeddings, only the rows
+            for
+            one token count. 0: not counted.
     """
 
     options: PlanOptions
@@ -478,23 +497,29 @@ class CachePlan:
         return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Bytes of all carried caches and states for `batch` sequences. Those that are not in place count twice."""
+        """Return the bytes of all carried caches and states for `batch` sequences.
+
+        If not in place, they count twice.
+        """
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
 
     def adapter_bytes(self) -> int:
-        """Bytes of the weights of one adapter in an engine. An engine needs them `slots` + 1 times."""
+        """Return the bytes of the weights of one adapter in an engine. An engine needs them `slots` + 1 times."""
         products = () if self.adapters is None else self.adapters.products
         return sum((p.inputs + p.outputs) * p.rank * _BITS[p.dtype] // 8 for p in products)
 
     @property
     def double_buffered(self) -> dict[str, str]:
-        """Present -> past of all caches and states that are carried from step to step in two buffers."""
+        """Maps present to past, for all caches and states that are passed from step to step in two buffers."""
         caches = {c.present: c.past for c in self.caches if c.carried and not c.in_place}
         return caches | {s.present: s.past for s in self.states}
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
-        """The only tensor with this role, or None. For roles of several tensors (caches, spans) filter `tensors`."""
+        """Return the only tensor with this role.
+
+        None if there is not exactly one. To get caches or spans, filter `tensors`.
+        """
         matches = [t for t in self.tensors if t.role is role and t.io == io]
         return matches[0] if len(matches) == 1 else None
 
@@ -514,12 +539,12 @@ _BITS = {
 
 
 def dtype_bits(dtype: str) -> int:
-    """Bits of one number of an ONNX dtype."""
+    """Return the number of bits of an ONNX dtype."""
     return _BITS[dtype]
 
 
 def cache_bytes(cache: CacheUpdate, batch: int) -> int:
-    """Bytes of one buffer of this cache for `batch` sequences, or for the model's batch size if it is fixed."""
+    """Return the bytes of one buffer of a cache for `batch` sequences, or for the batch that the model fixes."""
     return _bytes(cache.dtype, cache.physical_shape, batch)
 
 

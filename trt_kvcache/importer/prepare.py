@@ -1,7 +1,7 @@
-"""Bring a model into the form that the analysis reads: fixed capacity, flat, named nodes, known shapes.
+"""Bring a model into the form that planning needs: fixed capacity, one flat graph, named nodes, known shapes.
 
 The result is a working copy, in which empty stand-ins replace large inline weights (`detach_weights`). So the time for
-copies, shape inference and edits does not depend on the size of weights.
+copies, shape inference and edits does not depend on the size of the weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, i
 from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify
 from trt_kvcache.importer.weights import detached, stand_in
 
-_MOST_TOKENS = 1 << 24  # models may compute with positions in float32, which holds no larger integers exactly
-_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and stay
+_MOST_TOKENS = 1 << 24  # models may compute with positions in float32, which cannot hold all larger integers exactly
+_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, and are not detached
 
 
 @dataclass(frozen=True)
@@ -34,12 +34,12 @@ class Prepared:
     """A flat model with a fixed capacity.
 
     Attributes:
-        reference: the exported model with inlined functions, for the check; its weights are stand-ins, too.
-        options: the caller's options; the capacity is filled in if the model leaves it open.
-        model: the working copy; its large inline weights stay stand-ins until `attach_weights`.
-        weights: the detached weights by name; the source proto's own tensors, not copies.
+        reference: the exported model with inlined functions, for the check. Its large weights are stand-ins, too.
+        options: the caller's options. If the model does not fix the capacity, it is filled in.
+        model: the working copy. Its large inline weights are stand-ins until `attach_weights`.
+        weights: the detached weights; maps names to tensors of the source model, which are not copied.
         inlined: names of functions and control-flow nodes that were inlined.
-        findings: results of normalization; empty if the caches were already canonical.
+        findings: facts about the canonical form; empty if the caches already were canonical.
         finishes: functions of families that add facts to the plan.
     """
 
@@ -56,13 +56,13 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     """Copy a model, inline functions, bring caches into canonical form, and fix capacity and shapes.
 
     Args:
-        source: the model as read; not changed.
+        source: the model as read. It is not changed.
         options: options of the plan.
-        usual: the capacity if neither options nor model give one.
+        usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
 
     Raises:
-        UnsupportedModelError: a cache update cannot be normalized, or lies in a body that cannot be inlined.
+        UnsupportedModelError: a cache has no supported form, or its update is in a body that cannot be inlined.
         OptionError: the capacity is out of range, or contradicts the model.
     """
     asked = options.capacity or usual
@@ -71,7 +71,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, chosen = families.choose(model)
-    if chosen:  # weights of the chosen branch are now in the main graph
+    if chosen:  # now the main graph also has the weights of the chosen branch
         model, more = detach_weights(model)
         weights |= more
     model, functions = inline_functions(model)
@@ -83,7 +83,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     model, recognized = normalize(model, weights, options, usual, folder)
     if recognized is not None:
         name_nodes(model.graph)
-    # Normalization has checked the capacity. Circular windows may be shorter.
+    # `normalize` has already checked the capacity. Circular windows may be shorter.
     bound = bind_capacity(model.graph, options.capacity, usual, fits=recognized is not None)
     findings = recognized or Findings()
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
@@ -109,13 +109,13 @@ def _writers(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """Bring a model into one flat graph of named nodes, opset 24 or later.
+    """Bring a model into one flat graph with named nodes, of opset 24 or later.
 
     Args:
-        model: a decoder or an encoder; may be changed.
+        model: a decoder or an encoder. It may be edited in place.
 
     Returns:
-        The model, and names of what was inlined.
+        The model, and the names of inlined functions and branches.
     """
     model, inlined = simplify(model)
     families.standardize(model)
@@ -123,7 +123,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
 
 
 def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
-    """Remove, in place, outputs with the name of an input: TensorRT's parser would rename the input."""
+    """Remove outputs with the name of an input, in place, because TensorRT's parser would rename the input."""
     inputs = {v.name for v in graph.input}
     passed_on = [v for v in graph.output if v.name in inputs]
     for value in passed_on:
@@ -135,20 +135,24 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Note operators that compute in double: TensorRT uses float32 without a message (measured on RTX 1.7.1)."""
+    """Return notes about operators that compute in double.
+
+    TensorRT uses float32 without a message (measured, RTX 1.7.1).
+    """
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
     nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
     if not nodes:
         return ()
     more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
     return (
-        f"{nodes[0].op_type} '{nodes[0].name}'{more}: computed in double in the model as exported, and in float32 "
-        "here, since TensorRT has no double; that rounds each number by 0.000006 % at most, and none may exceed 3.4e38",
+        f"the exported model computes {nodes[0].op_type} '{nodes[0].name}'{more} in double, but here the type is "
+        "float32, because TensorRT does not support double; this rounds each number by at most 0.000006 %, and numbers "
+        "must not exceed 3.4e38",
     )
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """A copy of `source` in which large inline initializers are stand-ins, and those initializers by name."""
+    """Return a copy of `source` with stand-ins for large inline initializers, and these initializers; by name."""
     model = onnx.ModelProto(**{field.name: value for field, value in source.ListFields() if field.name != "graph"})
     fields = {field.name: value for field, value in source.graph.ListFields() if field.name != "initializer"}
     model.graph.CopyFrom(onnx.GraphProto(**fields))
@@ -164,39 +168,42 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
 
 
 def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
-    """Put detached weights back in the place of their stand-ins, one by one."""
+    """Replace stand-ins with their detached weights, one after the other, in place."""
     for tensor in model.graph.initializer:
         if (weight := detached(tensor, weights)) is not None:
             tensor.CopyFrom(weight)
 
 
 def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
-    """All stated dimensions of inputs, outputs and intermediates."""
+    """Yield all stated dimensions of inputs, outputs and intermediate tensors."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         yield from value.type.tensor_type.shape.dim
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
-    """Turn symbols such as ``"2"`` into the number: some exporters write them, and TensorRT reads them as dynamic."""
+    """Replace symbols such as ``"2"`` with the number.
+
+    Some exporters write them; TensorRT takes them for dynamic sizes.
+    """
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
             dim.dim_value = int(dim.dim_param.strip())
 
 
 def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fits: bool = False) -> int | None:
-    """Give every cache a fixed sequence length, which TensorRT needs.
+    """Give every cache a fixed length, because TensorRT needs it.
 
     Args:
         graph: the graph to edit in place.
         wanted: tokens per sequence, or None.
         usual: tokens per sequence if `wanted` is None.
-        fits: True if `wanted` is known to fit the model.
+        fits: True if `wanted` is already known to fit the model.
 
     Returns:
-        The length of caches whose length was symbolic; None if there are no such caches.
+        The new length of caches whose length was symbolic; None if there are no such caches.
 
     Raises:
-        OptionError: the model fixes the length at another value than `wanted`.
+        OptionError: the model fixes another length than `wanted`.
     """
     capacity = wanted or usual
     values = {value.name: value for value in (*graph.output, *graph.input)}

@@ -1,7 +1,7 @@
 """Record the options of a rewrite in the rewritten file, and recognize such files.
 
-`rewrite_model` writes only its options into the metadata, not the plan. A rewritten file is for TensorRT and other
-runtimes, and cannot be planned again. To get the plan, this package plans the source; `verify` can compare both.
+`rewrite_model` writes only the options into the metadata, not the plan. A rewritten file is made for TensorRT and other
+runtimes, and cannot be planned again. To get its plan, this package plans the source again. `verify` can compare both.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _KEYS = (_RECORD, "trt_kvcache.plan")  # the second key: older versions stored t
 
 
 def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
-    """Write the options that a model was rewritten with into its metadata."""
+    """Write the options with which a model was rewritten into its metadata."""
     model.metadata_props.add(key=_RECORD, value=msgspec.json.encode(options).decode())
 
 
 def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse a model that was rewritten already: its added inputs and masks would be taken for the model's own.
+    """Refuse an already rewritten model: its added inputs and masks would be taken for those of the original.
 
     Raises:
-        UnsupportedModelError: its metadata say that it was rewritten.
+        UnsupportedModelError: the metadata of the model say that it was rewritten.
     """
     if any(entry.key in _KEYS for entry in model.metadata_props):
         raise UnsupportedModelError(
@@ -43,14 +43,14 @@ def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
 
 
 def was_rewritten(path: Path) -> bool:
-    """True if a file says at its end, where protobuf writes the metadata of a model, that it was rewritten."""
+    """True if the end of a file, where protobuf writes the metadata of a model, says that it was rewritten."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         return _RECORD.encode() in file.read()
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
-    """Describe the first difference between the plan and the rewritten model; empty if they agree."""
+    """Return a text about the first difference between the plan and the rewritten model; empty if they agree."""
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
         declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
@@ -63,23 +63,29 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
                 or not _fits(wanted[1], actual[1])
                 or (io == "input" and _is_closed(wanted[1], actual[1]))
             ):
-                return f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, planned {wanted[0]} {list(wanted[1])}"
+                return (
+                    f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, but the plan says {wanted[0]} "
+                    f"{list(wanted[1])}"
+                )
     makes = {name: node for node in model.graph.node for name in node.output}
     shapes = {v.name: shape_of(v) for v in model.graph.input}
     for cache in plan.caches:
         node, shape = makes.get(cache.present), shapes.get(cache.past, cache.physical_shape)
         if node is None or (cache.in_place and cache.past not in node.input):
-            return f"no node makes '{cache.present}' of '{cache.past}'"
+            return f"no node computes '{cache.present}' from '{cache.past}'"
         if (
             not _fits(cache.physical_shape, shape)
             or cache.physical_shape[cache.physical_sequence_axis] != cache.capacity
         ):
-            return f"the cache '{cache.past}' is planned {list(cache.physical_shape)}, with {cache.capacity} rows"
+            return (
+                f"the plan says that the cache '{cache.past}' has the shape {list(cache.physical_shape)} and "
+                f"{cache.capacity} rows"
+            )
     return ""
 
 
 def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if both have the same rank, and no known sizes differ."""
+    """True if both shapes have the same rank, and no known sizes differ."""
     return (
         declared is not None
         and len(planned) == len(declared)
@@ -90,34 +96,36 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if a size is open in the plan, but fixed in the model: an engine would support only this size."""
+    """True if a size is dynamic in the plan, but fixed in the model. Then an engine would support only this size."""
     pairs = zip(planned, declared or (), strict=False)
     return any(isinstance(b, int) and not isinstance(a, int) and not a.isdecimal() for a, b in pairs)
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """The options that a model says it was rewritten with.
+    """Return the options with which a model was rewritten, from its metadata.
 
     Args:
         model: the rewritten model.
-        options: the caller's options. Limits of the check, and the file of name patterns, are always taken from these.
+        options: the caller's options. They always give the limits of the check, and the file of name patterns.
         path: path of the model, for messages.
 
     Raises:
-        InvalidModelError: the model has no record, or it is unreadable.
-        OptionError: `options` ask for something else.
+        InvalidModelError: the model has no record of options, or the record is unreadable.
+        OptionError: `options` contradict the record.
     """
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
         raise InvalidModelError(
-            f"{path}: has no record of the options of its rewrite; give a file that 'rewrite' wrote"
+            f"{path}: the file does not record the options of a rewrite; give a file that 'rewrite' wrote"
         )
     try:
         recorded = msgspec.json.decode(record, type=PlanOptions)
     except (msgspec.MsgspecError, RecursionError, OptionError) as error:
-        raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
+        raise InvalidModelError(
+            f"{path}: its record of options cannot be read ({error}): rewrite the model again"
+        ) from None
     if recorded.config is not None and options.config is None:
-        raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")
+        raise OptionError(f"{path}: was rewritten with a file of name patterns; give the same file with --config")
     own = {
         name: getattr(options, name) for name in ("config", "checkpoint", "check_seconds", "check_memory", "recheck")
     }
@@ -126,8 +134,8 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
         wanted, had = getattr(options, field.name), getattr(recorded, field.name)
         if wanted not in (had, getattr(default, field.name)):
             raise OptionError(
-                f"{path}: was rewritten with {field.name} {_text(had)}, and {_text(wanted)} is asked for: leave the "
-                "option out, or rewrite the model again"
+                f"{path}: was rewritten with {field.name} {_text(had)}, but the option now is {_text(wanted)}: leave "
+                "the option out, or rewrite the model again"
             )
     return recorded
 
@@ -138,19 +146,21 @@ def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, pat
     Raises:
         InvalidModelError: an input, an output or a function differs.
     """
-    again = "it was made of another model or by another version, or was changed since: rewrite it again"
+    again = "the file was made from another model or by another version, or was changed later: rewrite the model again"
     written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
     for function in rewritten.functions:
         if function.SerializeToString(deterministic=True) not in written:
-            raise InvalidModelError(f"{path}: defines {function.name} differently from a rewrite of {source}; {again}")
+            raise InvalidModelError(
+                f"{path}: the function {function.name} differs from that in a rewrite of {source}; {again}"
+            )
     for io in ("input", "output"):
         sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, rewritten)]
         for name in dict.fromkeys((*sides[0], *sides[1])):
             wanted, actual = (side.get(name, "missing") for side in sides)
             if wanted != actual:
                 raise InvalidModelError(
-                    f"{path}: {io} '{name}' is {actual}, and {wanted} in a rewrite of {source} with the options "
-                    f"recorded; {again}"
+                    f"{path}: {io} '{name}' is {actual}, but {wanted} in a rewrite of {source} with the recorded "
+                    f"options; {again}"
                 )
 
 

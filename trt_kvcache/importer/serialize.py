@@ -1,8 +1,9 @@
-"""Serialize a model, weight by weight.
+"""Serialize a model, one weight after the other.
 
-Protobuf merges messages that are written one after the other. So the graph without its large weights is written first,
-then one more ``graph { initializer }`` for each weight. Writing 0.5 GB in one go took 1.6 to 3.6 s, in a buffer that
-grows by copying; weight by weight it took 0.75 to 1.5 s (protobuf's upb, two cores of a shared machine).
+Protobuf merges messages that are written one after the other. So this module first writes the graph without large
+weights, then one more ``graph { initializer }`` for each weight. To write 0.5 GB at once took 1.6 to 3.6 s, in a buffer
+that grows by copying; one weight after the other, it took 0.75 to 1.5 s (protobuf's upb, two cores of a shared
+machine).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _GRAPH, _INITIALIZER = b"\x3a", b"\x2a"
 
 
 def serialize_model(model: onnx.ModelProto) -> bytes:
-    """The bytes of a model, which parse as `model`; large weights come last among the initializers."""
+    """Return bytes that parse as `model`. Large weights are the last initializers."""
     shell, weights = detach_weights(model)
     replace_field(shell.graph.initializer, [t for t in shell.graph.initializer if t.name not in weights])
     return b"".join([shell.SerializeToString(), *_parts(weights.values())])
@@ -34,7 +35,7 @@ def _parts(tensors: Iterable[onnx.TensorProto]) -> Iterator[bytes]:
 
 
 def _varint(number: int) -> bytes:
-    """Protobuf's encoding of a length: seven bits a byte, the lowest first."""
+    """Return protobuf's encoding of a length: seven bits in each byte, the lowest bits first."""
     encoded = bytearray()
     while number > 127:
         encoded.append(number & 127 | 128)

@@ -4,15 +4,15 @@
     opset 11 to 23                            opset 24                     onnx.version_converter
     operators of ONNX Runtime                 their bodies                 lower
     values computed from constants and sizes  constants                    onnx.shape_inference, ONNX Runtime
-    If of a constant                          the branch that is taken     onnx.compose
+    If with a constant condition              the branch that is taken     onnx.compose
     equal nodes                               one node
     shapes                                                                 onnx.shape_inference
 
-Remaining tensors and nodes keep their names. Weights are never read: large initializers and external data are ignored.
+Remaining tensors and nodes keep their names. Weights (large initializers and external data) are never read.
 
-onnx-ir, onnxscript and onnx-shape-inference do the same, but their import alone takes 0.3 s (onnx-ir loads sympy), a
-quarter of planning a model of two layers. onnxscript's version converter (0.7.2) raises a model below opset 18 without
-converting its operators, and graphsurgeon's `fold_constants` (0.6.1) reads `Shape` without its `start` and `end`.
+onnx-ir, onnxscript and onnx-shape-inference do the same, but to import them takes 0.3 s (onnx-ir loads sympy), which is
+a quarter of the time to plan a model of two layers. The version converter of onnxscript (0.7.2) raises a model below
+opset 18 without converting its operators. graphsurgeon's `fold_constants` (0.6.1) ignores `start` and `end` of `Shape`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from trt_kvcache.importer.protos import (
 OPSET = 24
 """The lowest opset with TensorScatter, and Attention with `nonpad_kv_seqlen`."""
 
-_OLDEST = 13  # earlier, Softmax normalizes over its axis and all later axes
+_OLDEST = 13  # in older opsets, Softmax normalizes over its axis and all later axes
 _PARKED = "trt_kvcache.parked"
 _LARGEST = 1024  # the most elements of a constant that may be a shape, an axis or a factor
 _HIDDEN = ("TensorScatter", "Attention")
@@ -64,7 +64,8 @@ _PREFIX = "trt_kvcache/simplify/"
 _MOST_ROUNDS = 8
 _NAME = 200  # the most characters of a prefix for names inside a branch
 _STAY = frozenset((
-    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",  # TensorRT needs these operators, not their results
+    # TensorRT needs these operators themselves, not their results
+    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",
     "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
     "RegexFullMatch", "If", "Loop", "Scan", "TensorScatter", "Attention",
 ))  # fmt: skip
@@ -75,17 +76,17 @@ _FOLDED = frozenset((
 
 
 def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
-    """Bring a model to opset 24 or later, without functions, folded, with named nodes and inferred shapes.
+    """Bring a model to opset 24 or later: without functions, folded, with named nodes and inferred shapes.
 
     Args:
-        model: large inline weights are stand-ins. May be changed.
+        model: a model with stand-ins for large inline weights. It may be edited in place.
 
     Returns:
         The model and the names of the functions and branches that were inlined.
 
     Raises:
         InvalidModelError: the shapes that the model states contradict each other.
-        UnsupportedModelError: a cache update or an attention lies in a body that may not run exactly once, or the opset
+        UnsupportedModelError: a cache update or an attention is in a body that may not run exactly once, or the opset
             cannot be raised.
     """
     model, inlined = inline_functions(model)
@@ -101,7 +102,7 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
 
 
 def infer_shapes(model: ModelProto) -> ModelProto:
-    """Add the shapes of intermediate tensors to the model, as far as ONNX shape inference finds them.
+    """Return the model with all shapes of intermediate tensors that ONNX shape inference finds.
 
     Raises:
         InvalidModelError: the shapes that the model states contradict each other.
@@ -109,11 +110,13 @@ def infer_shapes(model: ModelProto) -> ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
-        raise InvalidModelError(f"ONNX shape inference failed: {(str(error).splitlines() or [''])[0]}") from error
+        raise InvalidModelError(
+            f"ONNX shape inference fails for this model:  {(str(error).splitlines() or [''])[0]}"
+        ) from error
 
 
 def name_nodes(graph: GraphProto) -> None:
-    """Give every node a unique name: plans and messages name nodes, and TensorRT names layers after them."""
+    """Give every node a unique name, because plans and messages name nodes, and TensorRT names layers after nodes."""
     taken: set[str] = set()
     for index, node in enumerate(graph.node):
         name = node.name or f"{node.op_type}_{index}"
@@ -124,9 +127,9 @@ def name_nodes(graph: GraphProto) -> None:
 
 
 def drop_unused_outputs(graph: GraphProto) -> None:
-    """Drop outputs of Attention and LayerNormalization that nothing reads: TensorRT refuses them.
+    """Drop outputs of Attention and LayerNormalization that no node reads, because TensorRT refuses them.
 
-    Must run before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
+    Call this before shape inference: from opset 25 on, it fails for present outputs together with `nonpad_kv_seqlen`.
     """
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
@@ -138,10 +141,11 @@ def drop_unused_outputs(graph: GraphProto) -> None:
 
 
 def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Inline functions: TensorRT's parser prefers its own operator to a function of the same name.
+    """Inline functions, because TensorRT's parser prefers its own operator to a function of the same name.
 
-    For example, it builds a function ``my::Relu`` that squares as a ReLU, without a message (measured on TensorRT for
-    RTX 1.7.1). A function that defines TensorRT's own cache update stays.
+    For example, TensorRT builds a function ``my::Relu`` that squares as a ReLU, without a message (measured on TensorRT
+    for
+        RTX 1.7.1). A function that defines TensorRT's own cache update is not inlined.
     """
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
@@ -152,34 +156,37 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
         for entry in function.opset_import:  # ONNX's inliner does not support two opsets
             if (of_model := known.get(entry.domain, entry.version)) != entry.version:
                 raise UnsupportedModelError(
-                    f"the function {function.domain}::{function.name} is of opset {entry.version} of "
-                    f"'{entry.domain or 'ai.onnx'}', and the model of {of_model}; supported are functions of the "
-                    "model's own opsets: export both with one"
+                    f"the function {function.domain}::{function.name} uses opset {entry.version} of "
+                    f"'{entry.domain or 'ai.onnx'}', but the model uses {of_model}; both must use the same: export the "
+                    "model with one opset"
                 )
     if done:
         model = inliner.inline_selected_functions(model, done)
-        for node in model.graph.node:  # drops omitted inputs: trailing empty names crash fusions of ONNX Runtime 1.31
+        for node in model.graph.node:  # trailing empty names crash fusions of ONNX Runtime 1.31
             while node.input and not node.input[-1]:
                 del node.input[-1]
     return model, [f"function {domain}::{name}" for domain, name in done]
 
 
 def raise_opset(model: ModelProto) -> ModelProto:
-    """Raise a model without functions to opset 24. A model at 24 or later is returned unchanged.
+    """Raise a model without functions to opset 24. A model of opset 24 or later is returned unchanged.
 
-    ONNX's converter fails at operators that the old opset lacks, and exporters write such operators into the default
-    domain (SimplifiedLayerNormalization). So these are in another domain during conversion. The converter loses
-    metadata, functions and stated shapes, so only nodes and new constants are taken from its result.
+    ONNX's converter fails for operators that the old opset does not have, but exporters write such operators into
+    ONNX's
+        domain (SimplifiedLayerNormalization). So these operators are in another domain during the conversion. The
+        converter loses metadata, functions and stated shapes. So only nodes and new constants are taken from its
+        result.
 
     Raises:
-        UnsupportedModelError: the version is below 13, or ONNX's converter cannot raise an operator.
+        UnsupportedModelError: the opset is below 13, or ONNX's converter cannot convert an operator.
     """
     version = opset_version(model)
     if version is None or version >= OPSET:
         return model
     if version < _OLDEST:
         raise UnsupportedModelError(
-            f"the model is of opset {version}; supported are {_OLDEST} and later: export it with opset {OPSET}"
+            f"the model has opset {version}; the importer supports {_OLDEST} and later: export the model with opset "
+            f"{OPSET}"
         )
     parked = copied(model)
     parked.opset_import.add(domain=_PARKED, version=1)
@@ -191,7 +198,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
     except (RuntimeError, version_converter.ConvertError) as error:
         raise UnsupportedModelError(
             f"ONNX's version converter cannot raise the model from opset {version} to {OPSET} "
-            f"({_culprit(model, str(error))}): export it with opset {OPSET}"
+            f"({_culprit(model, str(error))}): export the model with opset {OPSET}"
         ) from error
     result = copied(model)
     metadata = {tuple(node.output): node.metadata_props for node in model.graph.node if node.metadata_props}
@@ -211,7 +218,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
 
 
 def _culprit(model: ModelProto, words: str) -> str:
-    """The last line of the converter's error, with the node if it names an operator."""
+    """Return the last line of the converter's error, with the node if the error names an operator."""
     last = words.strip().splitlines()[-1].split("failed: ")[-1] if words.strip() else "no reason given"
     operator = last.rsplit(" for ", 1)[-1]
     node = next((n for n in all_nodes(model.graph) if n.op_type == operator), None)
@@ -219,9 +226,12 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Fold tensors computed from constants and known sizes; returns the model with shapes, and the branches taken."""
+    """Fold tensors that are computed from constants and known sizes.
+
+    Return the model with shapes, and taken branches.
+    """
     taken: list[str] = []
-    stated = list(model.graph.output)  # callers rely on stated outputs; inference would overwrite them
+    stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
     for _ in range(_MOST_ROUNDS):
         model = lower(infer_shapes(model))
         graph = model.graph
@@ -244,13 +254,13 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
-    """True if the stated shape of an output has the rank that inference finds."""
+    """True if the stated shape of an output has the same rank as the inferred shape."""
     of_graph, of_exporter = shape_of(inferred), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
-    """Collect small constants by name, and turn Constant nodes into initializers."""
+    """Return small constants; maps names to values. Also turn Constant nodes into initializers, in place."""
     outputs = {v.name for v in graph.output}
     others = []
     for node in graph.node:
@@ -262,8 +272,8 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
             graph.initializer[-1].name = node.output[0]
     if len(others) < len(graph.node):
         replace_field(graph.node, others)
-        _drop_shapes(graph)  # onnxruntime-genai states wrong shapes of constants
-    inputs = {v.name for v in graph.input}  # an initializer with an input's name is only a default
+        _drop_shapes(graph)  # onnxruntime-genai states wrong shapes for constants
+    inputs = {v.name for v in graph.input}  # an initializer with the name of an input is only a default value
     return {name: value for name, value in _small_values(graph).items() if name not in inputs}
 
 
@@ -277,11 +287,12 @@ def _is_small(dims: Iterable[int]) -> bool:
 
 
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Integers computed from known sizes, by name.
+    """Return integers that are computed from known sizes; maps names to values.
 
-    ONNX's shape inference computes such integers, but shows them only in shapes. So each goes into a ConstantOfShape:
+    ONNX's shape inference computes such integers, but shows them only in shapes. So a ConstantOfShape reads each of
+    them:
 
-    Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: the result of the Gather is 64
+    Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: so the result of the Gather is 64
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
@@ -310,7 +321,10 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Run nodes over small constants in ONNX Runtime; returns the results that other nodes read, by name."""
+    """Run nodes over small constants in ONNX Runtime.
+
+    Return the results that other nodes read; maps names to values.
+    """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -331,13 +345,13 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     part = part_of(model, nodes, [], wanted, initializers)
     try:
         values = UnfusedSession(part).run({})
-    except Exception:  # noqa: BLE001 - such as a missing kernel; these nodes stay
+    except Exception:  # noqa: BLE001 - for example a missing kernel; then these nodes stay
         return {}
     return {name: value for name, value in values.items() if _is_small(value.shape)}
 
 
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
-    """True if a node computes a small tensor from known constants only."""
+    """True if a node computes a small tensor only from known constants."""
     if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
         return False
     for name in (name for name in node.output if name):
@@ -349,12 +363,15 @@ def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bo
 
 
 def _shapes(model: ModelProto) -> dict[str, Any]:
-    """Known element types and shapes, by name of the tensor."""
+    """Map names of tensors to their known element types and shapes."""
     return {v.name: (v.type.tensor_type.elem_type, shape_of(v)) for v in model.graph.value_info}
 
 
 def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
-    """Replace each If with a constant condition with its branch; returns the names of the replaced nodes."""
+    """Replace each If that has a constant condition with the branch that is taken.
+
+    Return the names of the replaced nodes.
+    """
     done = []
     while (index := next((i for i, n in enumerate(graph.node) if is_op(n, "If") and n.input[0] in constants), -1)) >= 0:
         node = graph.node[index]
@@ -365,7 +382,10 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace, in place, the node at `index` with a branch of it; names in the branch get the node's name as prefix."""
+    """Replace the node at `index` with one of its branches, in place.
+
+    Names in the branch get the node's name as prefix.
+    """
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
@@ -374,9 +394,9 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
     for value, name in zip(body.output, node.output, strict=False):
         if value.name in inner_names and value.name not in names:
             names[value.name] = name or prefix + value.name  # the branch writes the node's output
-        elif name:  # passed through, or used for two outputs
+        elif name:  # a tensor from outside, or used for two outputs
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
-    # Inference also writes shapes of outer tensors into a body: names of outer tensors stay.
+    # Inference also writes shapes of outer tensors into a body. Outer tensors must keep their names.
     inner = compose.add_prefix_graph(
         body, prefix, rename_inputs=False, rename_outputs=False, rename_value_infos=False, name_map=names
     )
@@ -387,7 +407,7 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
 
 
 def _short(name: str) -> str:
-    """Bound the length of a name. Each nested branch would otherwise double it."""
+    """Limit the length of a name. Else each nested branch would double it."""
     return name if len(name) <= _NAME else f"{name[:_NAME]}~{hashlib.sha1(name.encode()).hexdigest()[:12]}"
 
 
@@ -423,7 +443,7 @@ def drop_dead(graph: GraphProto) -> None:
             needed.append(node)
             used |= names_read(node)
     replace_field(graph.node, needed[::-1])
-    for index in reversed(range(len(graph.initializer))):  # in place, to copy no large weights
+    for index in reversed(range(len(graph.initializer))):  # in place, so that no large weights are copied
         if graph.initializer[index].name not in used:
             del graph.initializer[index]
     _drop_shapes(graph)
@@ -435,20 +455,20 @@ def _drop_shapes(graph: GraphProto) -> None:
 
 
 def _refuse_hidden(node: NodeProto) -> None:
-    """Refuse control flow that contains a cache update or an attention: TensorRT's cache layer runs in every step."""
+    """Refuse control flow with a cache update or an attention in it: TensorRT's cache layer runs in every step."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     inner = [n for body in bodies for n in all_nodes(body)]
     hidden = {n.op_type for n in inner if n.op_type == "TRT_KVCacheUpdate"}
     hidden |= {n.op_type for n in inner if n.op_type in _HIDDEN and n.domain in DEFAULT_DOMAINS}
     if not hidden:
         return
-    label = f"{describe(node)} holds {', '.join(sorted(hidden))}"
+    label = f"{describe(node)} contains {', '.join(sorted(hidden))}"
     if is_op(node, "If"):
         raise UnsupportedModelError(
-            f"{label} and its condition '{node.input[0]}' is not a constant: TensorRT's cache layer must run in every "
-            "step; export without the branch"
+            f"{label}, but its condition '{node.input[0]}' is not constant. TensorRT's cache layer must run in every "
+            "step: export the model without this branch"
         )
     raise UnsupportedModelError(
-        f"{label}: cache updates and attention inside a {node.op_type} body cannot be mapped to TensorRT's layers; "
-        "unroll it in the export"
+        f"{label}. TensorRT has no layers for cache updates and attention in the body of a {node.op_type}: export the "
+        "model without this control flow"
     )

@@ -2,7 +2,7 @@
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
-External data, and weights that `prepare.detach_weights` keeps aside, stay where they are. Only the reference is copied.
+External data, and weights that `prepare.detach_weights` detached, are not copied. Only the reference is copied.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OF = "trt_kvcache:of"
 
 
 def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Make a tensor without data, in the place of a tensor whose data are elsewhere."""
+    """Return a tensor without data that stands for a tensor whose data are elsewhere."""
     empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     empty.data_location = onnx.TensorProto.EXTERNAL
     empty.external_data.add(key="location", value=STAND_IN)
@@ -29,12 +29,15 @@ def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 def is_stand_in(tensor: onnx.TensorProto) -> bool:
-    """True if the data of a tensor are elsewhere."""
+    """True if a tensor is a stand-in without data."""
     return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
 
 
 def storage(tensor: onnx.TensorProto) -> str | None:
-    """A text that identifies a tensor's data, equal for all views of them; None: the tensor itself holds them."""
+    """Return a text that identifies the data of a tensor, the same for all views.
+
+    None if the tensor contains its data.
+    """
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
     entries = {e.key: e.value for e in tensor.external_data}
@@ -44,7 +47,7 @@ def storage(tensor: onnx.TensorProto) -> str | None:
 
 
 def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:
-    """The tensor that a stand-in replaces, reinterpreted if the stand-in was; None for other tensors."""
+    """Return the tensor that a stand-in replaces, with the stand-in's type and shape; None for other tensors."""
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") != STAND_IN:
         return None
@@ -54,14 +57,14 @@ def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) 
 
 
 def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
-    """Reinterpret the bytes of `tensor`, little-endian as in ONNX, in another type and shape.
+    """Reinterpret the bytes of `tensor` (little-endian, as in ONNX) in another type and shape.
 
     Raises:
-        ValueError: the shape needs another number of bytes.
+        ValueError: the new type and shape need another number of bytes.
     """
     view = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
     if byte_size(view) != byte_size(tensor):
-        raise ValueError(f"{byte_size(tensor)} bytes are no {list(shape)} of type {data_type}")
+        raise ValueError(f"{byte_size(tensor)} bytes cannot be {list(shape)} of type {data_type}")
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         view.raw_data = raw_bytes(tensor)
         return view
@@ -74,7 +77,7 @@ def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequ
 
 
 def raw_bytes(tensor: onnx.TensorProto) -> bytes:
-    """The data of an inline tensor in ONNX's raw form; some exporters store them in the typed fields."""
+    """Return the data of an inline tensor in ONNX's raw form. Some exporters store data in the typed fields."""
     if tensor.HasField("raw_data"):
         return bytes(tensor.raw_data)
     return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)

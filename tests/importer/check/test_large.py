@@ -167,7 +167,7 @@ def test_the_message_names_what_differs(head: ImportedModel) -> None:
     wrong = deepcopy(head.model)
     no_zero_points(wrong)
     flat = pipeline.prepare(head.source.proto, PLAN)
-    with pytest.raises(UnsupportedModelError, match="around 'logits' the model does not compute what was recognized"):
+    with pytest.raises(UnsupportedModelError, match="around 'logits' the rewritten model does not compute the same"):
         check_rewrite(flat.reference, wrong, head.plan, flat.weights, head.source.path.parent)
 
 
@@ -269,8 +269,8 @@ def test_what_was_not_compared_stands_in_the_plan(tmp_path: Path) -> None:
     path = mixture(Experts(32, 4, 2880, 2880, block=128), tmp_path).source.path
     (note,) = [n for n in plan_model(path, PLAN).notes if "not compared" in n]
     assert note == (
-        "not compared with the original, because it has more weights than can be read, and no fewer rows and columns "
-        "fit together: 'mixed'"
+        "these parts were not compared with the original, because the weights are too large to read, and no "
+        "smaller sizes fit together: 'mixed'"
     )
 
 

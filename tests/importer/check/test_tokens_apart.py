@@ -60,7 +60,7 @@ def test_prompts_are_not_cut(form: str, batch: str | int, tmp_path: Path) -> Non
     model = write(tmp_path, FORMS[form], batch=batch)
     plan = plan_model(model, PlanOptions(capacity=24))
     assert plan.prefill_in_one_step
-    assert f"'{named(model, form)}' of a token is not the same in a step of several tokens" in plan.notes[-1]
+    assert f"'{named(model, form)}' of a token differs between a step of several tokens" in plan.notes[-1]
     too_long = pytest.raises(CapacityError, match="has 11 tokens to write")
     with DecodeSession.open(model, capacity=24, max_chunk=4) as session, too_long:
         session.generate([PROMPT], max_new_tokens=4)
@@ -102,7 +102,7 @@ def test_models_that_write_their_caches_themselves_are_told_apart_too(tmp_path: 
     onnx.save(model, path)
     plan = plan_model(path, PlanOptions())
     assert plan.prefill_in_one_step
-    assert "'apart' of a token is not the same in a step of several tokens" in plan.notes[-1]
+    assert "'apart' of a token differs between a step of several tokens" in plan.notes[-1]
 
 
 def test_an_engine_says_so(tmp_path: Path) -> None:

@@ -125,13 +125,13 @@ def declared(index: int, *shape: int) -> Callable[[onnx.ModelProto], None]:
 MIXTURE, FOUR = Mixture(), Mixture(bits=4)
 ZEROS = Mixture(bits=4, zeros=True)
 REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
-    "MatMulBnb4 'node_y' computes on quantized weights": lambda: plain("MatMulBnb4", {"x": X}),
+    "MatMulBnb4 'node_y' computes with quantized weights": lambda: plain("MatMulBnb4", {"x": X}),
     "PagedAttention 'node_y' keeps its cache in pages": lambda: plain("PagedAttention", {"x": X}),
     "DecoderMaskedMultiHeadAttention 'node_y' keeps its keys": lambda: plain("DecoderMaskedMultiHeadAttention", HEADS),
-    "SkipSimplifiedLayerNormalization 'node_y' gives 'mean'": lambda: plain(
+    "SkipSimplifiedLayerNormalization 'node_y' has the output 'mean'": lambda: plain(
         "SkipSimplifiedLayerNormalization", {"x": X, "s": X, "g": G}, outputs="y mean"
     ),
-    "SimplifiedLayerNormalization 'node_y' gives 'inverse'": lambda: plain(
+    "SimplifiedLayerNormalization 'node_y' has the output 'inverse'": lambda: plain(
         "SimplifiedLayerNormalization", {"x": X, "g": G}, outputs="y i"
     ),
     "has no position_ids.*enable_embed_layer_norm": lambda: plain(
@@ -144,79 +144,85 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
         "FusedGemm", {"a": zeros(4, 5), "b": zeros(5, 6)}, activation="HardSigmoid", activation_alpha=0.1
     ),
     "CausalConvWithState.* no past": lambda: plain("CausalConvWithState", {"x": zeros(2, 6, 5), "w": zeros(6, 1, 4)}),
-    "FusedMatMul.*rank is not in the model: export it with shapes": lambda: edited(
+    "FusedMatMul.*rank is unknown: export the model with shapes": lambda: edited(
         plain("FusedMatMul", {"a": X[0], "b": X}, transA=1), unknown("a")
     ),
     "RotaryEmbedding 'node_y' has scale=2.0": lambda: plain("RotaryEmbedding", ROTARY, scale=2.0),
     "RotaryEmbedding 'node_y' has is_packed": lambda: plain("RotaryEmbedding", ROTARY, is_packed_batching=1),
     "RotaryEmbedding 'node_y' reads 'p', whose rank": lambda: edited(plain("RotaryEmbedding", ROTARY), unknown("p")),
-    "RotaryEmbedding 'node_y.*' rotates 64 values by caches for heads of 18": lambda: plain(
+    "RotaryEmbedding 'node_y.*' rotates rows of 64 values, which is no multiple of the head size 18": lambda: plain(
         "RotaryEmbedding", ROTARY | {"cos": zeros(10, 9)}
     ),
-    "mrope_layout=2.*; supported are sections of three planes": lambda: plain(
+    "mrope_layout=2.*; the importer supports sections of three planes": lambda: plain(
         "MRotaryEmbedding", PLANES, **SECTIONS | {"mrope_layout": 2}
     ),
     r"mrope_section=\[9, -4, 3\]": lambda: plain(
         "MRotaryEmbedding", PLANES, **SECTIONS | {"mrope_section": [9, -4, 3]}
     ),
-    "sections of 7 columns, and caches of 8": lambda: plain(
+    "sections of 7 columns, but cos and sin caches of 8": lambda: plain(
         "MRotaryEmbedding", PLANES, **SECTIONS | {"mrope_section": [2, 2, 3]}
     ),
     r"positions \[2, 2, 3\]": lambda: plain(
         "MRotaryEmbedding", PLANES | {"p": zeros(2, 2, 3, dtype=np.int64)}, **SECTIONS
     ),
-    "has weights of 2 bits; supported are 4 and 8": lambda: nbits(bits=2),
+    "has weights of 2 bits; the importer supports 4 and 8": lambda: nbits(bits=2),
     "layout of one kind of GPU": lambda: nbits(weight_prepacked=1),
-    r"weight 'w' \[24, 2, 16\] as b \(768 bytes are no \[24, 128\]": lambda: nbits(K=128),
-    "lacks one of K, N, block_size": lambda: nbits(K=0),
+    r"weight 'w' \[24, 2, 16\] as b \(768 bytes cannot be \[24, 128\]": lambda: nbits(K=128),
+    "has no K, N, block_size or scales": lambda: nbits(K=0),
     "g_idx": lambda: nbits("x w s - o"),
-    "has the float 'x' as b; supported is a weight of the model, of uint8": lambda: nbits("x x s"),
+    "has the float 'x' as b; this input must be a weight of the model, of type uint8": lambda: nbits("x x s"),
     "has 2 bits, axes": lambda: table(bits=2),
     "has 8 bits, axes": lambda: table(bits=8),
     r"axes \(1, 1\)": lambda: table(gather_axis=1),
     r"axes \(0, 0\)": lambda: table(quantize_axis=0),
-    "for blocks of 32; supported are rows": lambda: table(block_size=32),
+    "for blocks of 32; the importer supports rows": lambda: table(block_size=32),
     "has no past_key and past_value": lambda: grouped("x - - - - n t", "y"),
     "num_heads=2, kv_num_heads=0": lambda: grouped(kv_num_heads=0),
     "has the sinks 'z'": lambda: grouped("x - - pk pv n t - - - - z"),
     "has quantized caches": lambda: grouped(k_quant_type="PER_TENSOR"),
-    "gives its scores as an output .qk_output": lambda: grouped(outputs="y k2 v2 qk", qk_output=1),
-    "another layer, with head_sink or smooth_softmax": lambda: grouped("h e e pk pv n t", smooth_softmax=1),
-    "reads the cache of another layer, with causal=0": lambda: grouped("h e e pk pv n t", causal=0),
-    "another layer, with sliding_window_cache": lambda: grouped("h e e pk pv n t", sliding_window_cache=1),
-    "is packed, with heads of 5, beside a past with heads of 16; .* length 0": lambda: grouped("h - - pk pv n t"),
-    "do_rotary=1 and no cos_cache": lambda: grouped(do_rotary=1),
-    "takes past_sequence_length or cache_indirection": lambda: heads("q k v - - - pk pv z", "y k2 v2"),
-    "gives its scores as an output .qk.": lambda: heads("q k v - - - pk pv", "y k2 v2 qk"),
+    "returns its scores .qk_output": lambda: grouped(outputs="y k2 v2 qk", qk_output=1),
+    "another layer, and has head_sink or smooth_softmax": lambda: grouped("h e e pk pv n t", smooth_softmax=1),
+    "reads the cache of another layer, and has causal=0": lambda: grouped("h e e pk pv n t", causal=0),
+    "another layer, and has sliding_window_cache": lambda: grouped("h e e pk pv n t", sliding_window_cache=1),
+    "is packed, with heads of size 5; but its past has heads of size 16. .* length 0": lambda: grouped(
+        "h - - pk pv n t"
+    ),
+    "do_rotary=1, but no cos_cache": lambda: grouped(do_rotary=1),
+    "reads past_sequence_length or cache_indirection": lambda: heads("q k v - - - pk pv z", "y k2 v2"),
+    "returns its scores .qk.": lambda: heads("q k v - - - pk pv", "y k2 v2 qk"),
     "has packed inputs": lambda: heads("q"),
-    "gives a present 'k2' and takes no past": lambda: heads(outputs="y k2 v2"),
+    "returns the present 'k2', but has no past": lambda: heads(outputs="y k2 v2"),
     "has a padding mask 'm' .* and no past": lambda: heads("q k v - m"),
     r"has a padding mask 'z' \[2\] and past": lambda: heads("q k v - z - pk pv", "y k2 v2"),
-    "use_sparse_mixer=1; supported is 0": lambda: MIXTURE.model(use_sparse_mixer=1),
-    "quant_type='fp4'; supported is int: export with integers": lambda: FOUR.model(quant_type="fp4"),
-    "weights_prepacked=1; supported is -1 or 0: export for the CPU": lambda: FOUR.model(weights_prepacked=1),
-    "has foo=3; supported is no such attribute": lambda: MIXTURE.model(foo=3),
-    "activation 'geglu' with swiglu_fusion=1; supported are relu, gelu": lambda: MIXTURE.model(activation_type="geglu"),
+    "use_sparse_mixer=1; the importer supports 0": lambda: MIXTURE.model(use_sparse_mixer=1),
+    "quant_type='fp4'; the importer supports int: export the model with integer": lambda: FOUR.model(quant_type="fp4"),
+    "weights_prepacked=1; the importer supports -1 or 0: export the model for": lambda: FOUR.model(weights_prepacked=1),
+    "has foo=3; the importer supports no such attribute": lambda: MIXTURE.model(foo=3),
+    "activation 'geglu' with swiglu_fusion=1; the importer supports relu, gelu": lambda: MIXTURE.model(
+        activation_type="geglu"
+    ),
     "activation 'swiglu' with swiglu_fusion=0": lambda: MIXTURE.model(swiglu_fusion=0),
     "activation 'silu' with swiglu_fusion=1": lambda: FOUR.model(activation_type="silu"),
-    "swiglu_limit=-1.0; supported are limits from 0": lambda: MIXTURE.model(swiglu_limit=-1.0),
+    "swiglu_limit=-1.0; the limit must not be negative": lambda: MIXTURE.model(swiglu_limit=-1.0),
     "chooses 7 of 6 experts": lambda: MIXTURE.model(k=7),
     "experts of 2 bits": lambda: FOUR.model(expert_weight_bits=2),
     "fc1, fc2, fc3: 4, 8, 4": lambda: FOUR.model(fc2_expert_weight_bits=8),
     "MoE 'node_y' has fc3": lambda: edited(MIXTURE.model(), with_input(6)),
     "QMoE 'node_y' has fc3": lambda: edited(FOUR.model(), with_input(8)),
     "QMoE 'node_y' has 15 inputs": lambda: edited(FOUR.model(), with_input(14)),
-    "lacks one of x, logits, fc1, fc2, scales1, scales2": lambda: edited(FOUR.model(), with_input(3)),
-    "supported is a weight of the model": lambda: edited(FOUR.model(), computed),
-    r"has fc2 .* \[6, 32, 32\]; supported is \[6, 64, 16\]: .*prepacked=0": lambda: edited(
+    "does not have all of the inputs x, logits, fc1, fc2, scales1, scales2": lambda: edited(
+        FOUR.model(), with_input(3)
+    ),
+    "must be a weight of the model": lambda: edited(FOUR.model(), computed),
+    r"has fc2 .* \[6, 32, 32\]; its shape must be \[6, 64, 16\]: .*prepacked=0": lambda: edited(
         FOUR.model(), of_shape("fc2_experts_weights", 6, 32, 32)
     ),
     r"has scales1 .* \[6, 64\]": lambda: edited(FOUR.model(), of_shape("fc1_scales", 6, 64)),
     r"has bias2 .* \[6, 32\]": lambda: edited(MIXTURE.model(), of_shape("fc2_experts_bias", 6, 32)),
-    r"has zero_points2 .* \[6, 64, 2\]; supported is \[6, 64, 1\]": lambda: edited(
+    r"has zero_points2 .* \[6, 64, 2\]; its shape must be \[6, 64, 1\]": lambda: edited(
         ZEROS.model(), of_shape("fc2_zero_points", 6, 64, 2)
     ),
-    r"reads 'logits' \[1, 3, 6\]; supported are logits \[T, 6\]": lambda: edited(MIXTURE.model(), declared(1, 1, 3, 6)),
+    r"reads 'logits' \[1, 3, 6\]; the logits must be \[T, 6\]": lambda: edited(MIXTURE.model(), declared(1, 1, 3, 6)),
 }
 
 

@@ -1,23 +1,25 @@
-"""Decides whether a rewritten model is correct. Recognizers only guess, and this check tests each guess.
+"""Decides whether a rewritten model is correct. Recognizers only guess; the check tests each guess.
 
 The check finds every part that the two models compute differently, and cuts it out of both models. Both parts run in
-ONNX Runtime on random queries, keys and values. Their steps are chosen so that different masks, windows and layouts
-give different numbers.
+ONNX Runtime on random queries, keys and values. The steps are chosen so that different masks, windows and layouts give
+different numbers.
 
-    hashed_graph       digests: tensors that are equal by construction
-    symbolic_shapes    shapes in batch and new tokens
-    models             both models, with the inputs that mean the same on both sides
-    region cuts the changed parts out of both models: from boundaries, caches and inputs to joins and presents
-    shrunk_weights     regions with large weights: few rows and columns, random numbers
-    region_runs        both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
-    region_comparison  the steps of a region, both sides over these steps, and where they differ first
-    tolerances         how far numbers may be apart
-    verdicts           regions that were equal before, in the user's cache folder
+    hashed_graph       digests, which show that tensors are equal by construction
+    symbolic_shapes    shapes as products of batch and new tokens
+    models             pairs both models, and finds inputs that mean the same in both
+    region             cuts the changed parts out of both models: from boundaries, caches and inputs to joins and
+        presents
+    shrunk_weights     shrinks regions with large weights to few rows and columns of random numbers
+    region_runs        runs both sides of a region, and makes their inputs (with `trt_kvcache.importer.steps`)
+    region_comparison  plans the steps of a region, compares both sides, and names the first difference
+    tolerances         sets the largest allowed differences
+    verdicts           stores which regions were equal, in the user's cache folder
     mixing             finds sequences and tokens that depend on each other in the rest of the model
-    checker            both models in, verdicts out; runs in a process with limits on memory and time
+    checker            compares two models, in a process with limits on memory and time
 
-Only a verdict of "equal" passes. The check tries lengths close to every number in the graph. It misses a model that is
-wrong at a single length elsewhere. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.
+A rewritten model passes only if every verdict is "equal". The check tries lengths close to every number in the graph.
+It does not find an error at a single other length. The thorough schedule (`verify --thorough`) also tries every past up
+to 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from trt_kvcache.progress import ProgressEvent, phase, tell
 __all__ = ["Checked", "Request", "Verdict", "check_rewrite", "start_process"]
 
 # One child process serves all checks of its parent, so that Python and ONNX Runtime start once.
-_UNREAD = "because it has more weights than can be read, and no fewer rows and columns fit together"
+_UNREAD = "because the weights are too large to read, and no smaller sizes fit together"
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Checked:
     prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """Return the plan with these facts."""
+        """Return the plan with these facts added."""
         whole = plan.prefill_in_one_step or self.prefill_in_one_step
         return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 
@@ -73,25 +75,25 @@ def check_rewrite(
     """Refuse a rewritten model that does not compute the same numbers as the original.
 
     Args:
-        original: the model as exported, without functions; its weights may be stand-ins.
-        rewritten: the same model as rewritten; its weights may be stand-ins, too.
+        original: the exported model, without functions; its weights may be stand-ins.
+        rewritten: the rewritten model; its weights may be stand-ins, too.
         plan: plan of the model, with the limits in its options.
-        weights: the weights that have stand-ins, by name.
+        weights: the weights that have stand-ins in the models; maps names to tensors.
         folder: folder of the external data.
-        thorough: run steps after a past of every length, too.
+        thorough: also run steps after pasts of every length up to 4,096.
 
     Raises:
-        OptionError: the capacity exceeds what the model takes.
+        OptionError: the capacity is larger than the model supports.
         UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
     """
     if why := misfit(rewritten, plan):
-        raise UnsupportedModelError(f"the rewritten model does not follow its plan ({why}); nothing is built")
+        raise UnsupportedModelError(f"the rewritten model does not match its plan ({why}), so it is refused")
     options = plan.options
     try:
         verdicts = _verdicts(original, rewritten, plan, weights, folder, thorough=thorough)
     except ChildError as error:
         raise UnsupportedModelError(
-            f"the rewritten model could not be compared with the original: {error}; the comparison may use "
+            f"the rewritten model could not be compared with the original: {error}; the comparison may use at most "
             f"{options.check_seconds} s (--check-seconds) and {options.check_memory} GiB (--check-memory)"
         ) from None
     mixed = [v.name for v in verdicts if v.answer == "mixed"]
@@ -99,41 +101,41 @@ def check_rewrite(
     first = min(verdicts, key=lambda v: (v.answer == "equal", v.answer != "different"), default=None)
     if first is None or first.answer == "equal":
         unread = [f"'{v.name}'" for v in verdicts if v.why]
-        notes = [f"not compared with the original, {_UNREAD}: {', '.join(unread)}"] if unread else []
+        notes = [f"these parts were not compared with the original, {_UNREAD}: {', '.join(unread)}"] if unread else []
         notes += [
-            f"'{name}' of a token is not the same in a step of several tokens as in a step of its own: a session "
-            "writes a prompt in one step, of --max-chunk tokens at most, and has no prefix cache and no drafts for "
-            "this model"
+            f"'{name}' of a token differs between a step of several tokens and a step of that token only; so a session "
+            "processes a prompt in one step of at most --max-chunk tokens, and uses no prefix cache and no drafts "
+            "with this model"
             for name in mixed
         ]
         return Checked(tuple(notes), prefill_in_one_step=bool(mixed))
     if first.answer == "ends":
         longest = max(c.capacity for c in plan.caches)
         raise OptionError(
-            f"--capacity is {longest}, but the model takes no more than {first.name} tokens: {first.why}; give at most "
+            f"--capacity is {longest}, but the model supports at most {first.name} tokens: {first.why}; give at most "
             f"--capacity {first.name}"
         )
     if first.answer == "alone":
         raise UnsupportedModelError(
-            "the model declares an open batch, but runs with one sequence only: export it with a batch "
-            "of 1, or remove what fixes the batch, such as a Reshape to 1"
+            "the model declares a dynamic batch, but runs only with one sequence: export it with a batch of 1, or "
+            "remove what fixes the batch, such as a Reshape to 1"
         )
     if first.answer == "dependent":
         raise UnsupportedModelError(
-            f"'{first.name}' of one sequence of a batch depends on the other sequences: an operator mixes "
-            "them, or the longest one chooses rotary factors (LongRoPE, dynamic NTK); supported are "
-            "sequences that do not depend on each other: export with a batch of 1, or, for such factors, take a "
-            "capacity below the length at which they change"
+            f"'{first.name}' of one sequence of a batch depends on the other sequences: an operator mixes them, or the "
+            "longest sequence chooses the rotary factors (LongRoPE, dynamic NTK). Sequences must not depend on each "
+            "other: export with a batch of 1, or, for these rotary factors, use a capacity below the length at which "
+            "they change"
         )
     where = f"around '{first.name}'" + ("" if first.layer is None else f" of layer {first.layer}")
     if first.answer == "different":
         raise UnsupportedModelError(
-            f"{where} the model does not compute what was recognized there: {first.why}; "
-            "it is refused because its engine would give wrong numbers"
+            f"{where} the rewritten model does not compute the same as the original: {first.why}. The importer refuses "
+            "the model, because its engine would give wrong numbers"
         )
     raise UnsupportedModelError(
-        f"{where} the rewritten model could not be compared with the original ({first.why}); models that were not "
-        "compared are not built"
+        f"{where} the rewritten model could not be compared with the original ({first.why}). The importer refuses "
+        "models that it could not compare"
     )
 
 
@@ -142,12 +144,13 @@ class Verdict:
     """The answer for one region.
 
     Attributes:
-        name: the tensor or the cache that the region makes.
-        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (it cannot run) or
-            ``"stuck"`` (the rewritten side does not run);
-            ``"dependent"``: it depends on other sequences of the batch; ``"ends"``: the model takes no more tokens than
-            `name` says; ``"alone"``: the model declares an open batch, but takes only one sequence; ``"mixed"``: it
-            depends on how many tokens come in one step.
+        name: the tensor or the cache that the region computes.
+        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (the region cannot
+            run),
+            ``"stuck"`` (the original side runs, the rewritten side does not), ``"dependent"`` (a sequence depends on
+            other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as `name` says),
+            ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or ``"mixed"`` (the
+            numbers of a token depend on how many tokens a step has).
         why: the reason in words; empty for most equal regions.
         layer: see `Region`.
     """
@@ -160,11 +163,11 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a check. The bytes of the original and of the rewritten model follow it.
+    """A request for a check. The bytes of the original and of the rewritten model follow the request.
 
     Attributes:
         folder: the folder of external data.
-        thorough: run steps after a past of every length, too.
+        thorough: also run steps after pasts of every length up to 4,096.
     """
 
     plan: CachePlan
@@ -175,15 +178,15 @@ class Request:
 _lock = threading.Lock()
 _asking = threading.Lock()
 _current: dict[int, Child] = {}
-"""Processes by bytes of address space: one, and a second one while the first still has to answer."""
+"""Running processes; maps bytes of address space to the process. A second one starts only while the first is busy."""
 _answering: list[Child] = []
-"""Processes that still have to answer a caller."""
+"""Processes that a caller waits for."""
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
     """Start the process that checks, or return the running one. It loads ONNX Runtime while the caller continues.
 
-    `to_ask`: the process joins `_answering`; no other call ends it until it leaves that list.
+    If `to_ask` is set, the process joins `_answering`. No other call ends the process while it is in that list.
     """
     memory = options.check_memory << 30
     with _lock:
@@ -213,7 +216,7 @@ def _verdicts(
     """Return the verdicts of `check_models`, from a process with the limits of the plan's options.
 
     Raises:
-        ChildError: the process exceeded a limit, or ended.
+        ChildError: the process exceeded a limit, or ended early.
         UnsupportedModelError: the process refused the models.
     """
     parts = (original.SerializeToString(), rewritten.SerializeToString())

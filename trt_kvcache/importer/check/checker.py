@@ -1,7 +1,7 @@
 """The child process of the check: it compares two models, with limits on memory and time.
 
 Run as ``python -m trt_kvcache.importer.check.checker``. Two models follow each request. The process sends progress
-events as news. It asks the caller for weights that are stored inside the model.
+events to the caller while it works. If weights are stored inside the model, the process asks the caller for them.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from trt_kvcache.progress import listening, phase
 
 _ROUNDS = 4
 _RANK = 3  # axes of a tensor that has a batch
-_WEIGHTS = 128 << 20  # bytes of weights in one region; more are not read
-_DRAWN = (1 << 20, 8 << 20)  # bytes of random weights: by default, and if no smaller sizes fit together
+_WEIGHTS = 128 << 20  # bytes; the check does not read more weights for one region
+_DRAWN = (1 << 20, 8 << 20)  # bytes of random weights: usual limit, and limit if no smaller sizes fit together
 
 
 def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict, ...]:
-    """Compare two models."""
+    """Compare the two models of a request; return the verdicts."""
     original, rewritten = (onnx.ModelProto.FromString(parts.pop(0)) for _ in range(2))
     verdicts = open_verdicts(again=request.plan.options.recheck)
     with exact_experts(), listening(caller.tell), keeping(verdicts):
@@ -47,7 +47,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """The weights inside the model. The caller has them, and each read asks the caller again."""
+    """The weights that are stored inside the model. Each read asks the caller for one weight."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -58,7 +58,7 @@ class _Asked(Mapping[str, onnx.TensorProto]):
         return tensor
 
     def __iter__(self) -> NoReturn:
-        raise TypeError("only the caller knows their names")
+        raise TypeError("the child process does not know the names of the weights")
 
     __len__ = __iter__
 
@@ -94,8 +94,9 @@ def check_models(
         if not wrong:
             outside = find_mixing(pair, regions, limits, judge.loaded)
             return verdicts if outside is None else [*verdicts, outside]
-        # A name may have other contents in the rewritten graph, such as a view of a cache. Then later tensors decide:
-        # regions whose joins differ are merged with the regions that read them.
+        # A tensor of the rewritten graph may have the same name as one of the original, but other contents, such as a
+        # view
+        # of a cache. Then later tensors decide: regions whose joins differ are merged with the regions that read them.
         inner = wrong - set(pair.original.outputs)
         if inner <= pair.refuted:
             return first
@@ -104,7 +105,7 @@ def check_models(
 
 
 def _with_batch(tensor: TensorRole) -> TensorRole:
-    """Name a tensor's first axis "batch" if the exporter used another symbol there than for the batch."""
+    """Name a tensor's first axis "batch" if the exporter gave it another symbol than the batch of other inputs."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
     if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
         return tensor
@@ -113,7 +114,7 @@ def _with_batch(tensor: TensorRole) -> TensorRole:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Compares regions; equal regions are compared once."""
+    """Compares regions; compares regions with the same key only once."""
 
     plan: CachePlan
     limits: IndexLimits
@@ -130,11 +131,15 @@ class _Judge:
         return replace(self.done[region.key], name=name, layer=region.layer)
 
     def _compared(self, region: Region) -> Verdict:
-        """Compare a region with the model's own weights if it has caches; else with random weights and fewer rows."""
+        """Return the verdict for a region.
+
+        A region with caches runs with the model's own weights; others run with few rows of random weights.
+        """
         own = has_caches(region, self.plan)
         first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
         readable = bytes_read(region.models) <= _WEIGHTS
-        # A weight that only one side reads may have no effect with its own numbers, but an effect with random ones.
+        # If only one side reads a weight, the real weight may change nothing where random numbers would change the
+        # result.
         if readable and (own or first != second or not first):
             return self._with_own_weights(region)
         stuck: Verdict | None = None
@@ -148,10 +153,10 @@ class _Judge:
                     stuck = verdict
         if readable:
             return self._with_own_weights(region)
-        if stuck is not None:  # the rewritten side does not run although all sizes but the shrunk ones are equal
+        if stuck is not None:  # the original side ran with the same smaller sizes
             return stuck
         unread = not own and not region.is_end and second <= first
-        return Verdict("", "equal" if unread else "undecided", "it has more weights than can be read")
+        return Verdict("", "equal" if unread else "undecided", "its weights are too large to read")
 
     def _with_own_weights(self, region: Region) -> Verdict:
         one, other = map(self.loaded, region.models)
@@ -169,8 +174,8 @@ class _Judge:
                 read_data(tensor, self.folder)
             except (OSError, ValueError):
                 raise InvalidModelError(
-                    f"{self.folder}: the data of '{tensor.name}' can no longer be read; run the command again when the "
-                    "files stay as they are"
+                    f"{self.folder}: the data of '{tensor.name}' could not be read again; do not change the files "
+                    "while the command runs, and run it again"
                 ) from None
         return copy
 

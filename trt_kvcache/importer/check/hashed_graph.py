@@ -1,8 +1,8 @@
 """Reads a model for the check: separates constants from nodes, and digests how each tensor is computed.
 
-Two tensors with the same digest are equal by construction, even in different graphs. Digests do not depend on names,
-on the order of nodes, on the order of operands of a commutative operator, on attributes that state their default, on
-Identity, or on how a constant is stored.
+Two tensors with the same digest are equal by construction, even in different graphs. A digest does not depend on names,
+the order of nodes, the order of operands of a commutative operator, attributes that have their default value, Identity
+nodes, or how a constant is stored.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from onnx.inliner import inline_local_functions
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, constant_value, copied, is_op, names_read
 
 _COMMUTATIVE = ("Add", "And", "Equal", "Mul", "Or", "Xor")
-_SMALL = 1 << 16  # bytes; larger constants are weights: their names are compared instead of their contents
+_SMALL = 1 << 16  # bytes; digests of larger constants (weights) contain names instead of contents
 
 
 class Graph:
     """A model with its functions inlined.
 
     Attributes:
-        inputs: graph inputs by name, without inputs that have a default.
-        constants: initializers, and the values of Constant nodes.
+        inputs: graph inputs without a default value; maps names to inputs.
+        constants: initializers and values of Constant nodes; maps names to tensors.
         nodes: all other nodes, in topological order.
-        makes: the node that makes a tensor.
-        reads: the tensors that a node reads, by its `id`.
+        makes: maps the name of a tensor to the node that makes it.
+        reads: maps the `id` of a node to the names of the tensors that the node reads.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -53,7 +53,7 @@ class Graph:
         self._attributes: dict[int, list[tuple[str, bytes]]] = {}
 
     def constant_digest(self, name: str) -> str:
-        """Digest a small constant by its contents, and a weight by its name, type and shape."""
+        """Return a digest of a small constant's contents, or of a weight's name, type and shape."""
         if name not in self._digests:
             self._digests[name] = _digest_of(_contents(self.constants[name], name))
         return self._digests[name]
@@ -87,12 +87,14 @@ class Graph:
         """Return the digest of every tensor.
 
         Args:
-            leaves: digests of graph inputs, or of the inputs of a part of the graph.
-            taken: tensors that count as equal on both sides. Their readers see a digest of the name alone.
-            nodes: the part; None: the whole graph.
+            leaves: maps graph inputs, or inputs of the part, to digests.
+            taken: tensors that count as equal on both sides. In digests of their readers, they appear only with their
+                name.
+            nodes: the part of the graph to digest; None: the whole graph.
 
         Returns:
-            Digests as readers see them, and digests of how each taken tensor is computed.
+            A digest for each tensor as its readers see it; and for each tensor in `taken`, a digest of how it is
+            computed.
         """
         seen = dict(leaves)
         own: dict[str, str] = {}
@@ -118,7 +120,7 @@ class Graph:
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 results = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
             for name, digest in results.items():
-                if name in leaves:  # the part gets it as an input, although one of its nodes also makes it
+                if name in leaves:  # an input of the part that one of its nodes also makes
                     continue
                 if name in taken:
                     own[name] = digest
@@ -127,7 +129,7 @@ class Graph:
         return seen, own
 
     def operands(self, node: onnx.NodeProto, digests: Mapping[str, str]) -> list[str]:
-        """Return the tensors that a node reads; operands of a commutative operator in the order of their digests."""
+        """Return the tensors that a node reads. Operands of a commutative operator are sorted by their digests."""
         direct = sorted(node.input, key=lambda n: digests.get(n, "")) if _is_commutative(node) else node.input
         return [*direct, *self._inner[id(node)]]
 
@@ -136,7 +138,10 @@ class Graph:
         return name in self.makes or name in self.constants or name in self.inputs
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
-        """All tensors that depend on `roots`. Paths end at the tensors `through`, and at shapes if `shapes` is off."""
+        """Return all tensors that depend on `roots`.
+
+        Paths end at tensors in `through`, and at Shape nodes if not `shapes`.
+        """
         tainted = set(roots)
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
@@ -146,10 +151,10 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """Return the nodes that make `outputs` from the tensors `stop` and graph inputs.
+        """Return the nodes that compute `outputs` from the tensors in `stop` and graph inputs.
 
         Returns:
-            The nodes in order, the tensors fed, and the constants used.
+            The nodes in order, the names of tensors in `stop` and of inputs that they read, and the names of constants.
         """
         todo = list(outputs)
         wanted = set(todo)
@@ -168,13 +173,16 @@ class Graph:
                 node = self.makes[name]
                 keep[self._places[id(node)]] = node
                 todo += sorted(self.reads[id(node)])
-            elif name in stop or name in self.inputs:  # other names belong to the body of a node
+            elif name in stop or name in self.inputs:  # all other names belong to the body of a node
                 fed[name] = None
         return [keep[place] for place in sorted(keep)], list(fed), sorted(used)
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    """Yield the nodes without Identity. Its input and output get a single name: that of a graph output, if one is."""
+    """Yield the nodes except Identity.
+
+    Its input and output get one name: the graph output's name, if one is an output.
+    """
     fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
     names: dict[str, str] = {}

@@ -1,15 +1,16 @@
-"""Finds models that mix sequences of a batch, or tokens of a step, outside of attention.
+"""Finds models that mix the sequences of a batch, or the tokens of a step, outside of attention.
 
-    long = ReduceMax(positions) > 4096                  one answer for the whole batch (LongRoPE, dynamic NTK)
+    long = ReduceMax(positions) > 4096                  one value for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
-A text must not change with its neighbours in the batch: such models are refused. If the tokens of a step depend on each
-other, as with a mean over the step, sessions must not split prompts. So this module runs the model on two batches that
-share one sequence, and on the same tokens in one step and one by one. What both runs share must be equal.
+The result for a text must not depend on the other texts in its batch: models with such a dependence are refused. If the
+tokens of a step depend on each other (as with a mean over the step), sessions must not split prompts. So this module
+runs the model on two batches that share one sequence; and on the same tokens in one step and one by one. The numbers
+of the shared sequence, and of each token, must be equal in both runs.
 
-Regions with caches are left out: the check compares them with the original row by row. Products with large weights,
-lookups in large tables and mixtures of experts are left out, too, because they compute each token alone. Their inputs
-are compared, and their results are random numbers.
+This module does not run regions with caches, because the check compares them with the original row by row. It also
+leaves out products with large weights, lookups in large tables and mixtures of experts, because they compute each token
+separately. It compares the inputs of these operators, and replaces their results with random numbers.
 """
 
 from __future__ import annotations
@@ -47,22 +48,24 @@ Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]
 Shape = tuple[Term, ...]
 
-_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)'")  # in the words of ONNX Runtime
+_FAILED = re.compile(r"running (\w+) node\. Name:'([^']*)'")  # in messages of ONNX Runtime
 _TABLES = ("Gather", "GatherND", "GatherElements", "Slice", "RotaryEmbedding")
-_STRIDE = 7919  # distance in the pool of random numbers between those of two inputs
-_BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
+_STRIDE = 7919  # the inputs' numbers start this far apart in the pool of random numbers
+_BATCH, _LENGTH = 3, 3  # sizes of a step, if the model does not fix them
 _PAST = 5  # tokens before a step that is compared with steps of one token
-_LARGE = 1 << 18  # numbers; a larger weight is not read
-_MOST = 1 << 24  # most numbers in a constant that is read because its operator may mix tokens
+_LARGE = 1 << 18  # numbers; larger weights are not read
+_MOST = 1 << 24  # the most numbers of a constant whose operator may mix tokens; such a constant is read
 _ROUNDED = 5e-2
 _EXACT = 1e-5  # sums may be taken in another order
 
 
 def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """Judge all operators outside of the regions with caches; `load` gives a model the data of its weights.
+    """Judge all operators outside of the regions with caches.
 
-    Returns None if no sequence depends on its neighbours, and no token on the other tokens of its step. Also returns
-    None if ONNX Runtime cannot run this part of the model.
+    `load` returns a copy of a model with the data of its weights.
+
+        Returns None if no sequence depends on other sequences, and no token on other tokens of its step. Also returns
+        None if ONNX Runtime cannot run this part of the model.
     """
 
     @lru_cache
@@ -73,7 +76,7 @@ def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits,
     for find in (_mixed_sequences, _mixed_tokens):
         with suppress(RunError, OptionError, UnsupportedModelError):
             verdict = verdict or find(pair, outside)
-            # The rewrite changes no node here, and no region depends on this run.
+            # An error here is no verdict: the rewrite does not change these nodes.
     return verdict
 
 
@@ -85,7 +88,7 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
     if batch < 2 or longest < 1 or capacity <= longest:
         return None
     is_fixed = any(isinstance(c.logical_shape[0], int) for c in pair.plan.caches)
-    for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
+    for length in dict.fromkeys((longest, steps.length or 1)):  # some models run only in steps of one token
         last = capacity - length
         both = outside(batch, length, whole=is_fixed)
         if both.runs(0):
@@ -104,7 +107,7 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
 
 
 def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
-    """Judge whether tokens of one step depend on each other. Models with states are skipped."""
+    """Return a verdict if tokens of one step depend on each other. Models with states are skipped."""
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in pair.plan.caches), default=0)
@@ -116,10 +119,12 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
 
 
 class _Outside:
-    """The rewritten model without the regions that read caches; with `inner`, all tensors are outputs.
+    """The rewritten model without the regions that read caches.
 
-    A step has `batch` sequences with `length` new tokens each. With `whole`, no region is left out: exports of a fixed
-    batch cannot start rows at different positions, so that regions cannot compare such steps.
+    A step has `batch` sequences with `length` new tokens each. If `inner` is set, all tensors are outputs. If `whole`
+    is
+    set, no region is left out: in models with a fixed batch, all rows start at the same position, so regions cannot
+    compare sequences of different lengths.
     """
 
     def __init__(
@@ -141,11 +146,11 @@ class _Outside:
         nodes, self._fed, used = graph.cone([*ends, *(node.input[1] for node, _ in lookups)], stops)
         nodes, ends = [*nodes, *(node for node, _ in lookups)], [*ends, *(node.output[0] for node, _ in lookups)]
         if not ends:
-            raise RunError("nothing is computed outside of the regions of caches")
-        # Graph outputs that are results of regions, for example in a model that is one attention.
+            raise RunError("all outputs are computed in regions with caches")
+        # Graph outputs may be results of regions, for example in a model that consists of one attention.
         self._of_caches = graph.tainted(pasts, through=stops.keys() - ends, shapes=False)
         shapes = {name: _shape(pair, name) for name in ends}
-        if inner:  # integers may count the tokens of a step
+        if inner:  # integers may legally depend on the number of tokens of a step
             floats = {n for n in ends if (k := pair.kinds[1].get(n)) and k.elem_type in FLOATS}
             shapes = {name: shape for name, shape in shapes.items() if name in floats}
         self._shapes = {n: s for n, s in shapes.items() if s and sequence_axis(s) is not None and _separates_tokens(s)}
@@ -163,13 +168,13 @@ class _Outside:
         self._session = UnfusedSession(open_types(model, wide=True))
 
     def _axis(self, shape: Shape | None) -> int | None:
-        """Return the axis along which sequences lie, alone or as the outer factor of the axis."""
+        """Return the axis of the sequences: a separate axis, or an axis whose outer factor is the batch."""
         if shape and self._is_fixed:  # shapes are numbers: the batch is first
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
     def runs(self, past: int) -> bool:
-        """True if the model runs after `past` tokens per sequence. ONNX Runtime fails beyond the end of a table."""
+        """True if the model runs after `past` tokens per sequence. Beyond the end of a table, ONNX Runtime fails."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError:
@@ -177,17 +182,21 @@ class _Outside:
         return True
 
     def why_it_ends(self, past: int) -> str:
-        """Return the operator that does not run after `past` tokens, as text."""
+        """Return a text that names the operator that does not run after `past` tokens."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
             if found := _FAILED.search(str(error)):
-                what = "a table of positions ends there ({} '{}')" if found[1] in _TABLES else "{} '{}' ends there"
+                what = (
+                    "a table of positions ends there ({} '{}')"
+                    if found[1] in _TABLES
+                    else "{} '{}' does not run after more tokens"
+                )
                 return what.format(*found.groups())
-        return "what is computed of positions ends there"
+        return "the model cannot compute later positions"
 
     def longest_past(self, last: int) -> int:
-        """Return the smallest past, up to `last`, after which the model does not run; 0 if it runs after `last`.
+        """Return the smallest past, at most `last`, after which the model does not run; 0 if it runs after `last`.
 
         TensorRT returns arbitrary numbers beyond the end of a table.
         """
@@ -200,16 +209,17 @@ class _Outside:
         return fails
 
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
-        """Name the first tensor in which the sequence `row` differs between two batches; empty if none differs.
+        """Return the name of the first tensor in which sequence `row` differs between two batches; empty if all agree.
 
-        Before the step, all sequences of the first batch hold `own` tokens. In the second batch, all but `row` hold
-        `other`.
+        In the first batch, all sequences have `own` tokens before the step. In the second batch, `row` has `own`
+        tokens,
+                and all others have `other`.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
         alone, beside = (self._session.run(fed) for fed in (feeds[0], self._with_row(feeds, row)))
         for name, axis in self._axes.items():
-            # Sequences may be the inner factor of an axis.
+            # The batch may be the outer or the inner factor of an axis.
             parts = self._of_row(alone[name], axis, row), (*[slice(None)] * axis, slice(row, None, self._batch))
             if not any(self._same_part(alone[name][of], beside[name][of]) for of in parts):
                 return str(name)
@@ -220,10 +230,10 @@ class _Outside:
         return self._same(a[both], b[both])
 
     def first_mixed_token(self, start: int) -> str:
-        """Name the first tensor in which tokens differ between one step and steps of one token; empty if none differs.
+        """Name the first tensor that differs between one step of all tokens and steps of one token, or an empty name.
 
         Raises:
-            RunError: it is unknown which part of an input belongs to a token.
+            RunError: it is unknown which part of an input belongs to which token.
         """
         feeds, short = self._feeds([start] * self._batch, 0), self._feeds([start] * self._batch, 0, 1)
         span = self._plan.logits_span
@@ -232,7 +242,7 @@ class _Outside:
         if any(first[name].shape != short[name].shape for name in fed) or not all(
             map(_separates_tokens, self._stops.values())
         ):
-            raise RunError("an input has no axis of its own for the tokens of a step")
+            raise RunError("an input has no separate axis for the tokens of a step")
         whole = self._session.run(feeds)
         for place in range(self._length):
             alone = self._session.run(self._of_token(feeds, place))
@@ -281,7 +291,7 @@ class _Outside:
         return feeds
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
-        """Return the feeds of the second batch, with sequence `row` taken from the first batch."""
+        """Return the feeds of the second batch, but with sequence `row` from the first batch."""
         inputs = [t for t in self._plan.tensors if t.io == "input"]
         axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
         axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
@@ -298,7 +308,7 @@ class _Outside:
         return mixed
 
     def _of_row(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
-        """Return the index of one sequence's part of an array."""
+        """Return the index that selects one sequence of an array."""
         size = values.shape[axis] // self._batch
         return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
 
@@ -306,7 +316,7 @@ class _Outside:
 def _caches_left_out(
     pair: ModelPair, regions: Sequence[Region], pasts: set[str]
 ) -> tuple[dict[str, Shape], list[str]]:  # fmt: skip
-    """Return the results of the regions with caches, with their shapes; and the tensors that these regions read."""
+    """Return the shapes of the results of regions with caches, by name; and the tensors that these regions read."""
     graph = pair.rewritten
     stops: dict[str, Shape] = {}
     read: list[str] = []
@@ -315,7 +325,7 @@ def _caches_left_out(
             stops |= region.joins
             read += [name for b in region.boundaries for name in b.names[1]]
     after = graph.tainted(pasts, through=stops, shapes=False)
-    for node in graph.nodes:  # caches that were canonical before the rewrite have no regions
+    for node in graph.nodes:  # caches that the rewrite did not change have no regions
         if not after.isdisjoint(names_read(node)):
             read += [name for name in node.input if name and name not in after]
             shape = _shape(pair, node.output[0]) if is_op(node, "Attention") else None
@@ -327,11 +337,11 @@ def _caches_left_out(
 def _large_left_out(
     pair: ModelPair, read: list[str]
 ) -> tuple[dict[str, Shape], list[tuple[NodeProto, TensorProto]]]:  # fmt: skip
-    """Find operators with a large weight that compute each token alone; add the tensors that they read to `read`.
+    """Find operators with large weights that compute each token separately; add the tensors that they read to `read`.
 
     Returns:
-        Their results, with shapes; and for each lookup in a large table, a lookup in a table with the same number of
-        rows, each of one number.
+        The shapes of their results, by name. And for each lookup in a large table, a lookup in a smaller table with the
+        same number of rows, each of one number.
     """
     graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
     large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
@@ -341,7 +351,7 @@ def _large_left_out(
             continue
         data = [name for name in inputs if name not in graph.constants and name not in large]
         if not data:
-            large.update(node.output)  # weights that are computed, for example from quantized weights
+            large.update(node.output)  # computed weights, for example dequantized ones
         elif shape is not None and _is_by_token(node, large):
             stops[node.output[0]] = shape
             read += data
@@ -355,7 +365,7 @@ def _large_left_out(
 
 
 def _is_by_token(node: NodeProto, large: set[str]) -> bool:
-    """True for an operator with a large weight that computes each token alone."""
+    """True for an operator with a large weight that computes each token separately."""
     if is_op(node, "Gather"):
         return node.input[0] in large
     if node.op_type in ("MatMulNBits", "QMoE", "MoE"):
@@ -365,7 +375,7 @@ def _is_by_token(node: NodeProto, large: set[str]) -> bool:
 
 
 def _separates_tokens(shape: Sequence[Term]) -> bool:
-    """True if the tokens of a step have an axis of their own, or the shape does not depend on their number."""
+    """True if the tokens of a step have a separate axis, or the shape does not depend on their number."""
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 

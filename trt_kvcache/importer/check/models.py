@@ -1,4 +1,4 @@
-"""Pairs both models for the check: finds inputs with the same meaning, types and shapes; compares the interfaces."""
+"""Pair both models for the check: find inputs with the same meaning; infer types and shapes; compare interfaces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ModelPair:
 
 
 def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
-    """Read both models. Only the roles of inputs and outputs are taken from the plan."""
+    """Read both models. From the plan, use only the roles of inputs and outputs."""
     sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
@@ -42,7 +42,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """Return the axes of an input. In constants, an unexplained axis has the length of the encoder's text."""
+        """Return the axes of an input. An unknown axis of a constant has the length of the encoder's text."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -65,7 +65,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert the model to operators that ONNX Runtime supports."""
+    """Convert the model to operators that ONNX Runtime supports on the CPU."""
     return families.for_cpu(families.define(model))[0]
 
 
@@ -86,39 +86,48 @@ def _same(plan: CachePlan) -> set[str]:
 
 
 def check_interface(pair: ModelPair, presents: set[str]) -> None:
-    """Check that both sides have the outputs of the plan, with its types and shapes, and lack those that it removes."""
+    """Check that both models have the outputs that the plan states, with its types and shapes."""
     original, rewritten = pair.sides
     gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
     for name in (name for name in original.outputs if name not in rewritten.outputs):
         if not any(old.startswith(f"{name} ") for old in gone):
-            raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
+            raise UnsupportedModelError(
+                f"the rewritten model has no output '{name}', but the plan does not list it as removed"
+            )
         if _depends_on_text(pair, name):
             raise UnsupportedModelError(
-                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and copies "
-                "of inputs may be missing"
+                f"the rewritten model has no output '{name}', which depends on the tokens; a rewrite may remove only "
+                "counters and copies of inputs"
             )
     for name in rewritten.outputs:
         if name not in original.outputs:
-            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original lacks")
+            raise UnsupportedModelError(f"the rewritten model has an output '{name}', but the original does not")
     span = pair.plan.logits_span
     if span is not None and span.output not in pair.last_positions:
-        raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
+        raise UnsupportedModelError(
+            f"the rewritten model's output '{span.output}' does not depend on the logits span '{span.name}'"
+        )
     for name in sorted(presents):
         if any(name not in graph.makes for graph in pair.sides):
-            raise UnsupportedModelError(f"only one of the two models returns the cache '{name}'")
+            raise UnsupportedModelError(
+                f"the cache '{name}' must be an output of both models, but is an output of only one"
+            )
     for tensor in (t for t in pair.plan.tensors if t.io == "output"):
-        # Shape inference does not find how many logits a span leaves; then use the original's shape.
+        # Shape inference does not know how many logits a span selects. Then use the shape of the original.
         known = [k for kinds in reversed(pair.kinds) if (k := kinds.get(tensor.name))]
         kind = next((k for k in known if k.shape is not None), known[0])
         if not _is_planned(kind, tensor):
             raise UnsupportedModelError(
-                f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
+                f"the rewritten model's output '{tensor.name}' is {kind}, but the plan says {tensor.dtype} "
                 f"[{', '.join(map(str, tensor.shape))}]"
             )
 
 
 def _depends_on_text(pair: ModelPair, name: str) -> bool:
-    """True if an output of the original is computed from tokens or float inputs, and is no unchanged input."""
+    """True if an output of the original is computed from tokens or float inputs.
+
+    An output that only passes an input through does not count.
+    """
     graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
     inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}
@@ -127,7 +136,7 @@ def _depends_on_text(pair: ModelPair, name: str) -> bool:
 
 
 def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
-    """True if the inferred type and shape agree with the plan, as far as they are known."""
+    """True if the inferred type and shape agree with the plan. Unknown types and sizes count as agreeing."""
     if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
         return False
     if kind.shape is None:

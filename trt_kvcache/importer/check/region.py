@@ -1,10 +1,10 @@
-"""Cuts the changed parts out of both graphs: regions, each small enough to run without weights.
+"""Cuts the changed parts (regions) out of both graphs. Most regions are small enough to run without weights.
 
-A *join* is a tensor with the same name in both graphs that they compute differently. Readers of a join assume that both
-tensors are equal, and a region has to show it. The region goes back from its join to *boundaries*, to other joins, and
-to graph inputs. Boundaries are tensors of the text that are equal by construction; the check feeds them random numbers.
-All other outputs of the graph must be equal by construction, or get a region each. So regions cover every path from an
-input to an output.
+A *join* is a tensor that has the same name in both graphs, but that they compute differently. Regions that read a join
+assume that both tensors are equal. The region that ends at the join has to show it. A region goes back from its join to
+*boundaries*, to other joins, and to graph inputs. Boundaries are tensors that depend on the tokens and are equal by
+construction; the check feeds them random numbers. Every other output of the graph must be equal by construction, or is
+the end of a region. So regions cover every path from an input to an output.
 """
 
 from __future__ import annotations
@@ -29,18 +29,19 @@ from trt_kvcache.importer.weights import storage
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
 _PRODUCTS = ("Attention", "Einsum", "MatMul")
-_FEW = 4  # numbers in a constant that lengths are computed with
+_FEW = 4  # the most numbers of a constant from which lengths are computed
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that both sides of a region are fed with.
+    """A tensor that is an input of both sides of a region.
 
     Attributes:
-        names: its names in the original and in the rewritten graph; several if a graph computes it more than once.
+        names: its names in the original and in the rewritten graph. A graph that computes it more than once has several
+            names.
         elem_type: its element type in the original.
         shape: its shape, in terms of B and S.
-        in_span: on the rewritten side, the tensor has only the last positions, as many as the logits span gives.
+        in_span: True if the rewritten side has only the last positions of the tensor, as many as the logits span says.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -51,22 +52,24 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Region:
-    """The part of both graphs between boundaries, caches and graph inputs at one end, joins and presents at the other.
+    """The part of both graphs that computes joins and presents from boundaries, caches and graph inputs.
 
     Attributes:
-        joins: shapes of the joins by name: tensors of the text that have the same name on both sides.
-        in_span: joins that have only the last positions on the rewritten side.
+        joins: maps the names of joins, which are the same on both sides, to their shapes.
+        in_span: names of joins that have only the last positions on the rewritten side.
         presents: names of cache outputs.
-        models: the region of the original and of the rewritten graph, without shapes; outputs are `joins`, then
+        models: the region of the original and of the rewritten graph, without shapes. The outputs are `joins`, followed
+            by
             `presents`.
-        boundaries: tensors that both sides are fed with.
+        boundaries: tensors that are inputs of both sides.
         key: regions with the same key get the same verdict.
-        integers: integers with which either side computes lengths.
-        rows: fixed numbers of rows of the original's caches, by name of the past.
-        layer: number of the attention that reads its caches, from 0; None without a cache, or if there is one
-            attention.
-        is_end: its join is a graph output of any type, such as a view of a cache; no other region reads it.
-        drawn: its weights are random numbers, so its results must vary.
+        integers: integers from which either side computes lengths.
+        rows: for caches of fixed length in the original: maps the name of the past to its number of rows.
+        layer: index of the attention that reads the region's caches, from 0. None if the region has no cache, or the
+            model
+            has only one attention.
+        is_end: True if the join is a graph output of any type, such as a view of a cache; no other region reads it.
+        drawn: True if the weights are random numbers; then the results must vary.
     """
 
     joins: Mapping[str, tuple[Term, ...]]
@@ -136,8 +139,9 @@ def find_regions(pair: ModelPair) -> list[Region]:
         for s, graph in enumerate(pair.sides)
     ]
 
-    # A guard against NaN hides numbers that are not finite. Its region goes back to products with weights, and through
-    # all tensors computed from positions, so that numbers that are not finite arise inside the region.
+    # A guard against NaN hides numbers that are not finite. So a region with a guard goes back to products with
+    # weights,
+    # and through all tensors computed from positions. Then numbers that are not finite arise inside the region.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
         for stop, graph in zip(stops, pair.sides, strict=True)
@@ -148,7 +152,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
     for claim in claims:
         region = _region(pair, [claim], [], stops, stops)
         guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
-        if guarded:  # the integers in the region choose its steps
+        if guarded:  # the integers of the smaller region choose the steps
             region = replace(_region(pair, [claim], [], products, stops), integers=region.integers)
         shapes = unread(region.models, present_of)
         mine = [present_of[i] for i in _inputs(region.models[1]) if i not in shapes and present_of.get(i) in left]
@@ -163,7 +167,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Return keys, values and scores of the original that have an entry for each cache row, with or without a token.
+    """Return keys, values and scores of the original that have an entry for every cache row, with or without a token.
 
     They cannot be joins: rows without a token hold garbage, but the check feeds joins with normal numbers.
     """
@@ -184,9 +188,9 @@ def _over_rows(pair: ModelPair) -> set[str]:
 def _ends(
     pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """Return the outputs that differ; each has the same type and shape in both models, so that a region can compare it.
+    """Return the outputs that differ. Each has the same type and shape in both models, so a region can compare it.
 
-    If the rewritten model returns logits of the last positions only, they must be equal without its Slice.
+    If the rewritten model returns only the logits of the last positions, remove its Slice before the comparison.
 
     Raises:
         UnsupportedModelError: no region can compare one of these outputs.
@@ -200,14 +204,14 @@ def _ends(
         kind, other = (kinds.get(name) for kinds in pair.kinds)
         if kind is None or kind.shape is None or kind != other:
             raise UnsupportedModelError(
-                f"the output '{name}' of the rewritten model is computed differently from the original's, and no "
-                "part of the graph around it can be compared"
+                f"the rewritten model computes the output '{name}' differently from the original, and the check cannot "
+                "cut out a part around it to compare"
             )
     return differ
 
 
 def _without_span(graph: Graph, span: str) -> Graph:
-    """Return the graph without the Slice to the last positions."""
+    """Return the graph without the Slice that selects the last positions."""
     below = graph.tainted([span])
     model = copied(graph.model)
     slices = [n for n in graph.nodes if n.op_type == "Slice" and not below.isdisjoint(n.input[1:])]
@@ -226,9 +230,10 @@ def _region(
     stops: Sequence[Mapping[str, str]],
     equal: Sequence[Mapping[str, str]],
 ) -> Region:
-    """Return the region that computes some tensors from `stops`, and from tensors in `equal` if it reads only shapes.
+    """Return the region that computes `joins` and `presents` from `stops`.
 
-    Exporters take batch and length from the embedded tokens. The region need not include the embedding table for these.
+    The region also starts at tensors in `equal` of which it reads only the shape. Exporters take batch and length from
+        the embedded tokens; so the region need not include the embedding table.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
@@ -251,8 +256,10 @@ def _region(
         ]
         if not any(one_sided):
             break
-        # A tensor at which only one side ends is no boundary, unless that side reads only its shape. If it lies inside
-        # the other side's part (such as the sum that a fused norm returns), this side grows; else both sides grow.
+        # A tensor at which only one side starts is no boundary, unless that side reads only its shape. If the tensor
+        # lies
+        # inside the other side's part (such as the sum that a fused norm returns), this side grows. Else both sides
+        # grow.
         inside = [
             {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
             for cone, same in zip(cones, equal, strict=True)
@@ -309,7 +316,7 @@ def _layer(plan: CachePlan, inputs: Iterable[str]) -> int | None:
 
 
 def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
-    """Return names of the keys and values of a region: tensors that it multiplies with queries or softmax weights."""
+    """Return the names of a region's keys and values: tensors that it multiplies with queries or softmax weights."""
     graph = Graph(model)
     weights = {name for node in graph.nodes if node.op_type == "Softmax" for name in node.output}
     of_caches = graph.tainted(caches, through=weights, shapes=False)
@@ -318,7 +325,7 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Return caches that the models do not return, and of which they read only the shape."""
+    """Return caches of which the models read only the shape, and that they do not return."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
     outputs = ({value.name for value in model.graph.output} for model in both)
@@ -350,7 +357,7 @@ def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tu
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
-    """Return the region as a model. Its shapes are open, since steps differ in size."""
+    """Return the region as a model. Its inputs have symbolic shapes, because steps differ in size."""
     nodes, fed, used = cone
     inputs = []
     for name in fed:
@@ -366,7 +373,7 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
-    """Rename outputs of a node that are boundaries: the model gets boundaries as inputs."""
+    """Rename outputs of a node that are boundaries, because boundaries are inputs of the model."""
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
@@ -393,7 +400,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return digests of each output's computation, with numbers for boundaries, weights and caches instead of names."""
+    """Return a digest of each output's computation. Numbers replace the names of boundaries, weights and caches."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -411,10 +418,10 @@ def _key(
             kinds[name], named[name] = f"weight {tensor.data_type} {list(tensor.dims)}", data
         elif name in graph.inputs:
             kinds[name] = f"input {name}"
-    for node in nodes:  # caches of the same kind have one shape, which exporters may read from any of them
+    for node in nodes:  # caches of the same kind have the same shape; exporters read it from any of them
         if is_op(node, "Shape") and node.input[0] in caches:
             kinds[node.output[0]] = f"shape {graph.attributes(node)} of {kinds[node.input[0]]}"
-    # The number of a tensor depends on what is computed with it, not on names or on the order of nodes.
+    # The number of a tensor depends on what the outputs compute from it, not on names or the order of nodes.
     seen, _ = graph.digests(kinds, nodes=nodes)
     for name in _leaves(graph, nodes, outputs, kinds, seen):
         if name in named:
@@ -439,7 +446,7 @@ def _leaves(
     leaves: Container[str],
     seen: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the leaves in the order in which the outputs read them, starting with the first output."""
+    """Yield the leaves in the order in which the outputs read them. The leaves of the first output come first."""
     makes = {name: node for node in nodes for name in node.output}
     todo = [*outputs][::-1]
     done = set()
@@ -455,7 +462,7 @@ def _leaves(
 
 
 def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """Return the data of the weights that both sides read. A verdict does not depend on their numbers."""
+    """Return the identities of the weights that both sides read. A verdict does not depend on their numbers."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(pair.sides, cones, strict=True)
@@ -464,7 +471,7 @@ def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
 
 
 def _data(graph: Graph, name: str) -> str:
-    """Return a text that identifies the contents of a constant, independent of its type and shape."""
+    """Return a text that identifies the contents of a constant. It does not depend on type and shape."""
     return storage(graph.constants[name]) or graph.constant_digest(name)
 
 
@@ -478,7 +485,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Return integers in a region's constants, except those that only split axes without tokens, such as heads."""
+    """Yield integers in a region's constants, except sizes that only split axes without tokens, such as heads."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)
@@ -497,7 +504,7 @@ def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> 
 
 
 def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
-    """True for a Reshape or Split that changes neither axes of tokens nor axes of as many rows as a cache has."""
+    """True for a Reshape or Split that changes no axis of tokens and no axis that is as long as a cache."""
     if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
         return False
     shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]

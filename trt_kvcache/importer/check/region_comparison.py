@@ -1,4 +1,4 @@
-"""Plans the steps of a region, runs both sides of the region, and names the first difference."""
+"""Plan the steps of a region, run both sides of the region, and describe the first difference."""
 
 from __future__ import annotations
 
@@ -37,24 +37,25 @@ from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
-"""Magnitudes of garbage in rows without a token, tried in this order until the original hides it. At the last one,
-both sides must be equal even if the original reads garbage: else the rewritten model alone might read these rows."""
+"""Magnitudes of garbage in rows without a token. They are tried in this order until the original hides the garbage. At
+the last one, both sides must be equal even if the original reads garbage. Else the rewritten model might read these
+rows, and the original not."""
 _HALF_GARBAGE = _GARBAGE[3:]
-"""In float16, ONNX Runtime adds the lowest number to masked scores; scores from larger garbage would outweigh it."""
+"""In float16, ONNX Runtime hides scores by adding the lowest number. Scores from larger garbage would exceed that."""
 _BATCH = 2
 _FEW_STEPS = 6
-_FEW = 64  # keys that are changed, one after the other, to find the key that only one side sees
+_FEW = 64  # the most keys that are changed, one by one, to find a key that only one side sees
 _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64
-_LONGEST_PROMPT = 2048  # tokens; masks have the square of this
-_COSTLY = 128  # tokens; a longer step is expensive: it runs only after the fewest and the most tokens of all pairs
+_LONGEST_PROMPT = 2048  # tokens; the size of masks grows with the square
+_COSTLY = 128  # tokens; a longer step is expensive, so it runs only after the smallest and the largest past
 _LONG = 1 << 14  # rows
-_FARTHEST = 1 << 20  # tokens of a text, if every cache is circular
+_FARTHEST = 1 << 20  # the most tokens of a text, if every cache is circular
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
 """Pairs of tokens before a step and new tokens: short and long, also with an empty past."""
 _RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
 _SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (0, 1)))
-"""For each step: tokens before it in each row, and valid new tokens of each row (0: an idle row)."""
+"""For each step: the tokens of each row before the step, and the valid new tokens of each row (0: an idle row)."""
 
 
 def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
@@ -75,15 +76,19 @@ def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thor
     except (RunError, OptionError, UnsupportedModelError) as error:
         return Verdict(name, "undecided", str(error))
     if not compared:
-        return Verdict(name, "vacuous", "no step of the schedule fits the model")
+        return Verdict(name, "vacuous", "no step of the schedule fits the limits of the model")
     shows = region.presents or region.drawn or (region.is_end and _depends_on_numbers(region))
     if shows and alive != set(region.joins):
-        return Verdict(name, "vacuous", "the original gives the same number for all queries, keys and values")
+        return Verdict(
+            name,
+            "vacuous",
+            "the original returns the same number for all queries, keys and values, so nothing can be compared",
+        )
     return Verdict(name, "equal")
 
 
 def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Iterator[_Run]:
-    """Yield the runs that a region needs: in short caches and at the end of long ones, in float32 and as exported."""
+    """Yield the runs of a region: with short caches and at the end of long ones, in float32 and in its own types."""
     capacities = [c.capacity for c in plan.caches]
     capacity = min((c.capacity for c in _caches(region, plan)), default=max(capacities, default=1))
     allowed = read_limits(plan, _BATCH)
@@ -96,7 +101,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
     at = plan
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
-        # A region without a constant near the capacity also runs on short caches.
+        # Most steps run on short caches if no constant of the region is near the capacity.
         short = _shortened(plan, rows)
         first = make(short, plan_steps(read_limits(short, _BATCH), region.integers, rows))
         if first.has_verdict(first=True) or first.opens():
@@ -117,22 +122,22 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if queries, keys or values may be normalized. Only small numbers show the epsilon of a norm."""
+    """True if queries, keys or values may be normalized: only a run with small numbers shows the epsilon of a norm."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
 
 
 class _Run:
-    """Both sides of a region over some steps.
+    """A run of both sides of a region over some steps.
 
     Attributes:
-        sides: both sides of the region.
-        compared: number of steps that were compared.
-        alive: joins whose numbers differ within or between steps.
+        runs, region: runs the two sides of the region; the region.
+        compared: the steps that were compared.
+        alive: names of joins whose numbers vary within a step or between steps.
 
     Args:
-        sides: both sides of the region.
+        runs: runs the two sides of the region.
         steps: the steps to run.
     """
 
@@ -161,17 +166,17 @@ class _Run:
         return bool(self.compared) or self._was_compared
 
     def has_verdict(self, *, first: bool) -> bool:
-        """True if a stored verdict says that nothing differs; the run then uses it."""
+        """True if a stored verdict says that nothing differs. Then the run uses the stored verdict."""
         alive = None if self._verdicts is None else self._verdicts.find(self._name(first=first))
         if alive is not None:
             self.alive, self._was_compared = set(alive), True
         return alive is not None
 
     def judge(self, *, first: bool) -> str:
-        """Describe the first difference; empty if both sides are equal.
+        """Return a description of the first difference; empty if both sides are equal.
 
         Args:
-            first: no run of the region has compared a step so far.
+            first: True if no earlier run of the region has compared a step.
         """
         if self.has_verdict(first=first):
             return ""
@@ -181,7 +186,10 @@ class _Run:
         return why
 
     def _name(self, *, first: bool) -> str:
-        """Return the name of the stored verdict; the first run of a region compares more than later ones."""
+        """Return the name of the stored verdict.
+
+        The first run has another name, because it compares more than later runs.
+        """
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
@@ -193,7 +201,7 @@ class _Run:
         return bool(self.runs.sessions)
 
     def compare(self) -> str:
-        """Describe the first difference; empty if both sides are equal."""
+        """Return a description of the first difference; empty if both sides are equal."""
         if not self._steps:
             return ""
         if not self.runs.sessions:
@@ -209,11 +217,11 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Describe the first difference.
+        """Find the first difference.
 
         Returns:
-            The difference, or an empty text; True if the original reads garbage in that step, or, without a
-            difference, in any step.
+            A description of the first difference, or an empty text. And a bool: if there is a difference, True if the
+            original reads garbage in that step; else True if the original reads garbage in any step.
         """
         self.compared = []
         leaks = False
@@ -238,17 +246,20 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if garbage of this magnitude changes the original's result, and so may hide a difference."""
+        """True if garbage of this magnitude changes the original's result. Then the garbage may hide a difference."""
         if not self.runs.shows_garbage or not self.region.joins:
             return False
         clean = self.runs.original(step, self.runs.feeds(step, 0.0))
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
-        """Return the name of a product operand of the rewritten side that is not finite in rows without a token; or "".
+        """Find an operand of a product on the rewritten side that is not finite in rows without a token.
 
-        The caches hold finite numbers there. ONNX Runtime hides masked scores with Where, but a kernel may add the mask
-        instead, and NaN plus a mask stays NaN.
+        Returns:
+            A text with the name of the operand, or an empty text.
+
+        The caches hold finite numbers in these rows. ONNX Runtime hides masked scores with Where. But a kernel may add
+        the mask instead, and NaN plus a mask stays NaN.
         """
         if not self.compared:
             return ""
@@ -256,14 +267,14 @@ class _Run:
         for name, values in self.runs.products(step).items():
             if values.dtype.kind == "f" and not np.isfinite(values).all():
                 return (
-                    f"the rewritten model multiplies '{name}', which is no finite number in rows of the cache without "
-                    f"a token, {_when(step)}"
+                    f"the rewritten model multiplies '{name}', which has NaN or infinite numbers in cache rows without "
+                    f"a token {_when(step)}"
                 )
         return ""
 
     def _differ(self, step: Step, first: Feeds, second: Feeds, span: int) -> str:
         interface = self.runs.interface
-        # An original without lengths has no result for rows with fewer tokens than the step.
+        # An original without valid lengths gives no result for rows with fewer new tokens than the step.
         rows = [
             b
             for b, (s, v) in enumerate(zip(step.starts, step.valid, strict=True))
@@ -275,7 +286,7 @@ class _Run:
                 a = last(a, shape, span, step.length)
             if a.shape != b.shape or a.dtype != b.dtype:
                 is_a, is_b = (f"{v.dtype} {list(v.shape)}" for v in (a, b))
-                return f"'{name}' is {is_a} {_when(step)}, and {is_b} in the rewritten model"
+                return f"'{name}' {_when(step)} is {is_a} in the original, but {is_b} in the rewritten model"
             for row in rows:
                 x, y = (take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
                 if name in self._scores:
@@ -293,7 +304,7 @@ class _Run:
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], span: int) -> str:
-        """Describe the query at which the sides differ, and a key that only one side sees."""
+        """Return a text about the query at which the sides differ, and about a key that only one side sees, if any."""
         axis = sequence_axis(shape)
         query = None if axis is None else at[axis] + (step.length - span if name in self.region.in_span else 0)
         words = "" if query is None else f"; query {query} of the step"
@@ -312,12 +323,12 @@ class _Run:
             before = before or after
             moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
             if moved[0] != moved[1]:
-                return f"{words} sees key {key} in the {'original' if moved[0] else 'rewritten model'} alone"
+                return f"{words} sees key {key} only in the {'original' if moved[0] else 'rewritten model'}"
         return words
 
 
 def _queries(region: Region) -> list[int]:
-    """Return indices of float32 boundaries that no cache stores; a cache would round them on both sides."""
+    """Return indices of float32 boundaries that are not stored in a cache: a cache would round them on both sides."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -329,15 +340,15 @@ def _queries(region: Region) -> list[int]:
 
 
 class _LargeRun(_Run):
-    """Runs both sides on float32 numbers beyond the range of float16: the rewritten side must not cast them to float16.
+    """A run on float32 numbers beyond the range of float16. The rewritten side must not cast these to float16.
 
-    Results that overflow in the original do not count. The run looks for overflows only: with scores of millions, a
-    softmax leaves a single key for each query.
+    Results that overflow in the original do not count. The run looks only for overflows: with scores of millions, a
+        softmax leaves only one key for each query, so other differences are not visible.
 
     Args:
-        sides: both sides of the region, in the model's own types.
+        runs: runs the two sides of the region, in the model's own types.
         steps: the steps to run.
-        large: indices of the float32 boundaries; one at a time holds large numbers.
+        large: indices of the float32 boundaries. In each pass, one of them holds large numbers.
     """
 
     def __init__(self, runs: RegionRuns, steps: Sequence[Step], large: Sequence[int]) -> None:
@@ -345,7 +356,7 @@ class _LargeRun(_Run):
         self._large = large
 
     def compare(self) -> str:
-        """Describe the first overflow; empty if nothing overflows."""
+        """Return a description of the first overflow; empty if nothing overflows."""
         if self._steps and not self.opens():
             return ""  # ONNX Runtime cannot compute in this type
         for number in self._large:
@@ -362,20 +373,20 @@ class _LargeRun(_Run):
             a = last(a, shape, span, step.length) if name in self.region.in_span else a
             if a.shape == b.shape and np.any(np.isfinite(a) & ~np.isfinite(b)):
                 return (
-                    f"'{name}' {_when(step)} overflows in the rewritten model alone, for large numbers of float32 in "
-                    f"'{fed[0] if fed else name}'"
+                    f"'{name}' {_when(step)} overflows only in the rewritten model, if '{fed[0] if fed else name}' has "
+                    "large float32 numbers"
                 )
         return ""
 
 
 def _depends_on_numbers(region: Region) -> bool:
-    """False if the region's output follows from shapes alone, so that it may be a constant."""
+    """False if the region's output depends only on shapes. Then the output may be the same in all steps."""
     graph = Graph(region.models[0])
     return not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
 
 
 def _when(step: Step) -> str:
-    return f"after {said(step.starts)} tokens, {step.length} new"
+    return f"(in a step of {step.length} tokens after {said(step.starts)})"
 
 
 def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
@@ -384,7 +395,7 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 
 
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
-    """Return the plan with caches of `rows` rows."""
+    """Return the plan with all caches shortened to `rows` rows."""
 
     def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])
@@ -405,30 +416,30 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
-    """Return the rows that a cache needs for all steps of the schedule except those at the end of the capacity."""
+    """Return how many rows a cache needs for all steps of the schedule, except the steps at the end of the capacity."""
     return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Plan steps near every integer, at the end of the capacity and across wraps, with ragged and idle rows.
+    """Plan steps near every integer, at the end of the capacity and of rings, with uneven rows and idle rows.
 
     Args:
         limits: limits of the model.
-        integers: integers with which the region computes lengths; the eight smallest are used.
-        capacity: rows of its linear caches.
-        thorough: steps after a past of every length, too.
+        integers: integers from which the region computes lengths; only the eight smallest are used.
+        capacity: rows of the linear caches.
+        thorough: also plan steps after pasts of every length up to 4,096.
     """
     return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """Return steps that end near the capacity; only one for a large capacity, since each step copies whole caches."""
+    """Return steps that end near the capacity; only one if it is large, because each step copies whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
     return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
 
 
 def _fitting(steps: Iterable[Step], limits: Limits, capacity: int) -> list[Step]:
-    """Adapt each step to the limits of the model, without duplicates."""
+    """Return the steps, adapted to the limits of the model, without duplicates."""
     return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
 
 

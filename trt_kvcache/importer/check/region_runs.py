@@ -1,4 +1,4 @@
-"""Runs both sides of a region: makes the inputs of a step, and returns the outputs."""
+"""Run both sides of a region: make the inputs of a step, and return the outputs."""
 
 from __future__ import annotations
 
@@ -36,31 +36,33 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _SEED = 0
-_NO_HALF = 1e6  # factor of normal numbers: nearly all products exceed 65,504, the largest float16
-_SMALL = 2.0**-10  # factor of normal numbers: the squares are about as large as the epsilon of a norm
-_TRIALS = 4  # steps to try before the original counts as a model that does not run
-_STRIDE = 104_729  # distance in the pool of random numbers between those of two boundaries
-_BYTES = 256 << 20  # bytes of the caches of a step
-_LARGEST = 1 << 30  # the same for a step of one sequence; longer caches are checked only at a shorter length
+_NO_HALF = 1e6  # factor of random normal numbers, so that nearly all exceed 65,504, the largest float16
+_SMALL = 2.0**-10  # factor of random normal numbers, so that their squares are about as large as the epsilon of a norm
+_TRIALS = 4  # if the original runs none of this many steps, it counts as a model that does not run
+_STRIDE = 104_729  # the boundaries' numbers start this far apart in the pool of random numbers
+_BYTES = 256 << 20  # the most bytes of all caches of a step with several sequences
+_LARGEST = 1 << 30  # the same for one sequence; longer caches are checked only with fewer rows
 
 
 class StuckError(RunError):
-    """Raised if the original's part runs, but the rewritten part does not."""
+    """The original side of a region runs, but the rewritten side does not."""
 
 
 class RegionRuns:
-    """Both sides of a region, in one type.
+    """Runs the two sides of a region, either in float32 or in their own types.
 
     Attributes:
         caches: caches and states that either side reads.
-        interface: translates to the original's own interface, if it has another one.
-        shows_garbage: the caches that the original gets have rows without a token.
-        garbage: magnitude of the numbers in such rows.
-        settled: past tokens have values that a step of the original has written (for models that round a cache).
-        sessions: sessions of the original and of the rewritten side, once open; runs of the same models share them.
-        wide: both compute in float32.
-        large: index of the boundary that holds numbers beyond the range of float16; None: no boundary.
-        small: all boundaries hold small numbers, also beside caches.
+        interface: translates inputs and outputs to the original's interface; None if both sides have the same
+            interface.
+        shows_garbage: True if caches of the original have rows without a token.
+        garbage: magnitude of the numbers in rows without a token.
+        settled: True if the past rows are rows that a step of the original wrote (for models that round cached rows).
+        sessions: sessions of the original and of the rewritten side, once they are open. Several runs of the same
+            models share them.
+        wide: True if both sides compute in float32.
+        large: index of the boundary that holds numbers beyond the range of float16; None: no boundary does.
+        small: True if all boundaries hold small numbers, even if the region reads caches.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class RegionRuns:
         return OriginalInterface(replace(self.plan, original=original))
 
     def reads(self) -> bytes:
-        """Return all data that the results of both sides in a step depend on, for the key of a verdict."""
+        """Return all data that determine the results of a step, as bytes for the key of a verdict."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
@@ -124,21 +126,21 @@ class RegionRuns:
         return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
     def fits(self, step: Step) -> bool:
-        """True if the step is not too large, and the original can run its rows."""
+        """True if the step is not too large, and the original can run all rows of the step."""
         together = self.interface.together if self.interface else None
         if together is not None and len(set(step.starts)) > 1:
             return False
         partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
         if partly and self._has_rings(step):
-            return False  # in these rings, a row must write all of its tokens or none, as the plan states
+            return False  # the plan says: a row of these rings must write all tokens of the step or none
         size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
     def open(self, steps: Iterable[Step]) -> None:
-        """Open both sides with the first of these steps that the original runs.
+        """Open sessions of both sides, with the inputs of the first of these steps that the original can run.
 
         Raises:
-            RunError: a side does not run.
+            RunError: the original does not run. `StuckError`: only the rewritten side does not run.
         """
         refusals = []
         # Try steps with a past first: some originals cannot run with an empty one.
@@ -153,13 +155,13 @@ class RegionRuns:
                 inputs = self._of_rewritten(step, feeds, step.length)
                 self.sessions[:] = [original, open_session(self._models[1], inputs, beside=original)]
             except RunError as error:
-                raise StuckError(f"the rewritten part does not run: {error}") from None
+                raise StuckError(f"ONNX Runtime cannot run the rewritten part: {error}") from None
             return
         if refusals:
-            raise RunError(f"the original's part does not run: {refusals[0]}")
+            raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step by name: graph inputs, boundaries (by index), and caches in the original's form."""
+        """Make all inputs of a step: graph inputs by name, boundaries by index, and caches in the original's form."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         inputs = DrawnInputs(
@@ -194,7 +196,7 @@ class RegionRuns:
                     old[row, :tokens] = new[row, :tokens]
 
     def change_key(self, key: int, first_new: int, feeds: Feeds) -> None:
-        """Change the numbers of one token: in the caches for an earlier token, else in the new rows."""
+        """Change the numbers of one token: in the caches if it is an earlier token, else in the boundaries."""
         for cache in self.caches:
             if key < first_new and cache.update is not None:
                 rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
@@ -206,7 +208,7 @@ class RegionRuns:
                 np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
     def originals(self, step: Step, feeds: Feeds) -> Iterator[Feeds]:
-        """Yield the original's joins and presents: with each sequence alone, and with all in one run if it can do both.
+        """Yield the original's joins and presents: from a run for each sequence, and, if it can, from one run for all.
 
         Raises:
             RunError: the original does not run the step.
@@ -219,7 +221,9 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original for its joins and presents; `together`: with as many sequences per run as possible.
+        """Run the original, and return its joins and presents.
+
+        If `together`, one run takes as many sequences as possible.
 
         Raises:
             RunError: the original does not run the step.
@@ -231,14 +235,16 @@ class RegionRuns:
         for name, shape in self.region.joins.items():
             parts = [out[name] for _, out in ran]
             if any(part.ndim < len(shape) for part in parts):
-                raise UnsupportedModelError(f"'{name}' has {parts[0].ndim} axes in the original, not {len(shape)}")
+                raise UnsupportedModelError(
+                    f"'{name}' has {parts[0].ndim} axes in the original, but shape inference says {len(shape)}"
+                )
             outputs[name] = joined(parts, shape)
         if self.interface is None:
             return outputs | {name: ran[0][1][name] for name in self.region.presents}
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
-        """Return the original's inputs for one or several runs; each run takes some rows of the batch."""
+        """Return the original's inputs for one or several runs. Each run takes a slice of the batch."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
@@ -256,14 +262,14 @@ class RegionRuns:
         ]
 
     def logits_spans(self, step: Step) -> tuple[int, ...]:
-        """Return the lengths of the logits span to test on the rewritten side, one run each."""
+        """Return the lengths of the logits span for which the rewritten side is run."""
         span = self.plan.logits_span
         if span is None or span.name not in self._needed[1]:
             return (step.length,)
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
-        """Run the rewritten side for its joins and presents; caches are in its own layout.
+        """Run the rewritten side, and return its joins and presents. The caches have the layout of the rewritten model.
 
         Raises:
             StuckError: the rewritten side does not run.
@@ -288,7 +294,7 @@ class RegionRuns:
         return inputs
 
     def products(self, step: Step) -> Feeds:
-        """Return the keys and values that the rewritten side multiplies, by name."""
+        """Return the keys and values that the rewritten side multiplies; maps names to arrays."""
         names = products_of(self._models[1], [c.role.name for c in self.caches])
         if not names:
             return {}
@@ -296,7 +302,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Return the cache in the original's form if the rewrite made it a ring; else unchanged."""
+        """Return the cache in the original's form if the rewrite made it a ring; else return it unchanged."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

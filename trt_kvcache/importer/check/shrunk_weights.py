@@ -1,14 +1,14 @@
-"""Shrinks regions with large weights: the same computation with fewer rows and columns, and with random weights.
+"""Shrink regions with large weights: the same computation with fewer rows and columns, and with random weights.
 
-    MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias of as many rows
+    MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias have 32 rows
     QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
 
-An operator treats all rows of a weight alike. So both sides may shrink in the same way: a smaller size replaces a size
-everywhere (in shapes of weights and boundaries, in attributes, in small integer constants). If the smaller sizes do not
-fit together, ONNX Runtime refuses the model, and the check tries the next choice.
+An operator treats all rows of a weight in the same way. So both sides may shrink in the same way: a smaller size
+replaces a size everywhere (in shapes of weights and boundaries, in attributes, in small integer constants). If the
+smaller sizes do not fit together, ONNX Runtime refuses the model, and the check tries other sizes.
 
-Constants in the graph itself, such as zero points that the rewritten side adds, keep their contents. The kept rows
-include rows that differ from the first one.
+Constants that are stored in the graph itself, such as zero points that the rewritten side adds, keep their contents. If
+such a constant has rows that differ from its first row, some of these rows are kept.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import FLOATS, byte_size, copied
 from trt_kvcache.importer.weights import storage
 
-_FEW = 32  # fewest rows that a long axis keeps
-_LONG = 128  # from this size on, a size may shrink alone
-_LEAST = 2  # fewest entries that stay of a divided size: one block, and another one
+_FEW = 32  # a long axis keeps at least this many rows
+_LONG = 128  # a size may shrink without other sizes if it is at least this large
+_LEAST = 2  # a divided size keeps at least this many entries, such as two blocks
 _MATRIX = 2  # axes of a weight; a stack of experts has more
-_TRIES = 2  # divisors to try for one set of sizes
+_TRIES = 2  # the most divisors to try for one set of sizes
 _FLOATS8 = (TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2)
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
-_NUMBERS = 4  # most numbers in a constant that shapes are computed from
+_NUMBERS = 4  # the most numbers of a constant from which shapes are computed
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,20 @@ class _Choice:
     """A choice of smaller sizes.
 
     Attributes:
-        sizes: the smaller size for each size that shrinks.
-        experts: the size of the first axis of all stacked matrices of a mixture, which stays; 0 without a mixture.
+        sizes: maps each size that shrinks to the smaller size.
+        experts: the number of experts of a mixture: the first axis of its stacked matrices, which never shrinks; 0
+            without a mixture.
     """
 
     sizes: Mapping[int, int]
     experts: int = 0
 
     def of(self, size: int) -> int:
-        """Return the smaller size, or the size itself if it stays."""
+        """Return the smaller size, or the size itself if it does not shrink."""
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """Return the smaller shape of a constant; a single axis may combine rows and columns."""
+        """Return the smaller shape of a constant. If it has one axis, this axis may combine rows and columns."""
         if len(dims) == 1 and dims[0] not in self.sizes:
             for size in sorted(self.sizes, reverse=True):
                 if dims[0] % size == 0:
@@ -72,7 +73,7 @@ class _Choice:
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return the bytes of the constants of both sides; data that both sides read count once."""
+    """Return the number of bytes of the constants of both sides. Data that both sides read counts once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -84,9 +85,9 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
 def shrunk(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
-    """Yield the region with fewer rows and columns: first variants of at most `few` bytes, then of at most `most`.
+    """Yield smaller variants of a region: first those of at most `few` bytes, then those of at most `most` bytes.
 
-    A region of at most `few` bytes is also yielded whole.
+    A region that has at most `few` bytes is itself the first variant.
     """
     if bytes_read(region.models) <= few:
         yield region, plan, limits
@@ -102,7 +103,7 @@ def shrunk(
 
 
 def drawn(region: Region) -> Region:
-    """Replace all weights that are stored outside of the region's graphs with random numbers."""
+    """Return the region with random numbers in all weights that are not stored in the graphs."""
     models = copied(region.models[0]), copied(region.models[1])
     for tensor in (t for model in models for t in model.graph.initializer):
         if (own := storage(tensor)) is not None:
@@ -119,11 +120,11 @@ def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
     inner = {d for dims in matrices for axis, d in enumerate(dims) if axis or not experts or len(dims) == _MATRIX}
     sizes = sorted((d for d in inner if d >= _LEAST), reverse=True)
     if has_caches(region, plan):
-        # Only rows of tables that no position reaches and sizes that products sum over shrink: heads keep their sizes.
+        # Heads keep their sizes. Only table rows beyond all positions, and sizes that products sum over, shrink.
         rows = max((c.capacity for c in plan.caches), default=0) + _FEW
         yield from (_Choice({size: rows}) for size in sizes if size > rows)
     yield from (_Choice({size: _FEW + size % _FEW}) for size in sizes if size >= _LONG)
-    # Numbers, bytes and blocks of one axis differ by powers of two. Shapes of experts hold all of these.
+    # The counts of numbers, bytes and blocks of one axis differ by powers of two. The shapes of experts have all three.
     for least in reversed(sizes) if experts else sizes:
         groups: dict[int, list[int]] = {}
         for size in sizes[: sizes.index(least) + 1]:
@@ -148,7 +149,7 @@ def has_caches(region: Region, plan: CachePlan) -> bool:
 def _smaller(
     region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
 ) -> tuple[Region, CachePlan, IndexLimits] | None:
-    """Resize both sides; None if constants of the rewritten side would lose rows that matter."""
+    """Return both sides with smaller sizes; None if constants of the rewritten side would lose rows that matter."""
     rows = _rows(region, choice)
     if rows is None:
         return None
@@ -157,7 +158,7 @@ def _smaller(
     for tensor in (t for model in models for t in model.graph.initializer):
         own = storage(tensor)
         if own is not None and stored.setdefault(own, byte_size(tensor) or 0) != byte_size(tensor):
-            return None  # each side would read other bytes of the shrunk constant
+            return None  # the two sides would read different bytes of the shrunk constant
 
     def known(bounds: Mapping[str, int]) -> dict[str, int]:
         return {
@@ -180,9 +181,12 @@ def _smaller(
 
 
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
-    """Return the rows that stay, by the size of their axis. Up to half of them differ from the first row.
+    """Return which rows stay; maps the size of an axis to row numbers.
 
-    None: rows differ from the first one, and more than one size shrinks, so that rows of several axes belong together.
+    Up to half of the rows differ from the first row.
+
+    None: some rows differ from the first one, and more than one size shrinks. Then rows of several axes belong
+        together.
     """
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]
@@ -200,7 +204,7 @@ def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] |
                 continue
             if len(choice.sizes) > 1 or size not in rows:
                 return None
-            most = max(few // 2, few - len(alike))  # most rows that differ from the first one
+            most = max(few // 2, few - len(alike))  # the most rows that may differ from the first one
             rows[size] = np.sort(np.concatenate([unlike[:most], alike[: few - len(unlike[:most])]]))
     return rows
 
@@ -235,7 +239,7 @@ def _is_whole(tensor: TensorProto) -> bool:
 
 
 def _draw(tensor: TensorProto, own: str) -> None:
-    """Fill a weight with random contents, in place; weights that share their data get the same bytes."""
+    """Fill a weight with random contents, in place. Weights that share their data get the same bytes."""
     rng = np.random.default_rng(zlib.crc32(own.encode()))
     count = math.prod(tensor.dims)
     if tensor.data_type in (*FLOATS, *_FLOATS8):

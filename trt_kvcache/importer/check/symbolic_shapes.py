@@ -1,4 +1,4 @@
-"""Finds shapes of tensors as terms in the batch B and the new tokens S, in two steps with numbers for B and S."""
+"""Find shapes of tensors as terms in the batch B and the new tokens S, from two steps with different B and S."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trt_kvcache.importer.protos import dtype_name, elem_type_of
 from trt_kvcache.importer.steps.probe import Blueprint, Probe
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
-"""Two sets of sizes of a decode loop; no size is a product of other sizes."""
+"""Sizes of two steps of a decode loop. No size is a product of other sizes."""
 ENCODED = 6
-"""The size of an axis that no decode loop changes, such as the length of an encoder's text."""
+"""The size of an axis that does not change during a decode, such as the length of an encoder's text."""
 UNKNOWN = 1
 """The size of an axis whose meaning is unknown: 1, because it broadcasts."""
 
 Shapes = Mapping[str, tuple[tuple[int | str, ...], tuple[str, ...]]]
-"""For each graph input: its dimensions, and for each axis the name of its size in `POINTS`."""
+"""Maps each graph input to its dimensions, and to a name in `POINTS` for each axis."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Kinds:
 
     Args:
         model: a model without functions.
-        shapes: the meaning of its inputs' axes.
+        shapes: dimensions and meaning of the axes of the model's inputs.
         batch: the batch that the model fixes, or None.
     """
 
@@ -83,7 +83,7 @@ class Kinds:
 def _sizes(
     value: onnx.ValueInfoProto, dims: tuple[int | str, ...], axes: tuple[str, ...], point: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The shape of an input at one of the `POINTS`."""
+    """Return the shape of an input with the sizes `point`."""
     sizes = []
     for place, dim in enumerate(value.type.tensor_type.shape.dim):
         known = dims[place] if place < len(dims) else "?"
@@ -94,7 +94,7 @@ def _sizes(
 
 
 def terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
-    """Derive the terms of a shape from its sizes at both `POINTS`; None if a dimension is not a term, or is unknown."""
+    """Derive the terms of a shape from its sizes at both `POINTS`; None if a size is no term or is unknown."""
     if first is None or second is None or len(first) != len(second):
         return None
     terms = [_term(a, b) for a, b in zip(first, second, strict=True)]

@@ -1,4 +1,4 @@
-"""Sets the tolerances of the check, and finds the first difference between the outputs of both sides of a region."""
+"""Set the tolerances of the check, and find the first difference between the outputs of both sides of a region."""
 
 from __future__ import annotations
 
@@ -22,19 +22,22 @@ from trt_kvcache.importer.steps.runnable import NARROW
 Array = npt.NDArray[Any]
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
-"""Tolerances of numbers computed in float32: constants such as scales are as exact as the model's own type."""
-_EXPORTED_TOLERANCE = 2e-2  # for float16 models that run as exported: both sides round in another order
-_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle between two codes may be rounded to either
-_DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # binary digits that a type holds
-FAR = 512  # tokens; sums over more keys, and biases of keys that far away, round ten times as coarsely
+"""Tolerances if the computation is in float32.
+
+Constants such as scales still have the precision of the model's type.
+"""
+_EXPORTED_TOLERANCE = 2e-2  # for float16 models that run as exported: both sides round in different orders
+_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle between two codes may be rounded to either code
+_DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # bits of the significand
+FAR = 512  # tokens; after longer pasts, sums over keys and biases have ten times larger rounding errors
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
-    """Return the largest allowed differences, as a share of the scale: one for joins, one for rows of caches.
+    """Return the largest allowed differences of joins and of cache rows, as shares of the largest number.
 
-    They follow from the original alone. Rounding in the rewritten model must not widen them.
+    The tolerances depend only on the original. Rounding in the rewritten model must not enlarge them.
 
-    `wide`: both sides compute in float32; `caches`: the region reads caches.
+        `wide`: both sides compute in float32. `caches`: the region reads caches.
     """
     original = region.models[0]
     kinds = all_types(original)
@@ -51,15 +54,16 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def added_rounding(region: Region) -> str:
-    """Return, as text, where only the rewritten side rounds to a narrower type; empty if it does not.
+    """Return a text that says where only the rewritten side rounds to a narrower type; empty if it never does.
 
-    Numbers cannot show such rounding: both sides run in float32, or with a tolerance for the original's own rounding.
-    So this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
-    it must do so in the rewritten model.
+    Numbers cannot show such rounding: both sides run in float32, or with a tolerance for the rounding of the original.
+        So
+        this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
+        the same must be true in the rewritten model.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
-        return f"the rewritten model computes in {_type_name(min(added))} there, and the original does not"
+        return f"the rewritten model computes in {_type_name(min(added))} there, but the original does not"
     if not types[1]:
         return ""
     original, rewritten = (Graph(model) for model in region.models)
@@ -70,12 +74,15 @@ def added_rounding(region: Region) -> str:
         before, after = (_narrowest(graph, own) for graph, own in zip((original, rewritten), names, strict=True))
         for result in (*region.joins, *region.presents):
             if before.get(result, 0) > after.get(result, _DIGITS[TensorProto.FLOAT]):
-                return f"the rewritten model alone rounds '{names[0][0]}' on its way to '{result}'"
+                return (
+                    f"the rewritten model rounds '{names[0][0]}' to a narrower type before '{result}', but the "
+                    "original does not"
+                )
     return ""
 
 
 def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
-    """Return the binary digits that a value keeps from `sources` to each tensor, along the path that keeps most."""
+    """Return how many bits of `sources` reach each tensor, along the path that keeps most; maps names to bits."""
     digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
     for node in graph.nodes:
         ways = [digits[name] for name in graph.reads[id(node)] if name in digits]
@@ -93,16 +100,19 @@ def _type_name(kind: int) -> str:
 def cache_differs(
     cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
-    """Describe the first difference of a cache; True if a row that existed before the step differs.
+    """Find the first difference of a cache between both sides.
 
-    `first` is the original's output, in the layout of the plan. Only `rows` of the batch are compared; for each, the
-    original keeps at most `limit` cache rows.
+    `first` is the original's output, in the layout of the plan. Only `rows` of the batch are compared. The original
+    keeps at most `limit` cache rows of each sequence.
+
+    Returns:
+        A description of the difference, or an empty text; and True if the difference is in a row from before the step.
     """
     assert cache.update is not None
     try:
         logical = cache.to_logical(second)
     except ValueError:
-        return f"it has shape {list(second.shape)} in the rewritten model", False
+        return f"it has shape {list(second.shape)} in the rewritten model, which does not match the plan", False
     a, b = (np.moveaxis(v, cache.update.sequence_axis, 1) for v in (first, logical))
     if a.shape[2:] != b.shape[2:] or len(a) != len(b):
         shapes = f"{list(first.shape)} in the original, {list(logical.shape)} in the rewritten model"
@@ -120,7 +130,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """Return the rows of tokens ``first .. end - 1``; in a ring, token t lies in row t modulo the number of rows."""
+    """Return the rows of tokens ``first .. end - 1``. In a ring, token t is in row t modulo the number of rows."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
@@ -129,7 +139,7 @@ def _batch_axis(shape: Sequence[Term]) -> int | None:
 
 
 def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
-    """Return some rows of a batch; values without a batch axis stay whole."""
+    """Return some rows of a batch. Values without a batch axis are returned whole."""
     axis = _batch_axis(shape)
     if axis is None:
         return values
@@ -143,13 +153,13 @@ def sequence_axis(shape: Sequence[Term]) -> int | None:
 
 
 def token(values: Array, shape: Sequence[Term], place: int) -> Array:
-    """Return one token of a step; values without an axis of tokens stay whole."""
+    """Return one token of a step. Values without an axis of tokens are returned whole."""
     axis = sequence_axis(shape)
     return values if axis is None else np.take(values, [place], axis)
 
 
 def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array:
-    """Return the last `count` of `length` positions; values without an axis of tokens stay whole."""
+    """Return the last `count` of `length` positions. Values without an axis of tokens are returned whole."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
     if not axes:
         return values
@@ -163,14 +173,14 @@ def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
 
 
 def hidden(scores: Array) -> Array:
-    """Replace the lowest number of the type, which ONNX Runtime's Attention writes to hidden scores, with -inf."""
+    """Replace the lowest number of the type with -inf. ONNX Runtime's Attention writes that number to hidden scores."""
     return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
 
 
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
-    """Return the first place at which two arrays of one shape differ by more than a share of the first one's scale.
+    """Return the first index at which two arrays differ by more than `tolerance` times the largest number of `a`.
 
-    Integers and booleans must be equal, unless the operators round.
+    Integers and booleans must be equal, except if an operator of the region rounds.
     """
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
         other = np.argwhere(a != b)
@@ -198,5 +208,5 @@ def _number(value: Any) -> str:
 
 
 def said(starts: Sequence[int]) -> str:
-    """Return the tokens before a step as text."""
+    """Return the numbers of tokens before a step as text: one number if all rows have the same."""
     return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -1,12 +1,13 @@
-"""Stores verdicts, so that the check does not compare equal regions again.
+"""Store verdicts, so that the check does not compare equal regions again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
 A key is a digest of all inputs of a comparison: the models of both sides with their weights, the plan, the steps, and
-the versions and sources of the code that compares. Differences are never stored: such regions are compared again.
+the versions and sources of the code that compares. If a region differs, no verdict is stored, and the region is
+compared again.
 
-The check trusts a stored verdict only if no other user (except root) can write its folder or any folder above. Verdicts
-never lie beside a model or an export: the author of the model could have written them.
+The check trusts a stored verdict only if no other user (except root) can write to its folder or to any folder above.
+Verdicts are never stored beside a model or an export, where the author of the model could have written them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from blake3 import blake3
 import trt_kvcache
 
 SWITCH = "TRT_KVCACHE_VERDICTS"  # environment variable; "off": the check neither stores nor uses verdicts
-_MOST = 2000  # verdicts; if there are more, the oldest half is deleted
-_LARGEST = 1 << 16  # bytes of one verdict
+_MOST = 2000  # the most verdicts; if there are more, the oldest half is deleted
+_LARGEST = 1 << 16  # the most bytes of one verdict
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Verdicts:
     """The verdicts in a folder.
 
     Args:
-        folder: an existing folder that `is_private`.
+        folder: an existing folder for which `is_private` returns True.
         again: do not use stored verdicts, but store new ones.
     """
 
@@ -56,7 +57,10 @@ class Verdicts:
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """Return the joins that varied when a comparison found no difference; None if no verdict is stored."""
+        """Return a stored verdict: the joins that varied in a comparison without a difference.
+
+        None if none is stored.
+        """
         path = self._folder / key
         if self._again:
             return None
@@ -77,7 +81,7 @@ class Verdicts:
         return frozenset(entry.alive)
 
     def keep(self, key: str, alive: Iterable[str]) -> None:
-        """Store the verdict that a comparison found no difference. If storing fails, the comparison runs again."""
+        """Store that a comparison found no difference. If storing fails, the next check repeats the comparison."""
         part = self._folder / f".{key}.{secrets.token_hex(4)}"
         with suppress(OSError):
             self._tidy()
@@ -109,7 +113,7 @@ def current_verdicts() -> Verdicts | None:
 
 @contextmanager
 def keeping(verdicts: Verdicts | None) -> Iterator[None]:
-    """Make comparisons look up and store their verdicts within the block."""
+    """Make comparisons within the block look up and store their verdicts in `verdicts`."""
     token = _current.set(verdicts)
     try:
         yield
@@ -144,7 +148,7 @@ def cache_folder() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """True if only this user and root can write a folder or replace it.
+    """True if only this user and root can write to a folder or replace the folder.
 
     On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
     """
@@ -154,7 +158,7 @@ def is_private(folder: Path) -> bool:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """True if the file belongs to this user, and others have no rights to it."""
+    """True if the file belongs to this user, and other users have no rights to it."""
     return sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
 
 
@@ -175,7 +179,7 @@ def key_of(*parts: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _compares() -> bytes:
-    """Return a digest of versions and of the importer's own sources, which may change without a new version."""
+    """Return a digest of versions, and of the importer's sources (they may change without a new version)."""
     versions = (
         trt_kvcache.__version__, onnx.__version__, ort.__version__, np.__version__, ml_dtypes.__version__,
         sys.version, platform.system(), platform.machine(),

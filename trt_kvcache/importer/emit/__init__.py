@@ -1,9 +1,9 @@
-"""Edit a model into canonical form: TensorScatter caches, and Attention over them.
+"""Edit a model into canonical form: TensorScatter nodes update caches, and Attention nodes read them.
 
-    canonical_nodes    the nodes of the canonical form, with masks and biases
-    computed_keys      keys and values that are computed from caches
-    past_lengths       positions, and other tensors that depend on the length of the past
-    ring_windows       caches of windows as circular buffers
+    canonical_nodes    emits the nodes of the canonical form, with masks and biases
+    computed_keys      emits keys and values that are computed from caches
+    past_lengths       replaces positions, and other tensors that depend on the length of the past
+    ring_windows       makes caches of windowed attention circular
 
 Models without caches, or with canonical caches, stay unchanged.
 """
@@ -46,12 +46,12 @@ def normalize(
         model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
             changed.
         weights: the detached weights.
-        options: capacity, name patterns, and what to do with windows.
-        usual: the capacity if neither options nor model give one.
+        options: capacity, name patterns, and how to handle windows.
+        usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
 
     Returns:
-        The new model and findings; the same object and None if the model needs no change.
+        The new model and findings. If the model needs no change: the same object and None.
 
     Raises:
         UnsupportedModelError: a cache or an attention is not supported.
@@ -117,29 +117,29 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
 
 
 def _own_masks(attentions: Sequence[Attention]) -> list[str]:
-    """Notes on masks that the caller provides."""
+    """Return notes on masks that the caller provides."""
     own = [a.mask.own for a in attentions if not a.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
-        f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
-        "trained with one, is in this mask only"
+        f"the mask '{name}' remains an input: a session fills it with a causal mask. If the model was trained with a "
+        "window, only this mask can apply the window"
         for name in names
     ]
 
 
 def _narrower(attentions: Sequence[Attention]) -> list[str]:
-    """Note that attention weights, float32 in the export, get the type of the caches."""
+    """Return a note if attention weights are float32 in the export, but get the type of the caches here."""
     kinds = {elem_type(a.key.past) for a in attentions if a.wide_weights and not a.wide}
     return [
-        f"the weights that a softmax makes of scores are float32 in the model as exported, and {name} here, which "
-        f"rounds each by {share} % at most; products of queries and keys have the type that they had"
+        f"the attention weights (results of softmax) are float32 in the exported model, but {name} here, which rounds "
+        f"each weight by at most {share} %; products of queries and keys keep their types"
         for kind, name, share in ((FLOAT16, "float16", "0.05"), (BFLOAT16, "bfloat16", "0.4"))
         if kind in kinds
     ]
 
 
 def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
-    """Remove outputs that return the number of tokens in the cache, which the caller knows; returns their names."""
+    """Remove outputs that return the number of tokens in the cache, because the caller knows it. Return their names."""
 
     def counts(tensor: gs.Tensor) -> bool:
         values = [(step, step.probe.value(tensor.name)) for step in samples.plain]

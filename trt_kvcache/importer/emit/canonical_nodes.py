@@ -1,19 +1,19 @@
 """Emit the nodes of the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
 
-    write_indices [B]        first row that this step writes, per sequence
-    nonpad_kv_seqlen [B]     rows that hold tokens after this step: write_indices + S
+    write_indices [B]        the first row that this step writes in each sequence
+    nonpad_kv_seqlen [B]     the number of rows that hold tokens after this step: write_indices + S
     present = TensorScatter(past [B, N, L, D], update [B, N, S, D], write_indices, axis=2)
     output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
 
-    with sinks [Hq], one more logit in each head's softmax:
+    with sinks [Hq] (one more logit in the softmax of each head):
     y, scores = Attention(..., qk_matmul_output_mode=2)
     output    = y * Sigmoid(ReduceLogSumExp(scores) - sinks)
 
 mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
-https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer plans it. It is standard ONNX.
+https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer can plan it. The form is standard ONNX.
 
-This module also emits masks and biases that the attributes of Attention cannot express, brings tensors from one layout
-into another, and defines `Findings`: what normalization tells the plan.
+This module also emits masks and biases that the attributes of Attention cannot express. It brings tensors from one
+layout into another. It defines `Findings`: facts about this rewrite for the plan.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
 class Canonical:
-    """Emits into one graph. Inputs are added to the graph when the first node needs them.
+    """Emits nodes into one graph. An input is added to the graph when the first node needs it.
 
     Args:
         graph: the graph to edit in place.
-        tokens: the graph input ``[B, S, ...]`` of the new tokens; its shape gives B and S.
+        tokens: the graph input ``[B, S, ...]`` of the new tokens; B and S are read from its shape.
         cache: one of the caches; its first dimension is the batch.
         capacity: tokens per sequence.
 
@@ -58,19 +58,19 @@ class Canonical:
         self.batch = "batch" if first == "?" else first
         self.capacity = capacity
         self.written: list[str] = []
-        self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # type, shape: inference may miss them
+        self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types and shapes that shape inference may not find
         self.added: list[TensorRole] = []
         self.opset = 24
         self._taken = set(graph.tensors())
 
     @property
     def write_indices(self) -> gs.Variable:
-        """int64 ``[B]``: the row at which each sequence writes its first new token."""
+        """int64 ``[B]``: the row in which each sequence writes its first new token."""
         return self._input("write_indices", Role.WRITE_INDICES)
 
     @property
     def lengths(self) -> gs.Variable:
-        """int64 ``[B]``: rows that hold tokens after this step."""
+        """int64 ``[B]``: the number of rows that hold tokens after this step."""
         return self._input("nonpad_kv_seqlen", Role.VALID_LENGTHS)
 
     def positions(self) -> gs.Variable:
@@ -88,7 +88,7 @@ class Canonical:
         return positions
 
     def write(self, cache: Cache) -> None:
-        """Make a TensorScatter into `cache.past` that produces `cache.present`, in the place of its old producer."""
+        """Make a TensorScatter that writes into `cache.past` and returns `cache.present`. It replaces the old nodes."""
         update, perm, axis = cache.update, cache.perm, cache.axis
         assert update is not None
         if perm != tuple(range(len(perm))):
@@ -96,11 +96,12 @@ class Canonical:
         mode = "circular" if cache.circular or cache.shifted else "linear"
         past, present = cache.past, cache.present
         present.inputs.clear()
-        if elem_type(update) not in (None, 0, elem_type(past)):  # some converters leave only the caches in a wider type
+        if elem_type(update) not in (None, 0, elem_type(past)):  # some converters keep a wider type only for the caches
             past.dtype = update.dtype
             for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
                 replace_uses(cast.outputs[0], past)
-        if not isinstance(past.shape[axis], int):  # other inputs may have the same symbol
+        # replaces the symbol only here: other inputs may have the same symbol
+        if not isinstance(past.shape[axis], int):
             past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
         present.shape, present.dtype = past.shape, past.dtype
         name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
@@ -108,7 +109,7 @@ class Canonical:
         self.written.append(present.name)
 
     def attend(self, attention: Attention) -> None:
-        """Make an Attention over caches that produces `attention.result`, in the place of its old producer."""
+        """Make an Attention over caches that returns `attention.result`. It replaces the old nodes."""
         emit, mask, sizes = self.emit, attention.mask, attention.sizes
         kind = elem_type(attention.key.past) or attention.query_type
         kind = FLOAT if attention.wide and kind in _HALVES else kind
@@ -156,7 +157,10 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Scale an attention's output by the weight that sinks leave to keys; returns the Attention node's outputs."""
+        """Multiply an attention's output by the weight that sinks leave to keys.
+
+        Return the Attention node's outputs.
+        """
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
@@ -169,7 +173,10 @@ class Canonical:
         return [plain, nothing, nothing, scores]
 
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
-        """The mask of an attention, bool or in the type of its queries; None if attributes of the node suffice."""
+        """Return the mask of an attention: bool, or in the type of its queries.
+
+        None if attributes of the node suffice.
+        """
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
         if attention.key.shifted and (rows := attention.key.window_rows) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
@@ -185,7 +192,7 @@ class Canonical:
         return own_mask
 
     def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
-        """A present as ``[B, N, L, D]``, cast to float32 if the products need it."""
+        """Return a present as ``[B, N, L, D]``, cast to float32 if the products are in float32."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
@@ -195,7 +202,7 @@ class Canonical:
         return wide
 
     def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
-        """A present as ``[B, N, L, D]``. The importer later changes the layout of the cache itself."""
+        """Return a present as ``[B, N, L, D]``. The layout of the cache itself is changed later."""
         if write.axis == 2 and len(write.perm) == 4:
             return write.present
         tensor = write.present
@@ -222,15 +229,15 @@ class Canonical:
 def emit_visible(
     emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
 ) -> gs.Variable:
-    """Emit the rows of a ring that queries see, bool ``[B, 1, S, R]``, once for all equal attentions.
+    """Emit a mask ``[B, 1, S, R]`` (bool) of the rows of a ring that queries see. Equal attentions share it.
 
     Args:
         emit: emitter of the graph.
         write_indices: int64 ``[B]``, the number of tokens before the step.
-        lengths: int64 ``[B]``, 0 for a batch row that takes no part in the step; None: all batch rows take part.
-        query: ``[B, H, S, D]``, or a tensor with S as its axis 1. Queries with the same symbol for S share a mask.
-        window: keys that a query sees, its own included.
-        rows: R, rows of the ring.
+        lengths: int64 ``[B]``, 0 for a batch row without tokens in this step; None: all batch rows have tokens.
+        query: ``[B, H, S, D]``, or a tensor whose axis 1 is S. Queries with the same symbol for S share a mask.
+        window: the number of keys that a query sees, including its own.
+        rows: R, the number of rows of the ring.
     """
     length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
 
@@ -262,7 +269,7 @@ def emit_visible(
 
 
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
-    """Emit a bias by distance over all rows of the caches, float32 ``[B, H, S, L]``, once for all equal layers.
+    """Emit a bias ``[B, H, S, L]`` (float32) that depends on the distance. Equal layers share it.
 
     The rewrite later slices the bias to the rows in use; see `rows_in_use`.
 
@@ -284,13 +291,13 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
 
 
 def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
-    """Emit slopes times distances, float32 ``[B, H, S, L]``, once for all equal layers. Distances are exact in float32.
+    """Emit slopes times distances, float32 ``[B, H, S, L]``. Equal layers share them. float32 holds distances exactly.
 
     Args:
         emit: emitter of the graph.
         slopes: float32 ``[H]``.
         positions: int64 ``[B, S]``, positions of the new tokens.
-        rows: L, rows of the caches.
+        rows: L, the number of rows of the caches.
     """
 
     def make() -> gs.Variable:
@@ -328,11 +335,11 @@ def relaid(
 
     Args:
         emit: emitter of the graph.
-        tokens: the input of the new tokens; its shape gives B and S.
+        tokens: the input of the new tokens; B and S are read from its shape.
         tensor: the tensor to change.
         old: its layout.
         new: the layout of the result.
-        sizes: number of key heads (n), of query heads for each of them (g), and of numbers in a head (d).
+        sizes: the numbers of key heads (n), of query heads for each key head (g), and of elements of a head (d).
     """
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
     both = set(order_of(old)).intersection(order_of(new))  # a layout has no sizes of 1
@@ -346,14 +353,14 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """The size of an axis that is the product of `axis`; "?" if it combines batch or new tokens with another size."""
+    """Return the product of sizes; "?" if it combines the batch or the new tokens with another size."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """Emit a shape, int64. A dimension is a number, "batch" or "sequence" (read from the tokens), or one "?" (-1)."""
+    """Emit a shape, int64. A dimension is a number, "batch" or "sequence" (size of the tokens), or once "?" (-1)."""
     if "?" not in dims:
         last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
         dims = tuple("?" if i == last else d for i, d in enumerate(dims))
@@ -372,18 +379,18 @@ def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Te
 
 @dataclass(frozen=True)
 class Findings:
-    """What normalization did to a model, for the plan.
+    """Facts for the plan about a model that was brought into canonical form.
 
     Attributes:
         written: outputs that return caches, and that normalization wrote or kept; none if it did not run.
         idioms: how the exported model writes each of them, such as ``"Concat"``.
         changes: changes of inputs and outputs.
-        original: inputs and outputs of the exported model; empty if the model was canonical already.
-        roles: roles of these inputs and outputs, and of inputs that normalization added.
-        states: state that is no cache.
-        notes: texts for the plan's reader.
-        longest: the most tokens of one update for each cache that became circular, by name of the cache input.
-        capacity: tokens per sequence, if the model leaves the capacity open; else None.
+        original: inputs and outputs of the exported model; empty if the model already was canonical.
+        roles: roles of the inputs and outputs, and of added inputs.
+        states: tensors of state, which are no caches.
+        notes: notes for the reader of the plan.
+        longest: for each cache that became circular: maps the name of its input to the most tokens of one update.
+        capacity: tokens per sequence if the model does not fix the capacity; else None.
     """
 
     written: Collection[str] = ()

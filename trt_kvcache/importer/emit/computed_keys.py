@@ -1,14 +1,14 @@
-"""Emit keys and values that a graph computes from caches row by row, as multi-head latent attention does.
+"""Emit keys and values that a graph computes from caches row by row, as in multi-head latent attention.
 
     latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
-Once caches have a fixed capacity, the graph computes keys and values from constants and the cache rows in use. An
-ordinary attention reads these keys and values.
+After caches have a fixed capacity, the graph computes keys and values only from constants and the cache rows in use. A
+plain Attention reads these keys and values.
 
-This module follows tensors forward from the caches, operator by operator, and reads no values. Shapes in a few samples
-show the axis of rows: one axis is as long as the text, another one as the batch. An operator may still mix rows, as a
-softmax over rows does. The check refuses such models.
+This module follows tensors forward from the caches, node by node, and reads no values. Shapes in a few samples show the
+axis of rows: one axis is as long as the text, another one as the batch. An operator may still mix rows; a softmax over
+rows is an example. The check refuses such models.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """An operator mixes rows. The message is the reason; it may be empty."""
+    """A node mixes rows. The message gives the reason; it may be empty."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """One tensor that is computed row by row.
+    """A tensor that is computed row by row.
 
     Attributes:
         tensor: the tensor in the exported graph.
-        axes: its axes of the batch and of the rows.
+        axes: the axis of the batch, and the axis of the rows.
         caches: the caches from which the tensor is computed.
-        node: the node that makes the tensor; None: the tensor is a cache.
-        shape: new shape operand if the node is a Reshape or Expand, with 0 and -1 as Reshape defines them; else None.
+        node: the node that makes the tensor; None if the tensor is a cache.
+        shape: if the node is a Reshape or Expand: its new shape operand, with 0 and -1 as Reshape defines them. Else
+            None.
     """
 
     tensor: gs.Tensor
@@ -56,7 +57,7 @@ class RowFunction:
 
 
 class Computed:
-    """Computes keys and values from canonical caches.
+    """Emits keys and values that are computed from canonical caches.
 
     Args:
         graph: the exported graph, sorted.
@@ -66,7 +67,7 @@ class Computed:
 
     def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
         self._broken = ""
-        self._fixed: dict[str, Array] = {}  # values of integer tensors that are equal in all samples, by name
+        self._fixed: dict[str, Array] = {}  # maps integer tensors to values, if these are equal in all samples
         self._every = (*samples.plain, *samples.twins)
         some = [s for s in samples.plain if s.length and s.total > 1]
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
@@ -80,7 +81,7 @@ class Computed:
                     self._broken = self._broken or str(error)
 
     def place(self, attention: Attention, canonical: Canonical) -> Attention:
-        """Emit the keys and values of an attention; returns the same attention, which reads them.
+        """Emit the keys and values of an attention. Return the attention with these keys and values.
 
         Raises:
             UnsupportedModelError: keys or values are not computed row by row.
@@ -98,9 +99,9 @@ class Computed:
         name = str(cache.present.name)
         if name not in self._known:
             raise UnsupportedModelError(
-                f"'{name}', which '{attention.name}' attends to, is computed from caches"
-                + (f", and {self._broken}" if self._broken else "")
-                + "; supported are keys and values that are computed row by row with constants"
+                f"'{name}', the keys or values of '{attention.name}', is computed from caches"
+                + (f", but {self._broken}" if self._broken else "")
+                + "; keys and values must be computed from the caches row by row, using only constants"
             )
         tensor = self._emit(name, emitted, canonical)
         kind = elem_type(cache.present) or elem_type(attention.computed_from[0].past) or 0
@@ -112,7 +113,7 @@ class Computed:
         return replace(cache, past=tensor, present=tensor, axis=2)
 
     def _emit(self, name: str, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """Emit a tensor, computed from the rows in use of canonical caches; `emitted` holds earlier results."""
+        """Emit a tensor that is computed from the rows in use of canonical caches. `emitted` holds earlier results."""
         if name in emitted:
             return emitted[name]
         function, emit = self._known[name], canonical.emit
@@ -140,7 +141,7 @@ class Computed:
         return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
 
     def _functions(self, node: gs.Node) -> list[RowFunction]:
-        """Derive the row functions of a node's outputs from its inputs.
+        """Derive the row functions of a node's outputs from those of its inputs.
 
         Raises:
             MixedError: the node mixes rows.
@@ -149,8 +150,8 @@ class Computed:
         shaped = is_op(node, "Reshape", "Expand")
         for tensor in node.inputs[:1] if shaped else node.inputs:
             if not (tensor.name in self._known or tensor.is_empty() or self._is_constant(tensor)):
-                # In a MatMul, the other operand may be queries or attention weights.
-                words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
+                # In a MatMul, the other operand may be queries or attention weights; then this is the attention itself.
+                words = f"{node.op} '{node.name}' reads '{tensor.name}', which is not a constant"
                 raise MixedError("" if is_op(node, "MatMul") else words)
         caches = tuple(dict.fromkeys(c for source in sources for c in source.caches))
         functions = []
@@ -173,27 +174,28 @@ class Computed:
         return True
 
     def _axes(self, node: gs.Node, tensor: gs.Tensor, before: RowFunction) -> Axes:
-        """Find the axes of batch and rows in an operator's output.
+        """Find the axes of the batch and of the rows in an output of a node.
 
         Raises:
             MixedError: no axis has the length of the rows.
         """
         rank = len(self._shapes(before.tensor)[0])
-        if is_op(node, "Transpose"):  # sizes of 1 would not show the new places of axes
+        if is_op(node, "Transpose"):  # the shapes do not show where axes of size 1 go
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
             return tuple(perm.index(axis) for axis in before.axes)
         shapes = self._shapes(tensor)
         near = before.axes[1] + len(shapes[0]) - rank
-        fixed = any(not cache.growing for cache in before.caches)  # a cache with one row for each token of the capacity
+        # such a cache always has as many rows as the capacity
+        fixed = any(not cache.growing for cache in before.caches)
         sizes = [s.capacity if fixed else s.total for s in self._samples]
         row = min(_axes_of(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
         batch = [axis for axis in _axes_of(shapes, [s.batch for s in self._samples]) if axis != row]
         if row < 0 or not batch:
-            raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
+            raise MixedError(f"{node.op} '{node.name}' mixes rows of a cache")
         return batch[0], row
 
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
-        """Make a shape operand for a Reshape or Expand that fits every batch and length."""
+        """Return a shape operand for a Reshape or Expand that is correct for every batch and length."""
         shape = list(self._shapes(tensor)[0])
         for i, axis in enumerate(after):  # 0: this axis keeps its size
             if is_op(node, "Expand"):
@@ -203,7 +205,7 @@ class Computed:
         return tuple(shape)
 
     def _shapes(self, tensor: gs.Tensor) -> list[Axes]:
-        """The shapes of a tensor in the samples.
+        """Return the shapes of a tensor in the samples.
 
         Raises:
             MixedError: a shape is unknown.
@@ -211,10 +213,10 @@ class Computed:
         shapes = [sample.probe.shape(tensor.name) for sample in self._samples]
         known = [shape for shape in shapes if shape is not None]
         if len(known) < len(shapes) or len(set(map(len, known))) > 1:
-            raise MixedError(f"nothing says the shape of '{tensor.name}'")
+            raise MixedError(f"the shape of '{tensor.name}' is unknown")
         return known
 
 
 def _axes_of(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
-    """The axes whose size in each sample equals the entry of `sizes`."""
+    """Return the axes whose sizes in the samples are `sizes`."""
     return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]

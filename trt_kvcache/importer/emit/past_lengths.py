@@ -1,19 +1,21 @@
-"""Remove the remaining dependences of a graph on the length of its past.
+"""Remove from a graph all remaining dependences on the length of the past.
 
-Once caches have a fixed capacity and attention is canonical, only the positions of the new tokens may depend on the
-length of the text. Some exporters count positions from the length of a cache, and may add a constant:
+After caches have a fixed capacity and attention is canonical, only the positions of the new tokens may depend on the
+length of the text. Some exporters compute positions from the length of a cache, and may add a constant:
 
     Range(P, P + S) -> Unsqueeze -> [1, S]          becomes         write_indices + arange(S)  [B, S]
     Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
 The exports of Whisper by onnxruntime-genai have the second form: they slice a table. The export of M2M-100 has the
-third: positions do not count padding. torch's export of Marian looks up the rows once for all sequences. If another
-tensor still depends on the length, the import fails and names the tensor. Samples that differ only in P show which
-tensors depend on P.
+third
+form: positions do not count padding. torch's export of Marian looks up the rows once for all sequences. If another
+tensor
+still depends on the length, the import fails and names the tensor. Samples that differ only in P show which tensors
+depend on P.
 
 This module also removes outputs that return an input unchanged (caches of cross-attention). If the graph reads the
-shape of an input that will be removed, it now reads the shape of the tokens (``Shape(attention_mask)`` becomes
+shape of an input that will be removed, it reads the shape of the tokens instead (``Shape(attention_mask)`` becomes
 ``Shape(tokens)``).
 """
 
@@ -50,16 +52,16 @@ from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 Array = npt.NDArray[Any]
 
 NOTE = (
-    "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those "
-    "of earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
+    "the model counts positions from the tokens of a step, and skips some tokens, such as padding. As in the exported "
+    "model, it counts all tokens of earlier steps. So a text with padding in it depends on how it is split into steps"
 )
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
-_FAR = 1 << 31  # numbers from here on are no positions
+_FAR = 1 << 31  # numbers of at least this are no positions
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
-    """Replace positions counted from the past, and refuse any other tensor that depends on its length.
+    """Replace positions that are counted from the past, and refuse all other tensors that depend on the past's length.
 
     Args:
         graph: a graph with canonical caches and attention, without dead nodes.
@@ -71,7 +73,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         True if the model itself computes positions from the tokens of a step.
 
     Raises:
-        UnsupportedModelError: a live node computes with the length of the past.
+        UnsupportedModelError: a node uses the length of the past for something else than positions.
     """
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]
@@ -91,7 +93,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 queue += node.outputs
                 continue
             if contains(caches, tensor) and not is_op(node, "Shape", "Size"):
-                continue  # `check_readers` checks who reads the contents of a cache
+                continue  # `check_readers` checks which nodes read the contents of a cache
             for output in node.outputs:
                 if output.name in seen or output.is_empty():
                     continue
@@ -109,10 +111,10 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
 
 def check_readers(graph: gs.Graph) -> None:
-    """Refuse a cache that a node reads which is neither its update nor an attention.
+    """Refuse a model in which nodes other than updates and attentions read a cache.
 
     Args:
-        graph: canonical; dead nodes are gone.
+        graph: a canonical graph without dead nodes.
 
     Raises:
         UnsupportedModelError: there is such a reader; the message names it.
@@ -121,15 +123,15 @@ def check_readers(graph: gs.Graph) -> None:
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
             if reader is not None:
-                early = " as it is before the new rows are written" if tensor is update.inputs[0] else ""
+                early = " before the new rows are written" if tensor is update.inputs[0] else ""
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early} and is not a "
-                    "recognized attention; supported are caches that only attention reads"
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}'{early}, but is not a "
+                    "recognized attention; only attention may read a cache"
                 )
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
-    """The first node that reads a cache or a view of it, and is neither its update nor an attention over it."""
+    """Return the first node that reads a cache or its view, but is neither its update nor an attention; else None."""
     for node in consumers(tensor):
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
@@ -146,7 +148,7 @@ def _is_view(node: gs.Node) -> bool:
 
 
 def drop_copies(graph: gs.Graph) -> set[str]:
-    """Remove, in place, graph outputs that return a graph input unchanged; returns their names."""
+    """Remove graph outputs that return a graph input unchanged, in place. Return their names."""
 
     def is_copy(tensor: gs.Tensor) -> bool:
         while (node := producer(tensor)) is not None and is_op(node, "Identity"):
@@ -159,7 +161,7 @@ def drop_copies(graph: gs.Graph) -> set[str]:
 
 
 def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Read B and S from the tokens, in place, where a node reads only the shape of an input that will be removed."""
+    """If a node reads only the shape of an input that will be removed, make it read the tokens instead, in place."""
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     reached = _numbers_of(graph, {t.name for t in interface.of(*_LOST)}) - {t.name for t in graph.inputs}
     for node in [n for n in graph.nodes if is_op(n, "Shape") and n.inputs[0].name in reached]:
@@ -181,7 +183,7 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: S
 
 
 def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None:
-    """Replace a Shape node with these sizes, int64 ``[1]`` each."""
+    """Replace a Shape node with these sizes; each is int64 ``[1]``."""
     taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
     if taken:
         shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
@@ -191,7 +193,10 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """Derive the sizes of a tensor from its shapes in samples, int64 ``[1]`` each; None for an unknown origin."""
+    """Return tensors, int64 ``[1]``, that give the sizes of a tensor.
+
+    A size is None if the samples do not explain it.
+    """
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]
@@ -203,7 +208,7 @@ def _sizes(
 
 
 def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Tensor | None:
-    """One dimension as int64 ``[1]``."""
+    """Return one dimension as int64 ``[1]``; None for other axes than batch and tokens."""
     if isinstance(size, int):
         return emit.ints([size])
     if axis not in ("batch", "sequence"):
@@ -216,24 +221,28 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """Handle a tensor that depends on P; True if tensors computed from `output` still have to be handled."""
+    """Handle a tensor that depends on P.
+
+    Return True if tensors that are computed from `output` must be handled, too.
+    """
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
             return False
         if is_op(node, "If"):
             raise UnsupportedModelError(
-                f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch, such as "
-                "rotary factors (LongRoPE, dynamic NTK); supported are sequences that do not depend on each other: "
-                "take a capacity below the length at which it changes"
+                f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch, for "
+                "example rotary factors (LongRoPE, dynamic NTK). Sequences must not depend on each other: use a "
+                "capacity below the length at which this choice changes"
             )
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
-            "tokens; supported are caches that only attention reads, and positions counted from their length"
+            "tokens; only attention may read caches, and only positions may be computed from their length"
         )
     place = _place(output, samples)
     if place is not None:
-        # Replace the last tensor that holds positions: nodes before it may repeat [1, S] for the batch, and would
-        # repeat positions [B, S] again.
+        # Replace the last tensor that holds positions. Nodes before it may repeat [1, S] for the batch, and would
+        # repeat
+        # positions [B, S] once more.
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
@@ -243,14 +252,14 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
         return False
     if contains(graph.outputs, output):
         raise UnsupportedModelError(
-            f"the output '{output.name}' depends on the length of the cache, and is no count of its tokens: leave "
-            "it out"
+            f"the output '{output.name}' depends on the length of the cache, but is not the number of its tokens; "
+            "export the model without this output"
         )
     return True
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor has the same value after every sampled past, up to the longest that fits.
+    """True if a tensor has the same value after every sampled past, up to the longest past that fits.
 
     Short pasts alone are not enough: for example, floor(p / 16) is the same for many of them.
     """
@@ -262,7 +271,7 @@ def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
 
 
 def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
-    """The inputs of these names, and all tensors that depend on their numbers, in a sorted graph."""
+    """Return the inputs with these names, and all tensors that depend on their numbers. The graph must be sorted."""
     reached = set(names)
     for node in graph.nodes:
         if not is_op(node, "Shape", "Size") and any(t.name in reached for t in node.inputs):
@@ -271,7 +280,7 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
 
 
 def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Replace a tensor computed from a padding mask with a constant, if all its numbers are the same in all samples.
+    """If a tensor from a padding mask has only one number in all samples, replace the tensor with a constant.
 
     For example, some models multiply inputs of states by the last columns of the mask, which belong to the new tokens.
     In a mask over the rows of caches of fixed capacity, the new tokens have other columns.
@@ -291,7 +300,7 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
-    """For a tensor that equals P + arange(S) + offset: the offset and the axis of the new tokens. Else None."""
+    """If a tensor is P + arange(S) + offset, return the offset and the axis of the new tokens. Else return None."""
     counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
     return counts.pop() if len(counts) == 1 else None
 
@@ -310,7 +319,7 @@ def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
 
 
 def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, samples: Samples) -> gs.Variable:
-    """The positions of each sequence, in the rank and type of `output`."""
+    """Return the positions of each sequence, in the rank and type of `output`."""
     emit, positions = canonical.emit, _shifted(canonical, offset)
     others = [i for i in range(1, len(samples.twins[0].probe.shape(output.name) or ())) if i != axis]
     if others:
@@ -322,7 +331,7 @@ def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, 
 
 
 def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
-    """int64 ``[B, S]``: the position of each new token plus `offset`."""
+    """Return the position of each new token plus `offset`, int64 ``[B, S]``."""
     positions, emit = canonical.positions(), canonical.emit
     if not offset:
         return positions
@@ -333,9 +342,9 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a node that takes the new tokens' rows of a table with a Gather by position.
+    """Replace a node that takes the new tokens' rows from a table with a Gather by position. True if it was replaced.
 
-    A constant offset of the rows stays: a table may have other rows before the row of the first position (BART).
+    A constant offset of the rows is kept: the table may have other rows before the row of the first position (BART).
     """
     rows = node.outputs[0]
     taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
@@ -343,14 +352,14 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
     offset = offsets.pop()
     if offsets or offset is None or offset < 0:
         return False
-    one = all(sample.batch == 1 for sample in samples.twins)  # rows of one sequence fit wherever they are read
+    one = all(sample.batch == 1 for sample in samples.twins)  # with one sequence, all readers can read the rows
     found = ([], []) if one else _readers_of_rows(graph, rows, samples.twins)
     if found is None:
         return False
     (chain, readers), emit = found, canonical.emit
     gathered = emit.op("Gather", [node.inputs[0], _shifted(canonical, offset)], "position_rows", axis=0)
     if not one and all(tensor is rows and not before and len(after) == 1 for _, tensor, before, after in readers):
-        replace_uses(rows, gathered)  # the result [B, S, H] fits its readers
+        replace_uses(rows, gathered)  # the readers accept [B, S, H]
         return True
     width = (samples.twins[0].probe.shape(rows.name) or (1,))[-1]
     flat = emit.op("Reshape", [gathered, emit.ints([-1, width])], "position_rows")  # rows of all sequences, [B * S, H]
@@ -369,7 +378,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """First row of the rows ``[S, H]`` that a node takes from a table, minus P. Found with a table of row numbers."""
+    """Return the first row ``[S, H]`` that a node takes from a table, minus P. A table of row numbers shows it."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -386,12 +395,14 @@ _Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
 
 
 def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
-    """The nodes that combine rows ``[S, H]`` with tensors of a batch; None if rows cannot differ between sequences.
+    """Find the nodes that combine rows ``[S, H]`` with tensors of a batch. None: rows cannot differ between sequences.
 
     Returns:
-        First, the nodes before these readers, which compute row by row, each with its output's shape (-1 for the rows).
-        Second, for each reader: the node, its operand, the number of axes of its result between batch and tokens, and
-        the operand's sizes after the axis of tokens.
+        First, the nodes before these readers. They compute row by row; each has the shape of its output (-1 for the
+        rows).
+                Second, for each reader: the node, its operand, the number of axes of its result between batch and
+                    tokens, and
+                the sizes of the operand after the axis of tokens.
     """
     chain: _Chain = []
     readers: _Readers = []
@@ -424,7 +435,7 @@ def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]
 
 
 def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
-    """The axis of the new tokens in a tensor whose axes before it have size 1; None if the tensor has another form."""
+    """Return the axis of the new tokens, if all axes before it have size 1; else None."""
     shape = sample.probe.shape(tensor.name) or ()
     first = next((a for a, d in enumerate(shape) if d != 1), len(shape))
     axis = first - (sample.length == 1)
@@ -432,7 +443,7 @@ def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
 
 
 def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
-    """For a node that reads rows: the number of its axes between batch and tokens, and the rows' other sizes."""
+    """For a node that reads rows, return its number of axes between batch and tokens, and the rows' other sizes."""
     own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
     axis = _axis_of_rows(rows, sample)
     if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
@@ -443,7 +454,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """If a node adds P (and a constant) to integers ``[B, S]``, make it add each sequence's own length."""
+    """If a node adds P (and a constant) to integers ``[B, S]``, make it add the length of each sequence instead."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

@@ -8,18 +8,19 @@
     present = TensorScatter(past [B, N, R, D], update, w, mode=circular)
     output  = Attention(q, k, v, visible [B, 1, S, R])
 
-with ``R = W + C - 1`` rows for updates of up to C tokens. So the first token of an update still finds its W keys after
-the last token is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the
+A ring has ``R = W + C - 1`` rows for updates of up to C tokens. So the first token of an update still finds its W keys
+after the last token is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the
 position of the first new token, and the step has S new tokens:
 
     newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
 
-If a model has its own lengths, each sequence has w + S valid tokens, or 0: then its queries see nothing. Lengths
-between are not allowed: the ring may have overwritten rows that the first queries of such a step need.
+If a model has an input for lengths, each sequence has w + S valid tokens, or 0. With 0, its queries see nothing. Other
+lengths are not allowed, because the ring may have overwritten rows that the first queries of such a step need.
 
-Memory and step time stop growing with the number of tokens. A cache stays linear if one attention sees all of it. The
-check refuses a model that reads the length of a cache elsewhere, or computes its lengths or write indices.
+With rings, memory and step time do not grow with the number of tokens. A cache stays linear if one attention sees all
+of it. The check refuses a model that reads the length of a cache elsewhere, or that computes its lengths or write
+indices.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ __all__ = ["Rings", "make_circular", "slide"]
 
 @dataclass(frozen=True, eq=False)
 class _Windowed:
-    """A pair of caches that only attentions of one window read."""
+    """A pair of caches that only attentions with the same window read."""
 
     keys: gs.Node
     values: gs.Node
@@ -65,8 +66,8 @@ class Rings:
     """The caches that became circular.
 
     Attributes:
-        longest: the most tokens of one update, by name of the cache input.
-        notes: texts for the plan: what the change saves, or why nothing changed.
+        longest: maps the name of a cache input to the most tokens of one update.
+        notes: notes for the plan about what the change saves, or why a cache stays linear.
     """
 
     longest: dict[str, int]
@@ -74,12 +75,12 @@ class Rings:
 
 
 def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
-    """Make the windowed caches of a canonical model circular; returns the model and findings about the change.
+    """Make the windowed caches of a canonical model circular. Return the new model, and findings for the plan.
 
     Args:
         model: a canonical model; it is not changed.
-        options: capacity, and the longest update.
-        usual: the capacity if neither options nor model give one.
+        options: capacity, and the largest number of tokens of an update.
+        usual: the capacity to use if neither the options nor the model give a capacity.
     """
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
@@ -103,9 +104,9 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
     Args:
         graph: the graph to edit in place.
         emit: emitter of the graph.
-        capacity: tokens per sequence of linear caches.
-        chunk: the most tokens of one update.
-        idle: True if the model has its own lengths. A length of 0 then means that the row takes no part in a step.
+        capacity: the number of rows of linear caches.
+        chunk: the largest number of tokens of an update.
+        idle: True if the model has an input for lengths. A length of 0 then means that the row has no tokens in a step.
     """
     longest: dict[str, int] = {}
     notes: list[str] = []
@@ -116,14 +117,18 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
         if rows >= capacity:
             notes.append(
                 f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to "
-                f"{chunk} tokens (--window-chunk) need {rows} rows, and the capacity is {capacity}"
+                f"{chunk} tokens (--window-chunk) need {rows} rows, but the capacity is {capacity}"
             )
             continue
         respelled = [shape for cache in (pair.keys, pair.values) for shape in _spelled(cache, capacity, rows)]
         other = _other_reader(graph, pair) or next((node for node, shape in respelled if shape is None), None)
-        why = "" if other is None else f"{other.op} '{other.name}' reads their rows beside attention, or counts them"
+        why = (
+            ""
+            if other is None
+            else f"{other.op} '{other.name}' reads their rows outside of attention, or depends on their number"
+        )
         if bound := _bound(pair.keys.inputs[2]):
-            why = f"{bound.op} '{bound.name}' bounds the positions of their new rows"
+            why = f"{bound.op} '{bound.name}' changes their write indices"
         if why:
             notes.append(f"caches '{names[0]}' and '{names[1]}' stay linear: {why}")
             continue
@@ -134,12 +139,12 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
     if longest:
         after = _all_rows(graph, capacity)
         notes.append(
-            f"{len(longest)} caches hold a window instead of all tokens: {after} cache rows per sequence, not {before} "
-            f"({100 * (before - after) / before:.0f} % saved); updates of at most {chunk} tokens (--window-chunk)"
-            + (", of which all are valid in a row, or none" if idle else "")
+            f"{len(longest)} caches hold only a window of tokens: {after} cache rows per sequence instead of {before} "
+            f"({100 * (before - after) / before:.0f} % saved); updates have at most {chunk} tokens (--window-chunk)"
+            + (", and in each row, all of them or none are valid" if idle else "")
         )
     elif not notes:
-        notes.append("no cache became circular: no attention sees a window only")
+        notes.append("no cache became circular, because no attention is limited to a window")
     return Rings(longest, tuple(notes))
 
 
@@ -181,7 +186,10 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if a node attends to a window of the newest tokens. Without lengths, ONNX counts queries from row 0."""
+    """True if an Attention sees only a window of the newest tokens.
+
+    It must have lengths; else ONNX counts from row 0.
+    """
     if reads_columns(graph, node):
         return False  # the graph reads scores, whose columns belong to rows of the linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
@@ -190,7 +198,7 @@ def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor) -> list[gs.Node]:
-    """The nodes that read a cache or a view of it."""
+    """Return the nodes that read a cache or a view of it."""
     readers: dict[int, gs.Node] = {}
     for node in consumers(present):
         if is_op(node, *VIEWS) and node.inputs[0] is present:
@@ -201,7 +209,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """The node that changes write indices so that they no longer count tokens, such as Min or Mod; else None."""
+    """Return a node, such as Min or Mod, after which write indices no longer count tokens; None if there is none."""
     node = producer(indices)
     if node is None:
         return None
@@ -211,7 +219,7 @@ def _bound(indices: gs.Tensor) -> gs.Node | None:
 
 
 def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
-    """The first node that reads a cache before its update, or returns it to the caller in another shape."""
+    """Return the first node that reads a cache before its update, or returns it to the caller in another shape."""
     for update in (pair.keys, pair.values):
         for node in consumers(update.inputs[0]):
             if node is not update and not is_op(node, "Shape"):
@@ -223,13 +231,13 @@ def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
 
 
 def _views(present: gs.Tensor) -> list[gs.Node]:
-    """All views of a cache after its update."""
+    """Return all views of a cache after its update."""
     views = [node for node in consumers(present) if is_op(node, *VIEWS) and node.inputs[0] is present]
     return views + [inner for node in views for inner in _views(node.outputs[0])]
 
 
 def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
-    """Yield Reshapes whose shape states the number of rows, with the shape for `rows` rows (None: it is ambiguous)."""
+    """Yield Reshapes that state the number of rows, each with the shape for `rows` rows; None if ambiguous."""
     is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
     before = _rows(update, capacity)
     for node in _views(update.outputs[0]):

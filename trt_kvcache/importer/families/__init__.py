@@ -1,18 +1,18 @@
-"""Support for rare families of models. Each family has its own module, which loads only for a model of that family.
+"""Support for rare families of models. Each family has its own module, which is loaded only for a model of that family.
 
-The functions here stand at the stations of the importer. Each tests whether a model belongs to a family, without
-loading the family's module, and then calls it.
+The stations of the importer call these functions. Each function tests whether a model belongs to a family, and only
+then loads and calls the family's module.
 
-    read           edits a file's model before it is checked            tool_repairs, quantizers
-    choose         takes one branch of a decoder, before inlining       tool_repairs
-    standardize    refuses operators of quantizers, after inlining      quantizers
+    read           edits a model when it is read, before checks             tool_repairs, quantizers
+    choose         takes one branch of a merged decoder, before inlining       tool_repairs
+    standardize    refuses operators of quantizers for CPUs, after inlining      quantizers
     define         adds ONNX functions that define nodes outside ONNX   plugin_route
     rewrite        edits a decoder before recognition                   tool_repairs, kept_logits
     for_cpu        replaces operators that ONNX Runtime does not run    quantizers
 
-`Finish` is a function that adds facts to the plan. The rewrite loads `plugin_route` if a cache takes the plugin's
-route. The pipeline loads `quantized_caches` for ``--cache-dtype`` and `adapters` for ``--lora-rank``. Builds and
-sessions load `encoders` if an encoder lies beside the decoder. These modules load as attributes of this package.
+A `Finish` is a function that adds facts to the plan. The rewrite loads `plugin_route` if a cache takes the plugin's
+route. The pipeline loads `quantized_caches` for ``--cache-dtype``, and `adapters` for ``--lora-rank``. Builds and
+sessions load `encoders` if an encoder lies beside the decoder. All modules load as attributes of this package.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trt_kvcache.importer.protos import INTEGERS, TENSORRT_UPDATE, elem_type_of,
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 Finish = Callable[[CachePlan], CachePlan]
-"""Adds facts to a plan that the edited model does not show."""
+"""A function that adds facts to a plan which the edited model does not show."""
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.families import adapters as adapters
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """The module of a family; the first access loads it."""
+        """Return the module of a family. The first access loads the module."""
         try:
             return import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
@@ -59,10 +59,11 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Edit a model in place after reading it; True if operators now read other tensors than in the file.
+    """Edit a model in place after reading it. Return True if operators now read other tensors than in the file.
 
     Raises:
-        ModelError: the model belongs to a family, but has an unsupported form. Other functions here also raise it.
+        ModelError: the model belongs to a family, but its form is not supported. The other functions here raise this,
+            too.
     """
     edited: bool = _family("tool_repairs").read(model)
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
@@ -71,7 +72,7 @@ def read(model: onnx.ModelProto) -> bool:
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Take one branch of a decoder in which an input decides between two branches; the model may be changed."""
+    """If an input of a decoder chooses between two branches, keep one branch. The model may be edited in place."""
     inputs = {value.name for value in model.graph.input}
     if not any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node):
         return model, []
@@ -80,14 +81,14 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
 
 
 def standardize(model: onnx.ModelProto) -> None:
-    """Refuse a model, or an encoder, that is quantized for CPUs."""
+    """Refuse a decoder or an encoder that is quantized for CPUs."""
     known = {"QuantizeLinear", "DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}
     if any(op in known or op.startswith("QLinear") for op in _operators(model)):
         _family("quantizers").refuse_integers(model)
 
 
 def is_update_outside_onnx(node: onnx.NodeProto) -> bool:
-    """True for TensorRT's own update of a cache, or one of the plugin's."""
+    """True if a node is TensorRT's own cache update, or a cache update of the plugin."""
     return node.op_type == TENSORRT_UPDATE or (node.domain == NAMESPACE and node.op_type in OPERATORS)
 
 
@@ -99,7 +100,7 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Edit a decoder before recognition: slices that are assigned to, and an input for the number of logits."""
+    """Edit a decoder before recognition: join assigned slices, and remove an input for the number of logits."""
     finishes: list[Finish] = []
     operators = _operators(model)
     if {"ScatterND", "ConstantOfShape"} <= operators:
@@ -112,7 +113,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Convert the model to operators that ONNX Runtime runs; also returns notes on differences."""
+    """Convert the model to operators that ONNX Runtime runs on the CPU. Also return notes on differences."""
     blocks = {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
     narrow = any(t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if not narrow and blocks.isdisjoint(_operators(model)):

@@ -1,10 +1,11 @@
-"""Models with an input for the number of last positions with logits: transformers' ``logits_to_keep``.
+"""Support models with an input that says for how many last positions to return logits (``logits_to_keep``).
 
     logits_to_keep -- Neg --.
     hidden states ------- Slice(.., -K, end) -- MatMul -- logits [B, K, V]
 
-0 keeps all positions, as in transformers. So this module replaces the input by the constant 0. The rewrite adds its own
-input (`LogitsSpan`) for the number of positions: TensorRT cannot build a shape that depends on an input's values.
+In transformers, 0 keeps all positions. So this module replaces the input with the constant 0. The rewrite adds its own
+input (`LogitsSpan`) for the number of positions, because TensorRT cannot build a shape that depends on an input's
+values.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from trt_kvcache.importer.simplify import simplify
 
 __all__ = ["rewrite"]
 
-_END = (1 << 31) - 1  # a Slice that goes to the end has at least this end
+_END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least this
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
     """Make the model return logits of all positions; see `trt_kvcache.importer.families`.
 
-    The model stays unchanged if it uses the input in another way: a tensor of indices may have the same name.
+    If the model uses the input in another way (a tensor of indices may have this name), it stays unchanged.
     """
     edited = copied(model)
     graph = edited.graph
@@ -54,7 +55,7 @@ def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
 
 
 def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
-    """True if a Slice goes from the beginning to the end with step 1."""
+    """True if a Slice goes from the beginning to the end of an axis with step 1."""
     bounds = [
         numpy_helper.to_array(constants[n]) if n in constants else None for n in (*node.input[1:3], *node.input[4:])
     ]
@@ -64,8 +65,12 @@ def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
 
 
 def _finish(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
-    """Add the exported model's input, which gets the value 0, to the plan."""
+    """Add the input of the exported model to the plan; there it always has the value 0."""
     old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
-    why = f"{plan.logits_span.name} says it" if plan.logits_span is not None else "the logits are of all positions"
+    why = (
+        f"the length of {plan.logits_span.name} replaces it"
+        if plan.logits_span is not None
+        else "the model returns all logits"
+    )
     change = InterfaceChange("input", old, "", why)
     return replace(plan, original=(exported, *plan.original), changes=(*plan.changes, change))

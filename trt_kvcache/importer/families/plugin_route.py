@@ -11,11 +11,11 @@ two updates of one layer, at the same write indices
 the model. TensorRT's parser prefers a registered plugin to a model-local function of the same name (its source,
 ModelImporter.cpp: ``isNodeInPluginRegistry``).
 
-The functions define the plugin's operators by plain operators. For sequence ``b`` with tokens ``start[b] .. end[b]`` of
-its update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row
-``write_indices[b] + t - start[b]``, circular: modulo the capacity, where the last tokens win. A sequence writes nothing
-if its bounds lie outside the update, or if it is linear and does not fit into the cache. If packed lengths do not
-ascend, no sequence writes anything.
+The functions define the plugin's operators with plain operators. Sequence ``b`` has the tokens ``start[b] .. end[b]``
+of the update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``). Token ``t`` goes to row
+``write_indices[b] + t - start[b]``; in a circular cache, modulo the capacity, and the last of several tokens for one
+row wins. A sequence writes nothing if its bounds lie outside the update, or if the cache is linear and the tokens do
+not fit into it. If packed lengths do not ascend, no sequence writes anything.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.Ten
 
 @dataclass(frozen=True)
 class _Update:
-    """One update in the form of the plugin's single-cache operators.
+    """One update, described as an operator of the plugin for a single cache.
 
     Attributes:
         scale: the float32 scales if the update is quantized on write; else None.
-        scales: number of scales: 1 or N; 0 without quantization.
+        scales: the number of scales: 1 or N; 0 if the update is not quantized.
     """
 
     cache: CacheUpdate
@@ -74,15 +74,16 @@ class _Update:
 
     @property
     def shared(self) -> list[gs.Tensor]:
-        """Inputs that the K and V of a pair share: write indices and lengths."""
+        """Inputs that both updates of a pair share: write indices, and lengths if packed."""
         return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
 def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Replace every update of the route `PLUGIN`, already 4-D in its physical layout, by a node of the plugin.
+    """Replace every update of the route `PLUGIN` with a node of the plugin. The caches must already be 4-D.
 
     Raises:
-        UnsupportedModelError: rows of 4-bit elements do not end on a byte, or one function cannot have all cache types.
+        UnsupportedModelError: rows of 4-bit elements do not fill whole bytes, or one function cannot handle all cache
+            types.
     """
     nodes = {node.name: node for node in graph.nodes}
     planned = [c for c in plan.caches if c.route is Route.PLUGIN]
@@ -100,8 +101,10 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
     """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
 
-    TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts it in any
-    domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX 1.7.1).
+    TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts the operator
+    in
+        any domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX
+        1.7.1).
     """
     defined = {(f.domain, f.name) for f in model.functions}
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
@@ -130,14 +133,14 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
-    """The plugin's operator with the same meaning as TensorRT's own update."""
+    """Return the operator of the plugin with the same meaning as TensorRT's own update."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
     return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
 
 
 def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
-    """Move a node to this project's domain; without write indices, it gets zeros."""
+    """Move a node to this project's domain. If it has no write indices, it gets zeros."""
     copy = copied(node)
     copy.domain = NAMESPACE
     if len(node.input) < 3 or not node.input[2]:
@@ -159,8 +162,8 @@ def _check_types(graph: gs.Graph) -> None:
         if kinds & _THROUGH_FLOAT and kinds & {INT32, INT64}:
             names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in kinds))
             raise UnsupportedModelError(
-                f"the model has caches of types {names} that are updated in one way, which the definition of the "
-                "plugin's node in ONNX cannot cover at once: export all caches in one type"
+                f"the model updates caches of types {names} in the same way, but the ONNX function that defines the "
+                "plugin's node cannot handle all these types: export all caches in one type"
             )
 
 
@@ -170,7 +173,8 @@ def _check_rows(caches: list[CacheUpdate]) -> None:
         if isinstance(size, int) and size * CACHE_BITS[cache.dtype] % 8:
             raise UnsupportedModelError(
                 f"cache '{cache.past}' of '{cache.node}' is {cache.dtype} with rows of {size} elements, which do not "
-                "end on a byte; the plugin writes whole bytes: export with an even size after the sequence axis"
+                "fill whole bytes; the plugin writes only whole bytes: export it with an even size after the sequence "
+                "axis"
             )
 
 
@@ -182,9 +186,9 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """Let the kernel quantize if the update comes from a suitable QuantizeLinear; returns the scales and their number.
+    """If the update comes from a suitable QuantizeLinear, let the kernel quantize. Return the scales and their number.
 
-    It is suitable with float32 scales (the division is then in float32), zero point 0, and one scale or one per head.
+    It is suitable with float32 scales (then the division is in float32), zero point 0, and one scale or one per head.
     """
     between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
@@ -223,7 +227,7 @@ def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> t
 
 
 def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
-    """True for one scale, or one for each head of the physical cache."""
+    """True if there is one scale, or one for each head of the physical cache."""
     shape = dims(scale)
     if shape is None or len(shape) > 1 or any(not isinstance(d, int) for d in shape):
         return False
@@ -237,9 +241,9 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """True if one node can do two updates: same kernel, same write indices, and neither depends on the other.
+    """True if one node can do both updates: same kernel, same write indices, and neither depends on the other.
 
-    This does not look at the attentions that read both caches: a plan does not know attentions behind DequantizeLinear.
+    Whether one attention reads both caches does not matter: the plan does not list attentions after DequantizeLinear.
     """
     one, other = a.cache, b.cache
     return (
@@ -290,13 +294,14 @@ _OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # attributes tha
 
 
 def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
-    """Make the function of one operator, for a model of this opset.
+    """Return the ONNX function that defines one operator, for a model of this opset.
 
     Args:
         operator: the plugin's operator.
         opset: opset of the model.
         through_float: cast values to float32 and back. ONNX's GatherND and ScatterND do not support 8-bit and 4-bit
-            floats and 4-bit integers. float32 holds all numbers of these types exactly, but not all of int32 and int64.
+            floats and 4-bit integers. float32 holds all numbers of these types exactly, but not all numbers of int32
+            and int64.
     """
     nodes, numbers = parse(_body(operator, "_float" if through_float else ""))
     constants = [helper.make_node("Constant", [], [name], value=number) for name, number in numbers.items()]
@@ -307,11 +312,12 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 
 
 def _body(operator: Operator, wide: str) -> str:
-    """The text of a function (see `lower.body`); `wide` ends the names of values that are cast to float32.
+    """Return the text of a function (see `lower.body`). Names of values that are cast to float32 end in `wide`.
 
-    ``first``, ``start``, ``end`` and ``count`` are [B], ``length`` and ``capacity`` [1]; ``accepted`` [B] is True for
-    sequences that the operator writes. ``sources`` [K, 2] are sequence and token to write, ``targets`` [K, 2] sequence
-    and row of the cache.
+    ``first``, ``start``, ``end`` and ``count`` are [B]; ``length`` and ``capacity`` are [1]. ``accepted`` [B] is True
+    for
+        sequences that the operator writes. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row
+        of ``targets`` [K, 2] is sequence and row of the cache.
     """
     packed, circular = operator.packed, operator.mode is UpdateMode.CIRCULAR
     given = [name for name in operator.inputs if name.startswith(("cache", "update"))] if wide else []
@@ -389,7 +395,7 @@ def _body(operator: Operator, wide: str) -> str:
 
 
 def _scatter(operator: Operator, i: int, wide: str) -> str:
-    """Lines that write the rows of update `i`; in quantized updates, axis 1 is the axis of heads in both forms."""
+    """Return the lines that write the rows of update `i`. In quantized updates of both forms, axis 1 is the heads."""
     update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
     quantized = f"""
         unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})

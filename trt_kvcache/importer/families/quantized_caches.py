@@ -1,38 +1,38 @@
-"""Quantize caches for ``--cache-dtype`` to fewer bits than the model computes in.
+"""Quantize caches for ``--cache-dtype``, so that their numbers have fewer bits than those of the model.
 
-Each row of a head [H] is rotated, and stored as codes and one float32 scale. Rows are quantized once, without
-calibration:
+Each row of a head [H] is rotated, and stored as codes and one float32 scale. Each row is quantized once, when it is
+written, and no calibration is needed:
 
     turned = row R                              R: an orthonormal Hadamard matrix
     scale = max(|turned|) / M                   M: 127 for int8, 7 for int4, 448 for fp8
     codes = round(turned / scale)
 
-Trained models have a few large numbers in each row; R spreads them over the whole row (QuaRot,
-https://arxiv.org/abs/2404.00456).
-Attention gives the same numbers if its queries are rotated too and its result is rotated back; R is its own inverse:
+Rows of trained models have a few large numbers; R spreads these over the whole row (QuaRot,
+https://arxiv.org/abs/2404.00456). R is its own inverse. Attention gives the same numbers if its queries are rotated,
+too, and its result is rotated back:
 
     softmax(Q K') V = softmax((Q R) (K R)') (V R) R
 
-For other readers of a cache, the graph rotates rows back.
+For other readers of a cache, the graph rotates the rows back.
 
-With `PlanOptions.cache_ranges`, a cache has one constant scale: its range / M. Codes saturate as in QuantizeLinear:
-integers at -M - 1 and M.
+With `PlanOptions.cache_ranges`, each cache has one constant scale: range / M. Codes saturate as in QuantizeLinear;
+integer codes are limited to -M - 1 .. M.
 
-This module edits a model after rewrite and check, which work on the original caches:
+This module edits a model after the rewrite and the check. Both work on the unquantized caches:
 
     past [B, N, S_max, H]  -- update(new rows) -- present  -- Slice(rows in use) -- reader
 becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
-TensorRT for RTX has no plugins, and its cache layer supports only floats. So each float32 of a cache holds a whole
-number of 24 bits, which float32 stores exactly: three codes of 8 bits, or six of 4. The last number of a row is its
-scale. Arithmetic separates the codes
-exactly, since a float32 times a power of two, and its Floor, are exact.
+TensorRT for RTX has no plugins, and its cache layer supports only floats. So each float32 of a cache holds an integer
+of
+24 bits, which float32 stores exactly: three codes of 8 bits, or six codes of 4 bits. The last number of a row is the
+scale. Arithmetic separates the codes exactly, because a float32 times a power of two, and its Floor, are exact.
 
-On TensorRT the plugin writes codes into a cache of int8 or float8 (4 bits: two codes in an int8). A separate cache
-[B, N, S_max, 1] holds the scales. The builder allows no Slice of float8, so float8 codes become float32 before it
-(measured on TensorRT for RTX 1.7.1: "datatype FP8 but is not consumed by IPluginLayer, ..., IDequantizeLayer,
-IConcatenationLayer, IShuffleLayer, IShapeLayer").
+On TensorRT, the plugin writes codes into a cache of int8 or float8 (for 4 bits, an int8 holds two codes). A separate
+cache [B, N, S_max, 1] holds the scales. The builder allows no Slice of float8. So float8 codes are converted to float32
+before the Slice (measured on TensorRT for RTX 1.7.1: "datatype FP8 but is not consumed by IPluginLayer, ...,
+IDequantizeLayer, IConcatenationLayer, IShuffleLayer, IShapeLayer").
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ from trt_kvcache.importer.plan import (
 from trt_kvcache.importer.planning.cache_plans import NATIVE_DTYPES
 
 _ROW = 2
-"""Axis of the rows in every cache of a rewritten model; the numbers of a row follow."""
+"""Axis of the rows in every cache of a rewritten model. The next axis is the numbers of a row."""
 _LEAST = float(np.finfo(np.float32).tiny)  # the smallest divisor, for rows of zeros
 _IN_ATTENTION = "GroupQueryAttention"
 _MOST = {CacheDtype.INT8: 127, CacheDtype.INT4: 7, CacheDtype.FP8: 448}
@@ -75,8 +75,8 @@ _BITS = {CacheDtype.INT8: 8, CacheDtype.INT4: 4}
 _EXACT = 24  # bits that float32 holds exactly
 _FLOAT8 = "float8e4m3fn"
 _INT4 = (
-    "caches of 4 bits change what a small model says (docs/quantized-caches.md has figures): test it on "
-    "texts of yours, or take int8"
+    "caches of 4 bits change the text of a small model (see docs/quantized-caches.md for figures): test the model on "
+    "your texts, or use int8"
 )
 
 
@@ -86,13 +86,14 @@ class _Form:
 
     Attributes:
         most: the largest code.
-        dtype: ONNX name of the numbers that hold codes.
-        codes: number of codes in one number; the first code has the lowest bits.
-        bits: bits of a code, if a number holds several codes.
+        dtype: ONNX type of the numbers that hold codes.
+        codes: the number of codes in one number of type `dtype`.
+        bits: bits of a code if a number holds several codes; else 0 or 8.
         scale_inside: True if the scale is the last number of the row.
-        ranges: the largest magnitude in each cache, for constant scales. None: each row has a scale, inside the row
-            or in a separate cache.
-        route: route of the caches that hold codes.
+        ranges: for constant scales: maps the name of a past to the largest magnitude in the cache. None: each row has
+            its own
+            scale, inside the row or in a separate cache.
+        route: update route of the caches that hold codes.
     """
 
     most: int
@@ -104,23 +105,24 @@ class _Form:
     route: Route
 
     def numbers(self, size: int) -> int:
-        """The count of numbers that hold the codes of a row of `size`."""
+        """Return how many numbers hold the codes of a row of `size` elements."""
         return -(-size // self.codes)
 
     def row_bits(self, size: int) -> int:
-        """Bits of a row of `size` and its scale."""
+        """Return the bits of a row of `size` elements and its scale."""
         return self.numbers(size) * dtype_bits(self.dtype) + (32 if self.ranges is None else 0)
 
     @property
     def zero(self) -> int:
-        """The number that holds only codes of 0, before the shift into the range of `dtype`."""
+        """The number whose codes are all 0, before the shift into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
 def rotation(size: int) -> npt.NDArray[np.float32]:
-    """The rotation R ``[size, size]`` of rows; it is its own inverse.
+    """Return the rotation R ``[size, size]`` of rows. It is its own inverse.
 
-    R repeats an orthonormal Hadamard matrix along the diagonal, of the largest power of two that divides `size`.
+    Along its diagonal, R repeats an orthonormal Hadamard matrix. The size of the matrix is the largest power of two
+    that divides `size`.
     """
     block = size & -size
     at = np.arange(block)
@@ -130,15 +132,16 @@ def rotation(size: int) -> npt.NDArray[np.float32]:
 
 
 def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CachePlan:
-    """Edit a rewritten model in place to quantize its caches as the plan's options ask; returns the new plan.
+    """Quantize the caches of a rewritten model in place, as the plan's options say. Return the new plan.
 
     Args:
-        graph: rewritten. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and attention.
-        plan: the model's plan, with caches of their own type.
-        plain: True: make the model for ONNX Runtime instead of the target; its own operators write integers.
+        graph: the rewritten model. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and
+            attention.
+        plan: the model's plan, with unquantized caches.
+        plain: True: make the model for ONNX Runtime instead of the target. There, standard operators write integers.
 
     Raises:
-        OptionError: a cache cannot have this type.
+        OptionError: a cache cannot be quantized to this type.
     """
     form = _form(plan, plain=plain)
     for cache in plan.caches:
@@ -155,7 +158,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
 
 
 def _writer(graph: gs.Graph, cache: CacheUpdate) -> gs.Node:
-    """The update of a cache, or ONNX Runtime's attention that contains the update."""
+    """Return the node that updates a cache, or ONNX Runtime's attention that contains the update."""
     (past,) = (t for t in graph.inputs if t.name == cache.past)
     return next(n for n in consumers(past) if n.name == cache.node or n.op == _IN_ATTENTION)
 
@@ -166,14 +169,14 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
     if ranges is not None:
         names = {cache.past for cache in plan.caches}
         if wrong := sorted(names ^ ranges.keys()):
-            verb = "has no" if wrong[0] in names else "names"
-            raise OptionError(f"cache_ranges {verb} '{wrong[0]}'; give the range of each cache of this model")
+            verb = "has no range for" if wrong[0] in names else "names the unknown cache"
+            raise OptionError(f"cache_ranges {verb} '{wrong[0]}'; give one range for each cache of this model")
     most = _MOST[wanted]
     if target is Target.TENSORRT or plain:
         if plan.options.fallback is not Fallback.AUTO and not plain:
             raise OptionError(
-                f"cache_dtype is {wanted.value}, which the plugin writes on TensorRT, and fallback "
-                f"{plan.options.fallback.value} does without it: leave one of them out"
+                f"cache_dtype {wanted.value} needs the plugin on TensorRT, but fallback {plan.options.fallback.value} "
+                "excludes the plugin: leave one of the two options out"
             )
         if wanted is CacheDtype.FP8:  # ONNX Runtime's TensorScatter has no float8 kernel (1.32.0)
             return _Form(most, _FLOAT8, 1, 0, scale_inside=False, ranges=ranges, route=Route.PLUGIN)
@@ -181,8 +184,8 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
         return _Form(most, "int8", each, bits, scale_inside=False, ranges=ranges, route=route)
     if wanted is CacheDtype.FP8:
         raise OptionError(
-            "cache_dtype is fp8, and TensorRT for RTX holds caches of float32, float16 and bfloat16, in which only "
-            "integers can be packed: take int8, of as many bits, or plan for TensorRT"
+            "cache_dtype is fp8, but caches of TensorRT for RTX are float32, float16 or bfloat16, which can hold only "
+            "integer codes: use int8, which has as many bits, or plan for TensorRT"
         )
     each, bits = _EXACT // _BITS[wanted], _BITS[wanted]
     return _Form(most, "float", each, bits, scale_inside=ranges is None, ranges=ranges, route=Route.NATIVE)
@@ -191,22 +194,22 @@ def _form(plan: CachePlan, *, plain: bool) -> _Form:
 def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
     wanted = plan.options.cache_dtype
     assert wanted is not None
-    asked = f"cache_dtype is {wanted.value}, and cache '{cache.past}'"
+    asked = f"cache_dtype is {wanted.value}, but cache '{cache.past}'"
     if cache.dtype not in NATIVE_DTYPES:
-        raise OptionError(f"{asked} is {cache.dtype} already; caches of floats can be quantized: leave the option out")
+        raise OptionError(f"{asked} already is {cache.dtype}; only float caches can be quantized: leave the option out")
     if cache.route is not Route.NATIVE or not cache.carried:
         raise OptionError(
-            f"{asked} is not written by TensorRT's own layer ({cache.reason}); only caches that it writes can be "
-            "quantized: leave the option out"
+            f"{asked} is not updated by TensorRT's own cache layer ({cache.reason}); only caches with that layer can "
+            "be quantized: leave the option out"
         )
     size = cache.physical_shape[-1]
     assert isinstance(size, int)
     before, after = size * dtype_bits(cache.dtype), form.row_bits(size)
     if after >= before:
-        scales = " with a scale each" if form.ranges is None else ""
+        scales = " with a scale for each row" if form.ranges is None else ""
         raise OptionError(
-            f"{asked} {list(cache.physical_shape)} has rows of {size} numbers, which take {before} bits as "
-            f"{cache.dtype} and would take {after}{scales}: leave the option out"
+            f"{asked} {list(cache.physical_shape)} has rows of {size} numbers, which need {before} bits as "
+            f"{cache.dtype} and would need {after} bits{scales}: leave the option out"
         )
 
 
@@ -216,7 +219,7 @@ class _Quantized:
     Args:
         emitter: adds nodes.
         form: layout of the codes.
-        cache: the cache as planned.
+        cache: the unquantized cache in the plan.
         node: the update, or the attention that contains it.
     """
 
@@ -225,8 +228,9 @@ class _Quantized:
         self._form = form
         self._cache = cache
         self._node = node
-        # An update has past and present first. GroupQueryAttention has Q, K, V before pasts, and its result before
-        # presents.
+        # An update has the past as first input and the present as first output. GroupQueryAttention has Q, K and V
+        # before the
+        # pasts, and the result before the presents.
         self._at = next(i for i, tensor in enumerate(node.inputs) if tensor.name == cache.past)
         self._past, self._present = node.inputs[self._at], node.outputs[max(0, self._at - 2)]
         shape = cache.physical_shape
@@ -265,7 +269,7 @@ class _Quantized:
             tensor.dtype, tensor.shape = dtype, [*tensor.shape[:-1], self._planned_size]
 
     def _hold_in_attention(self) -> None:
-        """Let ONNX Runtime's attention quantize new rows and read codes itself; a uint8 holds two codes of 4 bits."""
+        """Make ONNX Runtime's attention quantize new rows and read codes. For 4 bits, a uint8 holds two codes."""
         node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
         assert self._scale is not None
         node.inputs[self._at - 2] = self._turn_packed(node.inputs[self._at - 2])
@@ -281,7 +285,7 @@ class _Quantized:
         self._retype(_elem_type(self._dtype))
 
     def planned(self) -> tuple[CacheUpdate, ...]:
-        """The cache's entries in the plan: for codes, and for scales in a separate cache."""
+        """Return the entries of the plan for this cache: codes, and scales if they have a separate cache."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
@@ -296,13 +300,13 @@ class _Quantized:
         )
         if form.dtype == "float":
             many = f"{form.codes} codes of {form.bits} bits in each float32"
-            many += ", and a scale in the last" if form.scale_inside else ""
+            many += ", and a scale in the last float32 of a row" if form.scale_inside else ""
             return (replace(moved, reason=f"{cache.reason}; {many}"),)
         codes = "two codes of 4 bits in each int8" if form.codes > 1 else f"codes of {form.dtype}"
         if form.dtype == _FLOAT8:
-            codes += ", all of which a step reads, not only those of the rows in use"
+            codes += "; a step reads the codes of all rows, not only those of the rows in use"
         if form.route is Route.PLUGIN:
-            moved = replace(moved, route=form.route, reason=f"{codes}, which IKVCacheUpdateLayer does not move")
+            moved = replace(moved, route=form.route, reason=f"{codes}, which IKVCacheUpdateLayer does not support")
         if self._scales is None:
             return (moved,)
         past, present, node = self._scales
@@ -326,7 +330,10 @@ class _Quantized:
         return self._emitter.scalar(value, FLOAT)
 
     def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
-        """Quantize new rows [..., H]; returns codes [..., L] and float32 scales [..., 1], or the cache's scale."""
+        """Quantize new rows [..., H].
+
+        Return codes [..., L], and float32 scales [..., 1] or the constant scale of the cache.
+        """
         form, scale = self._form, self._scale
         codes = self._turn(self._op("Cast", [rows], "wide", to=FLOAT), FLOAT)
         if scale is None:
@@ -353,7 +360,10 @@ class _Quantized:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
 
     def _pack(self, codes: gs.Variable) -> gs.Variable:
-        """Pack codes [..., H] into numbers [..., L]: the first L codes in the lowest bits, then the next L."""
+        """Pack codes [..., H] into numbers [..., L].
+
+        The lowest bits hold the first L codes, the next bits the next L codes.
+        """
         form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
         if missing := self._numbers * form.codes - self._size:
             pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
@@ -363,7 +373,7 @@ class _Quantized:
         )
         placed = self._op("Mul", [parts, self._powers(0)], "placed")
         total = self._op("ReduceSum", [placed, self._emitter.ints([-2])], "packed", keepdims=0)
-        # With half of the range added to each code, codes of both signs become whole numbers from 0 on.
+        # Half of the range is added to each code, so that negative codes become integers from 0 on.
         return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
 
     def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
@@ -372,7 +382,7 @@ class _Quantized:
         if self._shift:
             numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
         each = self._op("Unsqueeze", [numbers, self._emitter.ints([-2])], "each")
-        # The code is the difference of two numbers: one without the lower bits, one also without the code's bits.
+        # A code is the difference of two numbers: one without the lower bits, the other also without the code's bits.
         low = self._op("Floor", [self._op("Mul", [each, self._powers(0, -1)], "lower")], "from_code")
         high = self._op("Floor", [self._op("Mul", [each, self._powers(1, -1)], "upper")], "behind_code")
         above = self._op("Mul", [high, self._number(1 << form.bits)], "above_code")
@@ -383,11 +393,11 @@ class _Quantized:
 
     @property
     def _shift(self) -> int:
-        """The offset to subtract from packed integers so that they fit the cache's type."""
+        """The offset that is subtracted from packed integers so that they fit the cache's type."""
         return 0 if self._form.dtype == "float" else 1 << (dtype_bits(self._form.dtype) - 1)
 
     def _powers(self, first: int, sign: int = 1) -> gs.Constant:
-        """Powers of two ``[codes, 1]`` that move each code to its place in a number."""
+        """Return powers of two ``[codes, 1]`` that move each code to its place in a number."""
         places = np.arange(first, first + self._form.codes) * self._form.bits * sign
         return self._emitter.constant(np.exp2(places).astype(np.float32)[:, None])
 
@@ -396,7 +406,10 @@ class _Quantized:
         return self._op("Slice", [tensor, *ends], "part")
 
     def _dequantize_for(self, reader: gs.Node, present: gs.Tensor) -> None:
-        """Insert dequantization before a reader of codes, or after it if it slices the rows in use."""
+        """Insert dequantization before a reader of codes.
+
+        If the reader is a Slice of the rows in use, insert it after that.
+        """
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
             values = self._emitter.once(("values", present.name), lambda: self._dequantize(present, None))
@@ -410,13 +423,16 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Make a reader of codes read values, rotated back. An attention is rotated instead."""
+        """Make a reader of codes read values instead.
+
+        Rotate the values back, or rotate the reader if it is an attention.
+        """
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """Rotate the queries of an attention over these keys, or its result over these values; else return False."""
+        """If a node is an attention over these keys or values, rotate its queries or its result; else return False."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False
@@ -434,7 +450,7 @@ class _Quantized:
         maker.outputs = [result]
 
     def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
-        """Rotate rows ``[..., H]``; a second rotation restores them."""
+        """Rotate rows ``[..., H]``. A second rotation restores the rows."""
         matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
         if dtype != FLOAT:
             matrix = self._emitter.once(
@@ -448,7 +464,7 @@ class _Quantized:
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
     def _dequantize(self, rows: gs.Tensor, reader: gs.Node | None) -> gs.Variable:
-        """Dequantize all rows, or the rows that a Slice takes."""
+        """Dequantize all rows, or only the rows that the Slice `reader` takes."""
         codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
         if self._form.scale_inside:
             codes, scale = self._slice(rows, 0, self._numbers), self._slice(rows, self._numbers, self._numbers + 1)
@@ -463,11 +479,14 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Convert numbers of a narrow type to float32, times the cache's scale if each number is one code."""
+        """Convert numbers of a narrow type to float32.
+
+        If each number is one code, also multiply by the constant scale.
+        """
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
-        """Add an update of the scales' cache beside the update of the codes."""
+        """Add a cache for the scales, and its update beside the update of the codes."""
         graph, node, past, present = self._emitter.graph, self._node, self._past, self._present
         taken = set(graph.tensors())
         names = []
@@ -486,10 +505,10 @@ class _Quantized:
         self._scales = scales[0], scales[1], update
 
     def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
-        """Keep the row size that Shape nodes over the cache return.
+        """Make Shape nodes over the cache return the same sizes as before.
 
         Args:
-            tensor: the cache, or a view of it that only Shape nodes read.
+            tensor: the cache, or a view of the cache that only Shape nodes read.
             shape: the shape that Shape nodes return.
         """
         for reader in consumers(tensor):
@@ -513,7 +532,7 @@ def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
 
 
 def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
-    """Replace caches in the plan with their quantized form."""
+    """Return the plan with quantized caches."""
     by_name = {name: caches for caches in updates for name in (caches[0].past, caches[0].present)}
     tensors: list[TensorRole] = []
     changes = {(c.io, c.new.partition(" ")[0]): c for c in plan.changes if c.new}
@@ -548,7 +567,7 @@ def _text(role: TensorRole) -> str:
 
 
 def _saved(plan: CachePlan, quantized: CachePlan) -> str:
-    """Describe the bytes per token before and after."""
+    """Return a note about the bytes per token before and after quantization."""
     before, after = (
         sum(
             cache_bytes(replace(c, physical_shape=(1, *c.physical_shape[1:2], 1, c.physical_shape[3])), 1)
@@ -561,6 +580,6 @@ def _saved(plan: CachePlan, quantized: CachePlan) -> str:
     kinds = " and ".join(dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in plan.caches))
     scales = "with their scales" if plan.options.cache_ranges is None else "with a scale for each cache"
     return (
-        f"--cache-dtype {wanted.value}: {after} bytes of caches per token {scales}, {before} as {kinds}: "
-        f"{before - after} saved ({1 - after / before:.0%})"
+        f"--cache-dtype {wanted.value}: the caches take {after} bytes per token {scales}, instead of {before} as "
+        f"{kinds}: {before - after} bytes saved ({1 - after / before:.0%})"
     )

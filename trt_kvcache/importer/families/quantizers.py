@@ -1,15 +1,15 @@
-"""Replace or refuse operators of quantizers, except weights in 4 and 8 bits, which `lower` replaces.
+"""Replace or refuse operators of quantizers. `lower` replaces those for weights of 4 and 8 bits.
 
 See `trt_kvcache.importer.families` for when each function is called.
 
 `refuse_integers` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
 
-    quantize_dynamic    DynamicQuantizeLinear, MatMulInteger and what ONNX Runtime fuses of them; tables of 8 bits
+    quantize_dynamic    DynamicQuantizeLinear, MatMulInteger, ONNX Runtime's fusions of both; tables of 8 bits
     quantize_static     QLinear operators; rounding to uint8, to 16 bits, or with a zero point; int32 biases
 
-`quantize_dynamic` computes scales from the whole batch, so that sequences change each other's numbers. TensorRT for RTX
-1.7.1 reads uint8 as int8 without a message. Rounding to int8 or float8 with zero point 0 stays, as NVIDIA ModelOpt
-writes it.
+`quantize_dynamic` computes scales from the whole batch, so sequences change each other's numbers. TensorRT for RTX
+1.7.1 reads uint8 as int8 without a message. Rounding to int8 or float8 with zero point 0, as NVIDIA ModelOpt writes it,
+is not refused.
 
 `read` renames operators that NVIDIA ModelOpt writes in the domain ``trt``.
 
@@ -17,29 +17,30 @@ writes it.
     TRT_FP8DequantizeLinear(q, scale)         ->  DequantizeLinear(q, scale)
     QuantizeLinear, DequantizeLinear          ->  the operators of the same name
 
-TensorRT's parser ignores the domain of operators and treats both forms alike (measured on TensorRT for RTX 1.7.1). ONNX
-and ONNX Runtime know no operator of this domain. ModelOpt 0.47 converts its exports from torch to ONNX's operators, but
-some keep the domain. Operators that quantize in blocks, NVFP4 and MXFP8, stay unchanged:
+TensorRT's parser ignores the domain of operators, so both forms are the same for it (measured on TensorRT for RTX
+1.7.1). ONNX and ONNX Runtime have no operators in this domain. ModelOpt 0.47 converts its exports from torch to ONNX's
+operators, but some operators keep the domain. Operators that quantize in blocks (NVFP4 and MXFP8) stay unchanged:
 
     q, s = TRT_FP4DynamicQuantize(x, scale, axis, block_size)     float4 numbers, a float8 scale for each block
     y = DequantizeLinear(q, DequantizeLinear(s, scale), axis, block_size)
 
     q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
-    y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         of weights as well
+    y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         also for weights
 
-ONNX has no operator that chooses scales at run time in float4 or float8, and no scales that are uint8 exponents.
-TensorRT's parser knows these operators (measured on TensorRT for RTX 1.7.1). Importing this module registers them with
-ONNX, so that it infers the shapes of their outputs. No package that runs without a GPU has kernels for them.
+ONNX has no operator that computes scales at run time for float4 or float8, and no scales that are uint8 exponents.
+TensorRT's parser knows these operators (measured on TensorRT for RTX 1.7.1). This module registers them with ONNX when
+it is imported, so that ONNX infers the shapes of their outputs. No package that runs without a GPU has kernels for
+them.
 
-`for_cpu` replaces operators that quantize in blocks, for ONNX Runtime on the CPU.
+`for_cpu` replaces operators that quantize in blocks, so that ONNX Runtime can run the model on the CPU.
 
     float4 weights          numbers  -> doubled, in int8, by a table of 16; scales -> halved
     MXFP8 weights           y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
     activations             y        -> x, in the type of y
 
-ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Weights are exact. For
-comparisons, activations are not rounded in either model: their scales depend on the numbers of each block, so the
-smallest difference could change many numbers by up to a quarter.
+ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Replaced weights are exact. In
+comparisons, activations of both models are not rounded: their scales depend on the numbers of each block, so a tiny
+difference could change many numbers by up to a quarter.
 """
 
 from __future__ import annotations
@@ -73,16 +74,16 @@ __all__ = ["for_cpu", "read", "refuse_integers"]
 
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Copy the model for ONNX Runtime on the CPU, with plain operators in the place of block operators.
+    """Return a copy of the model for ONNX Runtime on the CPU, with plain operators instead of block operators.
 
     Raises:
-        UnsupportedModelError: operators that quantize in blocks have another form than ModelOpt's.
+        UnsupportedModelError: operators that quantize in blocks are not connected as in models of ModelOpt.
     """
     notes = list[str]()
     if steps := block_steps(model):
         notes.append(
-            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without this "
-            "rounding in both models: only TensorRT shows its effect"
+            f"TensorRT quantizes activations in blocks at {steps} places (NVFP4, MXFP8). Here both models ran without "
+            "this rounding, so only TensorRT shows its effect"
         )
     floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if floats or any(is_block_operator(node) for node in model.graph.node):
@@ -91,20 +92,20 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 class Writer:
-    """Collects new nodes in `nodes`; adds constants to the main graph, where bodies of control flow can read them."""
+    """Collects new nodes in `nodes`. Adds constants to the main graph, where bodies of control flow can read them."""
 
     def __init__(self, graph: GraphProto, prefix: str) -> None:
         self.nodes: list[NodeProto] = []
         self._graph, self._prefix, self._count = graph, prefix, 0
 
     def op(self, op: str, inputs: Sequence[str], output: str = "", name: str = "", **attributes: Any) -> str:
-        """Add a node; returns its output, which is `output` or has a new name."""
+        """Add a node. Return the name of its output: `output`, or a new name."""
         output = output or self.name(op.lower())
         self.nodes.append(helper.make_node(op, inputs, [output], name or output, **attributes))
         return output
 
     def constant(self, value: Any, kind: int | None = None) -> str:
-        """Add a constant of the ONNX element type `kind`, or of its array's type; returns its name."""
+        """Add a constant of the ONNX element type `kind`, or of the array's type. Return the constant's name."""
         name = self.name("constant")
         array = np.asarray(value)
         self._graph.initializer.append(
@@ -115,7 +116,7 @@ class Writer:
         return name
 
     def name(self, hint: str) -> str:
-        """A new name."""
+        """Return a new name."""
         self._count += 1
         return f"trt_kvcache/{self._prefix}_{hint}_{self._count}"
 
@@ -127,13 +128,13 @@ class Writer:
 
 _REFUSED = {TensorProto.UINT8, TensorProto.UINT16, TensorProto.INT16, TensorProto.INT32}
 _ADVICE = (
-    "int8 of ONNX Runtime is for CPUs: export in float16, or with int4 weights (onnxruntime-genai: -p int4), or "
-    "quantize with NVIDIA ModelOpt"
+    "TensorRT does not support ONNX Runtime's int8 for CPUs: export in float16, or with int4 weights "
+    "(onnxruntime-genai: -p int4), or quantize with NVIDIA ModelOpt"
 )
 
 
 def refuse_integers(model: ModelProto) -> None:
-    """Refuse operators that ONNX Runtime's quantizers write for CPUs.
+    """Refuse a model with operators that ONNX Runtime's quantizers write for CPUs.
 
     Raises:
         UnsupportedModelError: there is such an operator; the message names the first one.
@@ -147,7 +148,7 @@ def refuse_integers(model: ModelProto) -> None:
 
 
 def _integers(node: NodeProto, constants: dict[str, TensorProto], dequantized: set[str]) -> str:
-    """Describe a node's use of integers that TensorRT does not support; empty if it has none."""
+    """Return a text about the integers of a node that TensorRT does not support; empty if there are none."""
     if node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear"):
         return "computes with integers of 8 bits"
     if is_op(node, "Gather") and node.output[0] in dequantized:
@@ -163,7 +164,7 @@ def _integers(node: NodeProto, constants: dict[str, TensorProto], dequantized: s
     if is_op(node, "QuantizeLinear") and kind in _REFUSED:
         return f"rounds to {dtype_name(kind)}"
     if kind == TensorProto.INT8 and zero is not None and np.any(numpy_helper.to_array(zero)):
-        return "rounds around another number than 0"
+        return "quantizes to int8 with a zero point other than 0"
     return ""
 
 
@@ -188,10 +189,10 @@ def is_block_operator(node: NodeProto) -> bool:
 
 
 def read(model: ModelProto) -> bool:
-    """Replace, in place, ModelOpt's operators of the domain ``trt`` that ONNX also has; True if there were any.
+    """Replace ModelOpt's operators of the domain ``trt`` with those of ONNX, in place; True if there were any.
 
     Raises:
-        UnsupportedModelError: the model's opset lacks ONNX's operator, or a scale is not a single number.
+        UnsupportedModelError: the model's opset does not have ONNX's operator, or a scale is not a single number.
     """
     operators = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
     version = opset_version(model) or 0
@@ -199,7 +200,8 @@ def read(model: ModelProto) -> bool:
         needed = _BLOCKS_OPSET if any(a.name == "block_size" for a in node.attribute) else _FLOAT8_OPSET
         if version < needed:
             raise UnsupportedModelError(
-                f"{node.op_type} '{node.name}' has no equal in opset {version}; export with opset {needed} or later"
+                f"{node.op_type} '{node.name}' has no equivalent in opset {version}; export with opset {needed} or "
+                "later"
             )
         if node.op_type == _QUANTIZE:
             _check_scale(scope, node)
@@ -211,17 +213,17 @@ def read(model: ModelProto) -> bool:
 
 
 def _check_scale(scope: Scope, node: NodeProto) -> None:
-    """Refuse a scale that is not one constant number: the new zero point needs the scale's shape."""
+    """Refuse a scale that is not one constant number, because the new zero point must have the shape of the scale."""
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
-            f"{node.op_type} '{node.name}' has no single constant scale for the whole tensor, which is the "
-            "supported form: quantize per tensor, or export with QuantizeLinear of ONNX"
+            f"{node.op_type} '{node.name}' must have one constant scale for the whole tensor, but has another scale: "
+            "quantize per tensor, or export with QuantizeLinear of ONNX"
         )
 
 
 def _register() -> None:
-    """Register the operators with ONNX, for the whole process."""
+    """Register the block operators with ONNX, for the whole process."""
     for name, (reads, makes, infer) in _OPERATORS.items():
         if defs.has(name, 1, DOMAIN):
             continue
@@ -244,7 +246,10 @@ def _register() -> None:
 
 
 def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
-    """Infer types: numbers have the shape of the input; scales too, but one per block along the axis of blocks."""
+    """Infer types.
+
+    Numbers have the shape of the input. Scales too, but with one scale per block along the block axis.
+    """
     source = context.get_input_type(0)
     context.set_output_type(0, _of(source, numbers))
     result = _of(source, scales)
@@ -264,7 +269,7 @@ def _infer_dequantized(context: InferenceContext) -> None:
 
 
 def _of(source: TypeProto | None, kind: int) -> TypeProto:
-    """A type with the source's shape, if known, and another element type."""
+    """Return a type with the source's shape, if known, and the element type `kind`."""
     result = TypeProto()
     if source is not None:
         result.CopyFrom(source)
@@ -282,26 +287,27 @@ _OPERATORS: dict[str, tuple[int, int, Callable[[InferenceContext], None]]] = {
     MX_QUANTIZE: (1, 2, partial(_infer_blocks, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8, 32)),
     MX_DEQUANTIZE: (2, 1, _infer_dequantized),
 }
-"""Block operators: number of inputs, number of outputs, function for shape inference."""
+"""For each block operator: the number of inputs, the number of outputs, and a function for shape inference."""
 _register()
 
 
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # of float4, by bits
+# the doubled number for each bit pattern of float4
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)
 _BIAS = 127  # bias of MXFP8's exponents
 _BLOCK = 32  # numbers in a block of MXFP8
-_CPU_OPSET = 21  # the first with blocks in DequantizeLinear
+_CPU_OPSET = 21  # the first opset whose DequantizeLinear has blocks
 
 
 def block_steps(model: ModelProto) -> int:
-    """The number of operators that quantize while a step runs."""
+    """Return the number of operators that quantize activations in blocks."""
     return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
 
 
 def with_plain_blocks(model: ModelProto) -> ModelProto:
-    """Copy the model and replace its block operators for ONNX Runtime.
+    """Return a copy of the model whose block operators are replaced for ONNX Runtime.
 
     Raises:
-        UnsupportedModelError: the operators have another form than ModelOpt's.
+        UnsupportedModelError: the operators are not connected as in models of ModelOpt.
     """
     if (opset_version(model) or 0) < _CPU_OPSET:
         model = raise_opset(model)
@@ -318,9 +324,9 @@ class _Editor:
         self._weights = {t.name: t for t in model.graph.initializer}
         self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
         self._write = Writer(model.graph, "blocks")
-        self._plain: dict[str, str] = {}  # name of quantized activations -> activations before quantizing
-        self._gone: set[str] = set()  # tensors computed from scales of activations, which are no longer needed
-        self._scaled: dict[str, str] = {}  # name of weights or scales -> doubled weights or halved scales
+        self._plain: dict[str, str] = {}  # maps quantized activations to the activations before
+        self._gone: set[str] = set()  # quantized activations, and what depends on their scales
+        self._scaled: dict[str, str] = {}  # maps weights and scales to doubled and halved ones
 
     def edit(self) -> None:
         for node in self._graph.node:
@@ -328,8 +334,9 @@ class _Editor:
         lost = sorted(self._gone & {value.name for value in self._graph.output})
         if lost:
             raise UnsupportedModelError(
-                f"'{lost[0]}' is computed from the scales of numbers that TensorRT quantizes in blocks; verification "
-                "knows these where they are dequantized again, as ModelOpt writes it"
+                f"'{lost[0]}' is computed from the scales of activations that TensorRT quantizes in blocks; "
+                "verification supports these scales only where the activations are dequantized again, as ModelOpt "
+                "exports them"
             )
         del self._graph.value_info[:]
         replace_field(self._graph.node, self._write.nodes)
@@ -354,7 +361,7 @@ class _Editor:
             self._write.nodes.append(node)
 
     def _exponents(self, node: NodeProto) -> None:
-        """Dequantize a weight that has exponents instead of scales."""
+        """Emit the dequantization of a weight that has exponents instead of scales."""
         write, result = self._write, node.output[0]
         wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
         power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
@@ -364,7 +371,7 @@ class _Editor:
         write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
     def _doubles(self, weight: TensorProto) -> str:
-        """Convert a float4 weight to its doubled numbers in int8."""
+        """Emit the doubled numbers of a float4 weight in int8; return their name."""
         write, name = self._write, weight.name
         if name not in self._scaled:
             bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)

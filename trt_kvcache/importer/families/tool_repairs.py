@@ -1,34 +1,35 @@
-"""Repair models of exporters and optimizers that break rules of ONNX, or that ONNX Runtime cannot load later.
+"""Repair models that break rules of ONNX, or that ONNX Runtime could not load later; tools wrote them so.
 
-nodes in any order              ONNX Runtime's float16 converter appends the Casts of inputs and of operators in float32
+nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
 the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
-no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without an import
+no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without the import
 shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which its optimizer makes an initializer
 values that are stated twice    ONNX Runtime's float16 converter states outputs twice, the second time without shapes
-names of its own casts          its optimizer saves casts, and uses their names again when it loads the model:
-                                "Duplicate definition of name" (1.32)
+names of its own casts          ONNX Runtime's optimizer saves casts, and uses the same names again when it loads the
+                                model: "Duplicate definition of name" (1.32)
 scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX requires lists
-two steps in one model          optimum merges the first step and all other steps
-slices that are assigned to     torch.onnx writes parts of keys into zeros by ScatterND
+two steps in one model          optimum merges the first step and all later steps
+slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
 
-Merged exports: one model contains the first step and all other steps, and an input chooses.
+Merged exports: one model contains the first step and all later steps, and an input chooses between both.
 
     use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
 
 With a past of no tokens, the branch with a past also computes the first step, so the other branch is not needed. The
-condition becomes a constant, and its input disappears. Inputs that only the other branch reads disappear, too, and so
-do outputs that the branch with a past leaves empty: keys and values of an encoder, which optimum's other branch
-computes.
+condition becomes a constant, and its input disappears. Two more kinds of inputs and outputs disappear: inputs that only
+the other branch reads; and outputs that the branch with a past leaves empty, such as keys and values of an encoder.
+optimum computes these only in the other branch.
 
-The branch with a past is the one that reads inputs of rank 4 (caches), if the other branch reads no such input.
+The branch with a past reads inputs of rank 4 (caches), and the other branch reads no such input.
 
-Assignments to slices: parts that ScatterND writes side by side into zeros become one Concat.
+Assignments to slices: ScatterND writes parts side by side into a tensor of zeros. They become one Concat.
 
     zeros [B, H, T, 24] -- Transpose -> ScatterND(rows 0..15 of axis 0: Transpose(a)) -> Transpose, Transpose ->
         ScatterND(rows 16..23: Transpose(b))                      becomes           Transpose(Concat(a, b, axis=-1))
 
 torch.onnx exports assignments to slices in this form (``k[..., :16] = a; k[..., 16:] = b``), as in transformers' latent
-attention. If the parts cover all zeros, the zeros are not needed. Their shape depends on the number of tokens.
+attention. If the parts cover the whole tensor, the zeros are not needed. The shape of the zeros depends on the number
+of tokens.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def read(model: ModelProto) -> bool:
-    """Repair a model in place; True if operators now read other tensors than in the file.
+    """Repair a model in place. Return True if operators now read other tensors than in the file.
 
-    Other faults stay; ONNX's checker then names them.
+    Other faults stay in the model; ONNX's checker reports them later.
     """
     _unalias(model)
     for scope in iter_scopes(model):
@@ -93,7 +94,10 @@ def read(model: ModelProto) -> bool:
 
 
 def _unalias(model: ModelProto) -> None:
-    """Write ONNX's own domain in its short form. The checker later refuses models that import it in two versions."""
+    """Replace "ai.onnx" with "".
+
+    If a model imports both in different versions, nothing changes, and the checker refuses it.
+    """
     for owner in (model, *model.functions):
         versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
         if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
@@ -107,7 +111,7 @@ def _unalias(model: ModelProto) -> None:
 
 
 def _rename_casts(graph: GraphProto) -> None:
-    """Rename, in place, tensors and nodes named like ONNX Runtime's own casts, except inputs and outputs."""
+    """Rename tensors that have names of ONNX Runtime's own casts, in place, except inputs and outputs."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:
@@ -125,7 +129,10 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop, in place, stated shapes of initializers, and values that are stated twice; inference finds their shapes."""
+    """Drop stated shapes of initializers, and values that are stated twice, in place.
+
+    Shape inference finds them again.
+    """
     is_graph = isinstance(scope, GraphProto)
     known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
     counts = Counter(value.name for value in scope.value_info)
@@ -135,7 +142,7 @@ def _unstate(scope: Scope) -> None:
 
 
 def _sort(scope: Scope) -> None:
-    """Sort nodes topologically, in place; a graph with a cycle stays unchanged."""
+    """Sort nodes topologically, in place. A graph with a cycle stays unchanged."""
     makers = {name: index for index, node in reversed([*enumerate(scope.node)]) for name in node.output}
     needs = {i: {makers[name] for name in names_read(n) if name in makers} for i, n in enumerate(scope.node)}
     if all(max(before, default=-1) < index for index, before in needs.items()):
@@ -150,7 +157,7 @@ def _sort(scope: Scope) -> None:
 
 
 def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
-    """Turn scalars into lists in a graph and its bodies. `outer`: constants of the graphs around it."""
+    """Where operators need lists, replace scalars with lists, in a graph and its bodies."""
     constants = [
         (n.output[0], a.t) for n in graph.node if is_op(n, "Constant") for a in n.attribute if a.name == "value"
     ]
@@ -178,11 +185,11 @@ def _listed(scalar: TensorProto, name: str) -> TensorProto:
 
 
 _CACHE_RANK = 4
-_FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
+_FIRST_ONLY = "only the branch without a past computes it; to get it, run the original export once"
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Replace the If nodes of a merged export with their branch with a past. `model` is changed."""
+    """Replace the If nodes of a merged export with the branch with a past. `model` is edited in place."""
     graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
@@ -191,7 +198,7 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     before = captured_names(graph)
     inlined = _take(graph, chosen)
     read = captured_names(graph)
-    changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
+    changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past computes every step")
                for name, value in chosen.items()]  # fmt: skip
     dead = [n for n in inputs if n in before - read - {*chosen}]
     changes += [_gone(inputs[n], "input", "only the branch without a past reads it") for n in dead]
@@ -208,24 +215,24 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _finish(
     inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
 ) -> CachePlan:
-    """Add to the plan the inputs and outputs that only the other branch has."""
+    """Add the removed inputs and outputs to the plan."""
     original = (*plan.original, *tensors) if plan.original else ()
     return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
 
 def take_first_branch(graph: onnx.GraphProto) -> None:
-    """Replace, in place, the If nodes of a merged export with their branch without a past; the interface stays."""
+    """Replace the If nodes of a merged export with the branch without a past, in place. Inputs and outputs stay."""
     _take(graph, {name: not value for name, value in _choices(graph).items()})
 
 
 def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
-    """Inputs that choose between branches, each with the value for the branch with a past."""
+    """Return the inputs that choose between branches; maps names to the value for the branch with a past."""
     inputs = {v.name: v for v in graph.input}
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 
 
 def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
-    """Replace If nodes with the chosen branches; returns the names of the replaced nodes."""
+    """Replace If nodes with the chosen branches. Return the names of the replaced nodes."""
     inputs = {v.name: v for v in graph.input}
     values = {name: np.full(_size(inputs[name]), value) for name, value in chosen.items()}
     inlined = take_branches(graph, values)
@@ -234,7 +241,7 @@ def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
 
 
 def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
-    """The input that chooses between a branch with and one without a past, and its value for the branch with a past."""
+    """Return the input that chooses a branch, and its value for the branch with a past; None for another If."""
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
     caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
@@ -248,7 +255,7 @@ def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
-    """True for a constant without elements."""
+    """True if the tensor is a constant without elements."""
     for node in graph.node:
         if name in node.output:
             if node.op_type == "Identity":
@@ -268,11 +275,14 @@ def _tensor(value: onnx.ValueInfoProto, io: str, role: OriginalRole) -> Original
 
 
 _Part = tuple[int, int, str, list[int]]
-"""One part: first row, row after the last, name of the written tensor, permutation into the layout of the whole."""
+"""One part: its first row, its end row (exclusive), the name of the written tensor, and its permutation."""
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """Replace each chain of ScatterND that covers its zeros with a Concat. This is a guess, which the check tests."""
+    """If a chain of ScatterND covers its whole tensor of zeros, replace it with a Concat.
+
+    The check tests this guess.
+    """
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -291,7 +301,7 @@ def join_slices(model: ModelProto) -> ModelProto:
 
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
-    """The parts that a chain of ScatterND, ending with `node`, writes into one ConstantOfShape; else an empty list."""
+    """Return the parts that a chain of ScatterND up to `node` writes into one ConstantOfShape; else an empty list."""
     parts: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node

@@ -1,10 +1,11 @@
-"""Check the rules of ONNX that a graph must follow before planning.
+"""Check that a graph follows the rules of ONNX that planning needs.
 
-No check reads weights: large initializers are replaced by typed inputs, so the time depends only on the graph. Shapes
+No check reads weights: typed inputs replace large initializers, so the time depends only on the size of the graph.
+Shapes
 come from ONNX's own shape inference, also in If and Loop bodies and model-local functions.
 
-`drop_defaults` removes defaults of inputs: initializers with an input's name. Old exporters list weights in this form,
-and these stay constants. Positions or a past must not become constants.
+`drop_defaults` removes default values of inputs: these are initializers with the name of an input. Old exporters list
+all weights as inputs, too; such weights stay constants. But positions or a past must not become constants.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
 _MOST_NODES, _MOST_CALLS = 1 << 20, 100
 _MOST_NUMBERS, _MOST_LISTED = 1 << 22, 1 << 20
-"""Most numbers of a rank-1 tensor of which only the size is stated, and of a list. ONNX's shape inference allocates 80
-bytes or more for each number of the tensor (measured, 1.23.2). Python makes an object for each number of the list."""
+"""The most numbers of a rank-1 tensor of which the file states only the size, and of a list. ONNX's shape inference
+allocates 80 bytes or more for each number of the tensor (measured, 1.23.2). Python makes an object for each number of
+the list."""
 _SMALL_BYTES = 1024  # constants up to this size stay: shape inference reads shapes from them
 _UNNATURAL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # Unicode's categories Cc, Zl and Zp
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
@@ -56,18 +58,21 @@ _FLAGS = {
 }  # fmt: skip
 _TYPE_ADVICE = (
     "ONNX Runtime does not load it either; convert the model again with another tool, such as "
-    "onnxruntime.transformers.float16, or export it in the wanted type"
+    "onnxruntime.transformers.float16, or export it in the type that you want"
 )
 _QUANTIZED_ADVICE = (
-    "ONNX Runtime does not load it either; quantize the export in float32: quantize_dynamic of onnxruntime leaves such "
-    "types of float16, and NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest "
-    "float16); a torch model that ModelOpt quantized is exported as model.half()"
+    "ONNX Runtime does not load it either; quantize a float32 export instead. From float16, onnxruntime's "
+    "quantize_dynamic makes such types. NVIDIA ModelOpt can quantize ONNX files in float32 and make the rest float16 "
+    "(high_precision_dtype='fp16'); export a torch model that ModelOpt quantized as model.half()"
 )
 _FUSED: dict[str, tuple[int, ...]] = {
     "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
     "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
 }  # fmt: skip
-"""Operands of ONNX Runtime's operators that must have one type; its optimizers may mix float32 with float16."""
+"""Indices of operands of ONNX Runtime's operators that must have the same type.
+
+Optimizers may mix float32 and float16.
+"""
 _ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
@@ -75,10 +80,10 @@ _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?
 
 
 def check_graph(model: ModelProto, source: str) -> None:
-    """Check a model that may lack its external data; `source` is the file's name, for messages.
+    """Check a model whose external data may be missing. Messages name the file `source`.
 
     Raises:
-        InvalidModelError: a rule is broken; the message names the node.
+        InvalidModelError: the graph breaks a rule; the message names the node.
     """
     _check_are_tensors(model.graph, source)
     _check_types(model, source)
@@ -93,7 +98,8 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(f"{source}: not valid ONNX: {_one_line(error)}; export the model again") from None
     try:
         flat = onnx.inliner.inline_local_functions(skeleton)
-        _check_sizes(onnx.shape_inference.infer_shapes(flat), source)  # allocates nothing of the stated sizes
+        # this inference allocates no data of the stated sizes
+        _check_sizes(onnx.shape_inference.infer_shapes(flat), source)
         inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
         _check_no_optional(inferred, source)
         _check_element_types(inferred.graph, opset_version(inferred), source)
@@ -105,21 +111,22 @@ def check_graph(model: ModelProto, source: str) -> None:
 
 
 def _check_sizes(model: ModelProto, source: str) -> None:
-    """Refuse lists and stated sizes that would create far more data than the file holds."""
+    """Refuse lists and stated sizes that would need far more memory than the data in the file."""
     for scope in iter_scopes(model):
         for info in (*(scope.input if isinstance(scope, GraphProto) else ()), *scope.value_info):
             shape = shape_of(info) or ()
             if len(shape) == 1 and isinstance(shape[0], int) and shape[0] > _MOST_NUMBERS:
                 raise UnsupportedModelError(
-                    f"{source}: '{info.name}' has {shape[0]} numbers along its only axis, and the file holds none of "
-                    f"them; supported are up to {_MOST_NUMBERS}: export it with a symbol, or with smaller sizes"
+                    f"{source}: '{info.name}' has {shape[0]} numbers along its only axis, but the file holds none of "
+                    f"them; the importer supports at most {_MOST_NUMBERS}: export it with a symbol, or with smaller "
+                    "sizes"
                 )
         for node in scope.node:
             for a in node.attribute:
                 if (count := max(len(a.ints), len(a.floats), len(a.strings))) > _MOST_LISTED:
                     raise UnsupportedModelError(
-                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; supported are "
-                        f"up to {_MOST_LISTED}: export them as a tensor"
+                        f"{source}: the attribute '{a.name}' of {describe(node)} lists {count} values; the importer "
+                        f"supports at most {_MOST_LISTED}: export them as a tensor"
                     )
 
 
@@ -130,12 +137,13 @@ def _check_updates(model: ModelProto, source: str) -> None:
             if version is None or version < TENSOR_SCATTER_OPSET:
                 raise InvalidModelError(
                     f"{source}: {describe(node)} needs opset {TENSOR_SCATTER_OPSET}, but the model imports opset "
-                    f"{version or '(none)'}; export it again with opset {TENSOR_SCATTER_OPSET} or newer"
+                    f"{version or '(none)'}; export the model again with opset {TENSOR_SCATTER_OPSET} or newer"
                 )
             mode = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mode"), "linear")
             if mode not in ("linear", "circular"):
                 raise InvalidModelError(
-                    f"{source}: {describe(node)} has mode '{mode}'; ONNX defines 'linear' and 'circular'"
+                    f"{source}: {describe(node)} has mode '{mode}'; ONNX defines only 'linear' and 'circular': export "
+                    "the model again"
                 )
 
 
@@ -149,13 +157,13 @@ def _check_flags(model: ModelProto, source: str) -> None:
             for attribute in node.attribute:
                 if node.op_type in _FLAGGED and attribute.name in _FLAGS and attribute.i not in (0, 1):
                     raise InvalidModelError(
-                        f"{source}: {describe(node)} has {attribute.name}={attribute.i}; it is a flag, 0 or 1: export "
-                        "the model again"
+                        f"{source}: {describe(node)} has {attribute.name}={attribute.i}; this attribute must be 0 or "
+                        "1: export the model again"
                     )
 
 
 def _check_functions(model: ModelProto, source: str) -> None:
-    """Refuse functions that call themselves, or that inlining would expand to far too many nodes."""
+    """Refuse functions that call themselves, and functions that inlining would expand to too many nodes."""
     functions = {(f.domain, f.name, f.overload): f for f in model.functions}
     sizes: dict[tuple[str, str, str], int] = {}
 
@@ -163,8 +171,8 @@ def _check_functions(model: ModelProto, source: str) -> None:
         count = 0
         if len(callers) > _MOST_CALLS:
             raise UnsupportedModelError(
-                f"{source}: its functions call each other more than {_MOST_CALLS} deep, from '{callers[0][1]}' on; "
-                "export the model again, with fewer in each other"
+                f"{source}: its functions call each other more than {_MOST_CALLS} levels deep, starting at "
+                f"'{callers[0][1]}'; export the model again with fewer levels"
             )
         for node in all_nodes(scope):
             name = (node.domain, node.op_type, node.overload)
@@ -179,12 +187,12 @@ def _check_functions(model: ModelProto, source: str) -> None:
 
     if (nodes := size(model.graph, ())) > _MOST_NODES:
         raise UnsupportedModelError(
-            f"{source}: its functions become {nodes} nodes where they are called; supported are up to {_MOST_NODES}"
+            f"{source}: inlining its functions gives {nodes} nodes; the importer supports at most {_MOST_NODES}"
         )
 
 
 def _skeleton(model: ModelProto, source: str) -> ModelProto:
-    """The model without the data of its main graph's large tensors: they become typed inputs."""
+    """Return the model without the data of large tensors in its main graph: typed inputs replace these tensors."""
     skeleton = ModelProto(
         ir_version=model.ir_version,
         opset_import=model.opset_import,
@@ -197,11 +205,11 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
     inputs = {info.name: info for info in model.graph.input}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
-            raise InvalidModelError(f"{source}: two initializers are named '{tensor.name}'; export the model again")
+            raise InvalidModelError(f"{source}: two initializers have the name '{tensor.name}'; export the model again")
         if tensor.name in inputs:
             _check_default(tensor, inputs[tensor.name], source)
             if any(isinstance(dim, str) for dim in shape_of(inputs[tensor.name]) or ()):
-                continue  # steps give other values, of other shapes
+                continue  # each step gives a value, maybe of another shape
         weights[tensor.name] = tensor
         if _is_small(tensor):
             graph.initializer.append(tensor)
@@ -217,7 +225,7 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
 
 
 def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> None:
-    """Refuse an initializer whose type or shape contradicts the input of the same name."""
+    """Refuse an initializer whose type or shape contradicts the input with the same name."""
     shape, elem_type = shape_of(info), elem_type_of(info)
     fits = shape is None or (
         len(shape) == len(tensor.dims)
@@ -226,17 +234,17 @@ def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> No
     if not fits or elem_type != tensor.data_type:
         declared = f"{dtype_name(elem_type)} {'' if shape is None else list(shape)}".rstrip()
         raise InvalidModelError(
-            f"{source}: input '{tensor.name}' is declared {declared}, and its initializer is "
+            f"{source}: input '{tensor.name}' is declared {declared}, but its initializer is "
             f"{dtype_name(tensor.data_type)} {list(tensor.dims)}; export the model again"
         )
 
 
 def _is_small(tensor: TensorProto) -> bool:
-    """True if the data are small, and inside the model."""
+    """True if the data are small and stored inside the model."""
     try:
         size = byte_size(tensor)
     except ValueError:
-        return True  # the checker will name the error
+        return True  # the checker reports the error later
     return tensor.data_location != TensorProto.EXTERNAL and size is not None and size <= _SMALL_BYTES
 
 
@@ -244,8 +252,8 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
     """Move operators that ONNX does not define to a separate domain, which the checker ignores.
 
     TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
-    ``SimplifiedLayerNormalization``), and exporters write them there. They later refuse operators that they do not
-    know.
+        ``SimplifiedLayerNormalization``), so exporters write them in this domain. If TensorRT or ONNX Runtime do not
+        know an operator, they refuse it later.
     """
     for owner, top in [(skeleton, skeleton.graph), *((function, function) for function in skeleton.functions)]:
         nodes = [node for scope in nested_scopes(top) for node in scope.node]
@@ -257,7 +265,10 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
 
 
 def _without_stated_shapes(model: ModelProto) -> ModelProto:
-    """Drop stated shapes, since exporters state some wrongly. Shapes of outputs of other domains' operators stay."""
+    """Drop stated shapes, because some exporters state wrong ones.
+
+    Shapes of outputs of other domains' operators stay.
+    """
     stated = {info.name: info for info in model.graph.value_info}
     foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
     replace_field(model.graph.value_info, [stated[name] for name in foreign if name in stated])
@@ -265,7 +276,7 @@ def _without_stated_shapes(model: ModelProto) -> ModelProto:
 
 
 def _without_external_data(skeleton: ModelProto) -> ModelProto:
-    """A copy whose external tensors are empty: the checker would look for their files in the working directory."""
+    """Return a copy with empty external tensors. The checker would look for their files in the working directory."""
     copy = copied(skeleton)
     for tensor in iter_tensors(copy):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -278,7 +289,7 @@ def _without_external_data(skeleton: ModelProto) -> ModelProto:
 
 def check_text(message: Message, source: str) -> None:
     """Refuse names with line breaks or control characters, and names that are not UTF-8 (protobuf returns bytes)."""
-    # Looking at a tensor's other fields would copy its data.
+    # Access to the other fields of a tensor would copy its data.
     wanted = ("name", "doc_string", "external_data") if isinstance(message, TensorProto) else None
     fields = message.DESCRIPTOR.fields_by_name
     present = [(fields[name], getattr(message, name)) for name in wanted] if wanted else message.ListFields()
@@ -291,45 +302,46 @@ def check_text(message: Message, source: str) -> None:
             for text in values:
                 if isinstance(text, bytes):
                     raise InvalidModelError(
-                        f"{source}: a {field.name} in it is not text: {text[:40]!r}; export the model again"
+                        f"{source}: a {field.name} is not UTF-8 text: {text[:40]!r}; export the model again"
                     )
                 if field.name in _NAMES and (unnatural := _UNNATURAL.search(text)):
                     raise InvalidModelError(
                         f"{source}: the name {text[:80]!a} has the control character or line break {unnatural[0]!a}, "
-                        "which messages, logs and TensorRT's layer names cannot show; rename it, and export again"
+                        "which messages, logs and TensorRT's layer names cannot show; rename it and export the model "
+                        "again"
                     )
 
 
 def _check_are_tensors(graph: GraphProto, source: str) -> None:
-    """Refuse inputs and outputs that are sequences, maps or optional, or have sizes too large for an engine."""
+    """Refuse inputs and outputs that are sequences, maps or optional, or that have sizes too large for an engine."""
     for info in (*graph.input, *graph.output):
         kind = info.type.WhichOneof("value")
         if kind not in (None, "tensor_type"):
             raise UnsupportedModelError(
-                f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; supported are inputs and outputs "
-                "that are tensors: export each cache as an input and an output of its own"
+                f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; inputs and outputs must be tensors: "
+                "export each cache as a separate input and output"
             )
         sizes = [size for size in shape_of(info) or () if isinstance(size, int) and not 0 <= size < _SIZES]
         if sizes:
             raise UnsupportedModelError(
-                f"{source}: '{info.name}' has an axis of {sizes[0]}; supported are sizes from 0 to {_SIZES - 1}, which "
-                "engines count in 32 bits: export it with such sizes, or with a symbol"
+                f"{source}: '{info.name}' has an axis of size {sizes[0]}; sizes must be 0 to {_SIZES - 1}, because "
+                "engines store them in 32 bits: export it with such sizes, or with a symbol"
             )
 
 
 def _check_no_optional(model: ModelProto, source: str) -> None:
-    """Refuse optional values, also if ONNX cannot infer their types."""
+    """Refuse optional values, even if ONNX cannot infer their types."""
     names = [n.output[0] for top in (model.graph, *model.functions) for n in all_nodes(top) if is_op(n, "Optional")]
     names += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
     if names:
         raise UnsupportedModelError(
-            f"{source}: '{names[0]}' is of type optional; supported are tensors: export the model without optional "
-            "values"
+            f"{source}: '{names[0]}' is of type optional; the importer supports only tensors: export the model without "
+            "optional values"
         )
 
 
 def _check_types(model: ModelProto, source: str) -> None:
-    """Refuse element types that ONNX does not define; its checker lets them pass."""
+    """Refuse element types that ONNX does not define. ONNX's checker accepts them."""
     for scope in iter_scopes(model):
         inputs_outputs = (*scope.input, *scope.output) if isinstance(scope, GraphProto) else ()
         for info in (*inputs_outputs, *scope.value_info):
@@ -340,7 +352,7 @@ def _check_types(model: ModelProto, source: str) -> None:
                 )
         types = set(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
         for node in (node for node in scope.node if is_op(node, "Cast")):
-            for a in node.attribute:  # the caller of a function may give the attribute
+            for a in node.attribute:  # in a function, the caller may give the attribute
                 if a.name == "to" and not a.ref_attr_name and a.i not in types:
                     raise InvalidModelError(
                         f"{source}: {describe(node)} casts to element type {a.i}, which ONNX does not define; "
@@ -349,10 +361,11 @@ def _check_types(model: ModelProto, source: str) -> None:
 
 
 def _check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
-    """Refuse element types that contradict each other: ONNX's checker accepts them, but ONNX Runtime cannot load them.
+    """Refuse element types that contradict each other. ONNX's checker accepts them, but ONNX Runtime cannot load them.
 
-    Converters to float16 leave such models: onnxconverter-common (1.16) and what is built on it keep a Cast to float32
-    and state its result as float16, or add float32 to float16.
+    Converters to float16 leave such models: onnxconverter-common (1.16) and tools built on it keep a Cast to float32
+        but
+        state a result of float16, or add float32 to float16.
     """
     is_quantized = any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node)
     advice = _QUANTIZED_ADVICE if is_quantized else _TYPE_ADVICE
@@ -364,7 +377,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
         stated = types.get(node.output[0], to) if to else 0
         if to != stated:
             raise InvalidModelError(
-                f"{source}: {describe(node)} casts to {dtype_name(to)}, and the model states {dtype_name(stated)} for "
+                f"{source}: {describe(node)} casts to {dtype_name(to)}, but the model states {dtype_name(stated)} for "
                 f"its result; {advice}"
             )
         for first, other in _operands(node, version):
@@ -373,12 +386,12 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
                 whose = "ONNX" if node.domain in DEFAULT_DOMAINS else "ONNX Runtime"
                 raise InvalidModelError(
                     f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
-                    f"{dtype_name(two)}, where {whose} demands one type; {advice}"
+                    f"{dtype_name(two)}, but {whose} requires the same type for both; {advice}"
                 )
 
 
 def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
-    """Pairs of operands that must have the same type."""
+    """Yield pairs of operands that must have the same type."""
     if node.domain == "com.microsoft":
         names = [node.input[i] for i in _FUSED.get(node.op_type, ()) if i < len(node.input) and node.input[i]]
         yield from ((names[0], name) for name in names[1:])
@@ -395,22 +408,22 @@ def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]
 
 
 def _one_line(error: Exception) -> str:
-    """ONNX's message without line breaks, and without the dump of the node at its end."""
+    """Return ONNX's message without line breaks and without the dump of the node at its end."""
     return " ".join(str(error).split("\n\n==> Context")[0].split()).rstrip(".")
 
 
 _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
-"""Inputs of operators that need a value in each step: a cache, its write indices, its valid lengths."""
+"""Indices of inputs that need a value in each step: a cache, its write indices, its valid lengths."""
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
-    """Remove, in place, defaults of inputs that each step provides.
+    """Remove default values of inputs that each step provides, in place.
 
-    These are inputs with an open dimension, inputs whose name has a role, caches, write indices and lengths.
+    These are inputs with a symbolic dimension, inputs whose name tells their role, caches, write indices and lengths.
 
     Args:
         graph: the graph to edit.
-        named: the caller's own name patterns, used beside the shipped ones.
+        named: name patterns of the caller, in addition to the shipped patterns.
 
     Returns:
         True if anything was changed.
@@ -440,7 +453,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
 
 
 def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
-    """Give inputs without a shape the shape of their default; True if there were any."""
+    """Give inputs without a shape the shape of their default value. Return True if there were any."""
     shapes = {tensor.name: tensor.dims for tensor in constants}
     bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
     for value in bare:

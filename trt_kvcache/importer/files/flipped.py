@@ -1,4 +1,7 @@
-"""Read weights whose bits must be flipped for TensorRT; see `signed_weights`. Needs neither ONNX nor numpy."""
+"""Read weights whose bits must be flipped for TensorRT; see `signed_weights`.
+
+This module needs neither ONNX nor numpy.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ _BLOCK = 1 << 25  # bytes read at a time
 
 @dataclass(frozen=True)
 class Flipped:
-    """External data of one weight, whose bits still have to be flipped.
+    """External data of one weight whose bits must still be flipped.
 
     Attributes:
         name: name of the initializer.
         location: path of the file, relative to the model's folder.
         offset, length: place of the weight in the file, in bytes.
-        mask: number with which every byte is combined by xor.
+        mask: each byte is combined with this number by xor.
     """
 
     name: str
@@ -40,7 +43,7 @@ class Flipped:
             while left:
                 data = file.read(min(left, _BLOCK))
                 if not data:
-                    raise OSError(f"{self.location} ends before the weight '{self.name}' does")
+                    raise OSError(f"{self.location} ends before the end of the weight '{self.name}'")
                 left -= len(data)
                 yield flip(data, self.mask)
 

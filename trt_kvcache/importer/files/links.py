@@ -1,8 +1,8 @@
-"""Read external data through links, which some libraries refuse; `load_source` has checked the links.
+"""Read external data through links, which some libraries refuse. `load_source` has already checked the links.
 
-If a model is no file, ONNX Runtime (1.31.1) reads data only from inside a given folder, and symbolic links of the
-Hugging Face cache lead out of it. ONNX's own loader (1.23) also refuses such links, and files with several names (hard
-links), which deduplication, DVC and ``cp -al`` make. So this package never uses ONNX's loader for data.
+If ONNX Runtime (1.31.1) gets a model as bytes, it reads data only from inside a given folder, but symbolic links of the
+Hugging Face cache lead out of the folder. ONNX's own loader (1.23) also refuses such links, and files with several
+names (hard links), which deduplication, DVC and ``cp -al`` make. So this package never loads data with ONNX's loader.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["for_session", "held", "read_data", "without_links"]
 
 
 def read_data(tensor: TensorProto, folder: Path) -> None:
-    """Read external data into a tensor; tensors without external data stay unchanged.
+    """Read external data into a tensor, in place. Tensors without external data stay unchanged.
 
     Raises:
         OSError: the data cannot be read.
-        ValueError: the file is shorter than it was when it was checked.
+        ValueError: the file is shorter than when it was checked.
     """
     if tensor.data_location != TensorProto.EXTERNAL:
         return
@@ -34,13 +34,13 @@ def read_data(tensor: TensorProto, folder: Path) -> None:
         file.seek(int(entries.get("offset") or 0))
         tensor.raw_data = file.read(size)
     if len(tensor.raw_data) != size:
-        raise ValueError(f"{folder / entries['location']}: was cut")
+        raise ValueError(f"{folder / entries['location']}: became shorter since it was checked")
     tensor.ClearField("data_location")
     del tensor.external_data[:]
 
 
 def held(tensor: TensorProto, folder: Path) -> TensorProto:
-    """The tensor, or a copy with its external data; see `read_data` for errors."""
+    """Return the tensor, or, if it has external data, a copy that contains them. For errors, see `read_data`."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return tensor
     copy = TensorProto()
@@ -50,9 +50,9 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
-    """Resolve links of external data; returns a model with the real locations, and their common folder.
+    """Resolve links of external data. Return a model with the real locations, and the folder that contains all of them.
 
-    If no link leads out of the model's folder, model and folder are returned unchanged; else a copy of the model.
+    If no link leads out of the model's folder, model and folder are returned unchanged. Else the model is a copy.
     """
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):
@@ -71,7 +71,7 @@ def _locations(model: ModelProto) -> Iterator[StringStringEntryProto]:
 
 
 def for_session(model: ModelProto, folder: Path, options: Any) -> bytes:
-    """Serialize the model for a session of ONNX Runtime; sets the folder of its external data in `options`."""
+    """Serialize the model for a session of ONNX Runtime, and set the folder of its external data in `options`."""
     linked, folder = without_links(model, folder)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     return bytes(linked.SerializeToString())

@@ -1,13 +1,13 @@
-"""Find the decoder among the files of an export: exporters write prefill and decoding as two files, one, or three.
+"""Find the decoder in an export. Exporters write prefill and decoding to one, two or three files.
 
-    decoder_model.onnx              the first step alone: no past in, caches out
-    decoder_with_past_model.onnx    every step; with a past of no tokens, also the first
-    decoder_model_merged.onnx       both, and an input that chooses; see the family `tool_repairs`
+    decoder_model.onnx              only the first step: it has caches as outputs, and no past
+    decoder_with_past_model.onnx    every step; with an empty past, also the first step
+    decoder_model_merged.onnx       both, and an input that chooses one; see the family `tool_repairs`
     decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
     encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
                                     models whose outputs the decoder reads
 
-The file with a past does all that the two others do. So it is taken if it is there.
+The file with a past can compute all steps. So this module prefers this file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
 from trt_kvcache.importer.recorded_options import was_rewritten
 
-# A file, and the files that are not needed beside it: optimum's, then those of transformers' own exporter.
+# Maps a file to the files that it replaces: those of optimum, then those of transformers' own exporter.
 _INSTEAD_OF = {
     "decoder_with_past_model.onnx": ("decoder_model.onnx", "decoder_model_merged.onnx"),
     "decoder_model_merged.onnx": ("decoder_model.onnx",),
@@ -34,10 +34,10 @@ _CACHE_RANK = 4
 
 
 def find_model(folder: Path) -> Path:
-    """The decoder in the folder of an export. Models before it, and files that `rewrite` wrote, are ignored.
+    """Return the decoder in the folder of an export. Encoders, embeddings and files that `rewrite` wrote are ignored.
 
     Raises:
-        InvalidModelError: there is no model, or several models may be meant.
+        InvalidModelError: the folder has no decoder, or several files may be the decoder.
     """
     files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
     if not files and (folder / "decoder").is_dir():
@@ -51,18 +51,19 @@ def find_model(folder: Path) -> Path:
     if len(left) == 1:
         return left[0]
     if not left:
-        raise InvalidModelError(f"{folder}: a directory with no decoder ({', '.join(files)}); {_WANTED}")
+        raise InvalidModelError(f"{folder}: a directory without a decoder (it has {', '.join(files)}); {_WANTED}")
     names = ", ".join(p.name for p in left)
     raise InvalidModelError(
-        f"{folder}: a directory with {len(left)} models that may be the decoder ({names}); {_WANTED}"
+        f"{folder}: a directory in which {len(left)} models may be the decoder ({names}); {_WANTED}"
     )
 
 
 def check_takes_past(graph: GraphProto, path: Path) -> None:
-    """Refuse an export of the first step alone: it has caches as outputs, but not as inputs.
+    """Refuse an export of only the first step. It has caches as outputs, but not as inputs.
 
     Raises:
-        UnsupportedModelError: it is such an export. The message names the right file, if it is in the same folder.
+        UnsupportedModelError: the model is such an export. If the right file is in the same folder, the message names
+            it.
     """
     if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
         return  # an input with more axes holds the caches of several layers
@@ -72,7 +73,7 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
         return
     better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
     raise UnsupportedModelError(
-        f"{path}: caches come out ('{presents[0]}' and {len(presents) - 1} more) and none go in: it is the first "
-        f"step only; "
-        + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
+        f"{path}: has caches as outputs ('{presents[0]}' and {len(presents) - 1} more), but not as inputs, so it "
+        "computes only the first step; "
+        + (f"use {path.parent / better[0]}, which computes every step" if better else "export the decoder with past")
     )

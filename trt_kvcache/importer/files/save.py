@@ -1,6 +1,6 @@
-"""Write a rewritten model completely, or not at all.
+"""Write a rewritten model: either all of its files, or none.
 
-Weights stay in their files, or the operating system copies the files. Only changed weights are written by this module.
+Weights stay in their files, or the operating system copies these files. This module itself writes only changed weights.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ _BLOCK = 1 << 25  # bytes read at a time
 def save_model(
     proto: ModelProto, output: str | os.PathLike[str], source: SourceModel, flipped: Sequence[Flipped] = ()
 ) -> None:
-    """Write a model derived from `source`; the source and its data files are never touched.
+    """Write a model that was made from `source`. The source and its data files are never changed.
 
-    In the source's own folder, references to external data do not change. In any other folder, the operating system
-    copies the data files beside the new model; an existing file with the same content is kept.
+    In the folder of the source, references to external data stay the same. In other folders, the operating system
+    copies the
+        data files to the new model. An existing file with the same content is kept.
 
     Args:
-        proto: the model; its external data references are relative to ``source.path.parent``. The references of
-            `flipped` are changed to the new file.
-        output: the ``.onnx`` file; replaced if it exists.
+        proto: the model. Its references to external data are relative to ``source.path.parent``. The references of
+            weights in `flipped` are changed to the new file.
+        output: path of the ``.onnx`` file. An existing file is replaced.
         source: the source of the model.
-        flipped: weights whose bits change; they go to a new file, ``<output>.signed``.
+        flipped: weights whose bits change. They are written to a new file, ``<output>.signed``.
 
     Raises:
-        OutputError: the file cannot be written, belongs to the source, or a different file has the name of a data file
-            to copy. Nothing is left behind.
-        InvalidModelError: a file of the source changed after it was read, so that a copy may mix two states.
+        OutputError: the file cannot be written, belongs to the source, or another file has the name of a data file that
+            must
+            be copied. No new file is left.
+        InvalidModelError: a file of the source changed after it was read, so a copy may mix two states.
     """
     target = check_output(output)
     _check_target(target, source)
@@ -58,13 +60,14 @@ def save_model(
         _check_target(changed, source)
     data = {} if target.parent.samefile(source.path.parent) else _data_files(proto, target, source, flipped)
     if flipped and changed in data:
-        raise OutputError(f"{changed}: a data file of the model has this name; write to another path")
+        raise OutputError(f"{changed}: a data file of the model already has this name; write to another path")
     _refer(proto, flipped, changed.name)
     try:
         content = proto.SerializeToString()
     except (ValueError, EncodeError) as error:
         raise OutputError(
-            f"{output}: the rewritten model does not fit into one file ({error}); export the source with external data"
+            f"{output}: the rewritten model does not fit into one file ({error}); export the source model with "
+            "external data"
         ) from None
     try:
         with _placing() as place:
@@ -75,28 +78,30 @@ def save_model(
             place(target, content)
             source.check_unchanged()
     except OSError as error:
-        where = f" ({error.filename})" if error.filename else ""  # the error of a full disk has no name
+        where = f" ({error.filename})" if error.filename else ""  # the error of a full disk names no file
         raise OutputError(f"{output}: cannot be written: {error.strerror}{where}") from None
 
 
 def _check_target(target: Path, source: SourceModel) -> None:
     for file in (source.path, *source.external_files):
         if target.exists() and target.samefile(file):
-            raise OutputError(f"{target}: belongs to the source model, which must stay as it is; write to another path")
+            raise OutputError(
+                f"{target}: belongs to the source model, which must not be changed; write to another path"
+            )
 
 
 @dataclass(frozen=True)
 class _Data:
-    """The part of a data file that a model needs: separate ranges of bytes, in order; None: the whole file."""
+    """The part of a data file that a model needs: sorted ranges of bytes that do not overlap. None: the whole file."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None
 
 
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
-    """Data files to copy into the target's folder, by the path of the copy.
+    """Return the data files that must be copied into the target's folder; maps the path of the copy to the data.
 
-    Files that hold weights of `flipped` are copied without these weights.
+    If a file holds weights in `flipped`, it is copied without these weights.
     """
     moved, emptied = {weight.name for weight in flipped}, {weight.location for weight in flipped}
     used: dict[str, list[tuple[int, int]]] = {}
@@ -109,17 +114,19 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
     for location in sorted(used):
         copy, original = target.parent / location, source.path.parent / location
         if copy == target:
-            raise OutputError(f"{target}: a data file of the model has this name; write to another path")
+            raise OutputError(f"{target}: a data file of the model already has this name; write to another path")
         data = _Data(original, _joined(used[location]) if location in emptied else None)
         if not copy.exists():
             files[copy] = data
         elif not copy.samefile(original) and not _same_content(copy, data):
-            raise OutputError(f"{copy}: another file stands where a data file must be copied; write to another folder")
+            raise OutputError(
+                f"{copy}: is another file than the data file that must be copied to this path; write to another folder"
+            )
     return files
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Merge overlapping byte ranges, in order."""
+    """Return sorted byte ranges, with overlapping ones merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -140,14 +147,14 @@ def _same_content(copy: Path, data: _Data) -> bool:
 
 
 def _copy(data: _Data, file: BinaryIO) -> None:
-    """Copy the needed ranges of a data file. Other bytes, and holes of the file, become holes, which take no space."""
+    """Copy the needed ranges of a data file. The other bytes become holes, which take no space; holes stay holes."""
     status = data.original.stat()
     holes = getattr(status, "st_blocks", status.st_size) * 512 < status.st_size
     if data.ranges is None and not holes:
         shutil.copyfile(data.original, file.name)  # by the operating system
         return
     file.truncate(status.st_size)
-    with data.original.open("rb", buffering=0) as original:  # `_extents` moves the position
+    with data.original.open("rb", buffering=0) as original:  # unbuffered, because `_extents` moves the position
         for needed in data.ranges or ((0, status.st_size),):
             for start, stop in _extents(original.fileno(), *needed):
                 file.seek(start)
@@ -155,7 +162,7 @@ def _copy(data: _Data, file: BinaryIO) -> None:
 
 
 def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a range of an open file that are not holes; the whole range if the system cannot tell."""
+    """Yield the parts of a byte range that are not holes. If the system cannot tell, yield the whole range."""
     if sys.platform == "win32":
         yield start, stop
     else:
@@ -172,18 +179,18 @@ def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes of an open file in these ranges, piece by piece."""
+    """Yield the bytes of an open file in these ranges, in pieces."""
     for start, stop in ranges:
         file.seek(start)
         while (left := stop - file.tell()) > 0:
             data = file.read(min(left, _BLOCK))
             if not data:
-                raise OSError(errno.EIO, "ends before its weights do", file.name)
+                raise OSError(errno.EIO, "the file ends before its last weight", file.name)
             yield data
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Make the weights of `flipped` refer to their places in the output of `_aligned`."""
+    """Make the weights in `flipped` refer to their places in the output of `_aligned`."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]
@@ -194,7 +201,7 @@ def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None
 
 
 def _aligned(flipped: Sequence[Flipped], folder: Path) -> Iterator[bytes]:
-    """Yield the flipped data. Each weight starts at a page, so that it can be memory-mapped."""
+    """Yield the flipped data. Each weight starts at a page boundary, so that it can be memory-mapped."""
     for weight in flipped:
         yield from weight.read(folder)
         yield bytes(-weight.length % _PAGE)
@@ -205,14 +212,17 @@ Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
 
 @contextmanager
 def _placing() -> Iterator[Place]:
-    """Yield a function that prepares new files. At the end all are renamed into place; after an error, removed."""
+    """Yield a function that prepares new files.
+
+    At the end, all files get their real names; after an error, all are removed.
+    """
     folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []
     with ExitStack() as stack:
 
         def place(target: Path, content: _Data | bytes | Iterator[bytes]) -> None:
             for folder in reversed([f for f in (target.parent, *target.parent.parents) if not f.exists()]):
-                folders.append(folder)  # before mkdir: an interrupt may come in between
+                folders.append(folder)  # before mkdir, because an interrupt may come in between
                 folder.mkdir()
             temporary = stack.enter_context(temporary_file(target))
             with temporary.open("wb") as file:

@@ -1,11 +1,11 @@
-"""Move the zero point of quantized weights from the middle of their range to 0, which TensorRT requires.
+"""Move the zero point of quantized weights from the middle of their range to 0, as TensorRT requires.
 
     DequantizeLinear(uint4 W, scale, 8)      ->    DequantizeLinear(int4 W - 8, scale)
     DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
 
 In two's complement, this flips one bit of each number. TensorRT for RTX 1.7.1 imports no uint4 weights, and no signed
-weights with another zero point. ONNX Runtime runs both forms; it gets the first form, whose data stay in the source's
-files.
+weights with a zero point other than 0. ONNX Runtime runs both forms. It gets the first form, whose data stay in the
+files of the source.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, mi
 
 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Edit, in place, a rewritten model before TensorRT reads it.
+    """Edit a rewritten model in place before TensorRT reads it.
 
-    Unsigned weights become signed if only DequantizeLinear reads them.
+    Unsigned weights become signed if only DequantizeLinear nodes read them.
 
     Returns:
-        Weights in external data (in `folder`) that are now declared signed, while their bytes are still unsigned.
+        Weights in external data that the model now declares signed, but whose bytes in `folder` are still unsigned.
 
     Raises:
         UnsupportedModelError: TensorRT does not support the quantized weights: a scale of 8-bit weights is not
-            positive, or a zero point is not in the middle.
+            positive, or
+            a zero point is not the middle of the range.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
@@ -70,12 +71,15 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         else:
             weight.raw_data = flip(raw_bytes(weight), mask)
     if edited:
-        drop_dead(model.graph)  # drops the zero points
+        drop_dead(model.graph)  # removes the zero points
     return tuple(flipped)
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse zero points that are not the middle; `lower.matmul_nbits` has corrected all that it can."""
+    """Refuse zero points other than the middle of the range.
+
+    `lower.matmul_nbits` has corrected all others that it can.
+    """
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0
@@ -88,24 +92,28 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
     kind = onnx.TensorProto.DataType.Name(weight.data_type).lower()
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has {kind} weights '{weight.name}' with zero points other than {middle}, "
-        "which TensorRT does not take; supported are those of MatMulNBits, and of blocks of rows [K, N] that only "
-        "MatMul reads: quantize symmetrically with positive scales, or to 4 bits (NNCF: INT4_SYM with backup_mode=NONE)"
+        "which TensorRT does not support. The importer supports such zero points only in MatMulNBits, and in blocks "
+        "of rows [K, N] that only MatMul reads: quantize symmetrically with positive scales, or to 4 bits (NNCF: "
+        "INT4_SYM with backup_mode=NONE)"
     )
 
 
 def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse negative scales of 8-bit weights. TensorRT for RTX 1.7.1 accepts them only for 4-bit weights.
+    """Refuse scales of 8-bit weights that are not positive.
 
-    TensorRT checks only scales in initializers. It is unknown if its kernels are right for other negative scales.
+    TensorRT for RTX 1.7.1 accepts these only for 4-bit weights.
+
+    TensorRT checks only scales in initializers. It is unknown whether its kernels are correct for other negative
+    scales.
     """
     scales = weights.get(node.input[1])
     if scales is None or bool(np.all(numpy_helper.to_array(held(scales, folder)) > 0)):
         return
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has 8-bit weights '{node.input[0]}' with scales that are not positive, which "
-        "TensorRT does not take; supported are 8 bits with positive scales, and 4 bits with any: quantize "
-        "to 4 bits (NNCF: INT4_SYM with backup_mode=NONE), or MatMulNBits asymmetrically (onnxruntime-genai: extra "
-        "option is_symmetric=false)"
+        "TensorRT does not support. TensorRT supports any scales with 4 bits, and positive scales with 8 bits: "
+        "quantize to 4 bits (NNCF: INT4_SYM with backup_mode=NONE), or use asymmetric MatMulNBits (onnxruntime-genai: "
+        "extra option is_symmetric=false)"
     )
 
 

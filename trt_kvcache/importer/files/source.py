@@ -1,7 +1,7 @@
 """Read a model file without its weights, and check the file and its external data.
 
 For external data, this module checks that the file exists, lies inside the folder, and is long enough. It never reads
-weights, so loading takes the time for the graph, whatever the size of the external data.
+weights. So the time to load a model depends only on the graph, not on the size of the external data.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from trt_kvcache.model_paths import model_named
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 
 PROTOBUF_LIMIT = 2**31 - 1
-"""Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
+"""Bytes. No protobuf library can encode or decode a longer message."""
 
 _ONNX_WANTED = "give the path of an .onnx file"
-# Bytes, by element type. Positions and masks of long texts are int64 and bool; quantized weights may be int32.
+# Bytes for each element type. Positions and masks of long texts are int64 and bool; quantized weights may be int32.
 _READ_LIMITS: dict[int, int] = {
     TensorProto.INT64: 1 << 26, TensorProto.INT32: 1 << 20, TensorProto.BOOL: 1 << 28,
 }  # fmt: skip
@@ -43,7 +43,7 @@ _AGAIN = "export or copy the model again"
 _SAMPLE = 512
 _DIGITS = 20
 
-# Other formats that callers may give: offset and content of the first bytes, name of the format, and what to do.
+# Other file formats that users may give: offset and content of the first bytes, name of the format, and advice.
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"GGUF", "a GGUF file (llama.cpp)", "export the original model to ONNX"),
     (0, b"ftrt", "a TensorRT engine", "give the ONNX model that it was built from"),
@@ -51,7 +51,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"PK\x03\x04", "a zip archive (a PyTorch checkpoint?)", "export the model to ONNX"),
     (0, b"\x80\x02", "a Python pickle (a PyTorch checkpoint?)", "export the model to ONNX"),
     (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
-    (0, b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (0, b"\x1f\x8b", "a gzip archive", "unpack the archive first"),
     (4, b"ORTM", "a model in ONNX Runtime's own format", "give the ONNX model that it was converted from"),
     (4, b"TFL3", "a TensorFlow Lite model", "export the original model to ONNX"),
 )
@@ -63,11 +63,12 @@ class SourceModel:
 
     Attributes:
         path: absolute path of the model file.
-        proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
+        proto: the model with sorted nodes. Weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        stamps: state of each of these files, and of the model file, when it was checked; see `files.stamp`.
-        is_edited: True if the graph was repaired, so that it differs from the file: other operators of the same
-            meaning, lists in the place of scalars, or no defaults of inputs.
+        stamps: maps each external file, and the model file, to its state when it was checked; see `files.stamp`.
+        is_edited: True if the graph was repaired, so that it differs from the file: equivalent operators, lists instead
+            of
+            scalars, or no default values of inputs.
     """
 
     path: Path
@@ -89,8 +90,8 @@ class SourceModel:
                 same = False
             if not same:
                 raise InvalidModelError(
-                    f"{path}: was changed or replaced while it was read; nothing is written. Run the command again "
-                    "when the file stays as it is"
+                    f"{path}: was changed or replaced after it was read, so nothing is written. Run the command again, "
+                    "and do not change the file while it runs"
                 )
 
 
@@ -98,13 +99,13 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     """Read a model without its external data, and check files and graph.
 
     Args:
-        path: path of the file, path of an export's folder with one decoder, or the model's name in the local hub cache.
-        first_step: also accept an export of the first step alone, which has caches as outputs only.
-        config: a YAML file with name patterns for roles; defaults of inputs with such a name are dropped.
+        path: path of a file, path of an export's folder with one decoder, or name of a model in the local hub cache.
+        first_step: also accept an export of only the first step, which has caches as outputs but not as inputs.
+        config: a YAML file with name patterns for roles. Default values of inputs with such a name are dropped.
 
     Raises:
         OptionError: `config` cannot be read.
-        UnsupportedModelError: it is an export of the first step alone; see `check_takes_past`.
+        UnsupportedModelError: the model is an export of only the first step; see `check_takes_past`.
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
@@ -114,10 +115,12 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     except OSError as error:
         raise InvalidModelError(f"{path}: cannot be read: {error.strerror}") from error
     if not is_text(path):
-        raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
+        raise InvalidModelError(
+            f"{path}: this file name is not UTF-8, but ONNX Runtime needs UTF-8 names; rename the file"
+        )
     proto, own = _parse(path)
     check_text(proto, str(path))
-    stamps = _check_tensor_data(proto, path)  # first: later code may allocate what a shape states
+    stamps = _check_tensor_data(proto, path)  # before other code, which may allocate memory for a stated shape
     is_edited = families.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
@@ -128,10 +131,11 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
-    """Load small external data, other than weights, into the model. The data must have been checked.
+    """Load small external data except weights into the model. The data must already have been checked.
 
     The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
-    data: torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constants of 100 bytes or more.
+    data:
+        torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constant nodes of 100 bytes or more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
         masks = sliced_squares(graph)
@@ -154,12 +158,12 @@ def _size(tensor: TensorProto) -> int:
 
 
 def _limit(tensor: TensorProto) -> int:
-    """The most bytes of external data to load for this tensor; -1: nothing."""
+    """Return the most bytes of external data to load for this tensor; -1: load nothing."""
     return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
 
 
 def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
-    """The decoded file, and its stamp."""
+    """Return the decoded file, and its stamp."""
     if not path.exists():
         raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
     if not path.is_file():
@@ -174,10 +178,10 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
             size = read[2]
             if size > PROTOBUF_LIMIT:
                 raise InvalidModelError(
-                    f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
+                    f"{path}: has {size} bytes, but an ONNX file cannot be longer than 2 GiB; "
                     "export the model with external data"
                 )
-            # A memory map saves a copy of inline weights: only protobuf copies them.
+            # With a memory map, only protobuf copies inline weights.
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
                 proto.ParseFromString(content)
     except OSError as error:
@@ -186,45 +190,48 @@ def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
         ) from None
     except DecodeError:
         raise InvalidModelError(
-            f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"
+            f"{path}: not an ONNX model, or truncated ({size} bytes cannot be decoded); {_AGAIN}"
         ) from None
     # Protobuf skips unknown fields, so many byte strings decode to an empty model.
     fields = {"graph": proto.HasField("graph"), "opset import": bool(proto.opset_import)}
     missing = [what for what, there in fields.items() if not there]
     if missing:
-        raise InvalidModelError(f"{path}: not an ONNX model, or truncated (no {' and no '.join(missing)}); {_AGAIN}")
+        raise InvalidModelError(
+            f"{path}: not an ONNX model, or truncated (it has no {' and no '.join(missing)}); {_AGAIN}"
+        )
     return proto, read
 
 
 def _recognize(start: bytes) -> str | None:
-    """The format of a file that begins with these bytes, if it is not ONNX, and what to do."""
+    """Return the format of a file that starts with these bytes, and advice; None if it may be ONNX."""
     if not start:
         return f"an empty file; {_AGAIN}"
     for offset, magic, what, todo in _SIGNATURES:
         if start[offset:].startswith(magic):
             return f"{what}; {todo}"
     if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 40:
-        return "a safetensors file: weights without a graph; export the model to ONNX"
+        return "a safetensors file, which has weights but no graph; export the model to ONNX"
     if _is_text(start):
         what = "JSON" if start.lstrip()[:1] in (b"{", b"[") else "text"
-        return f"{what}, not a binary ONNX model; {_ONNX_WANTED}"
+        return f"a file with {what}, not a binary ONNX model; {_ONNX_WANTED}"
     return None
 
 
 def _is_text(start: bytes) -> bool:
-    """True for readable text. ONNX is not: its fields begin with tag bytes that are control characters."""
+    """True for readable text. An ONNX file is no text: its fields start with tag bytes that are control characters."""
     sample = start.removeprefix(b"\xef\xbb\xbf")
     try:
         text = sample.decode()
     except UnicodeDecodeError as error:
-        if len(start) < _SAMPLE or error.start < len(sample) - 3:  # not only a character that the sample cuts
+        # the error is not a character at the end that the sample cuts
+        if len(start) < _SAMPLE or error.start < len(sample) - 3:
             return False
         text = sample[: error.start].decode()
     return all(c.isprintable() or c in "\t\n\r\f" for c in text)
 
 
 def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, ...]]:
-    """Check that every tensor's data are there in full; returns the external files, each with its stamp."""
+    """Check that the data of every tensor are complete. Return the external files; maps paths to stamps."""
     files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
         is_outside = tensor.data_location == TensorProto.EXTERNAL
@@ -233,12 +240,12 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
             if not is_outside and (needed is None or not tensor.HasField("raw_data")):
                 numpy_helper.to_array(tensor)
         except (ValueError, KeyError) as error:
-            raise InvalidModelError(f"{path}: tensor '{tensor.name}' is not legal ({error}); {_AGAIN}") from None
+            raise InvalidModelError(f"{path}: tensor '{tensor.name}' is invalid ({error}); {_AGAIN}") from None
         if is_outside:
             _check_external(tensor, needed, path, files)
         elif tensor.HasField("raw_data") and needed is not None and len(tensor.raw_data) != needed:
             raise InvalidModelError(
-                f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data where its dtype and shape "
+                f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data, but its dtype and shape "
                 f"need {needed}; {_AGAIN}"
             )
     return {file.absolute(): mark for file, mark in files.values()}
@@ -247,7 +254,7 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
 def _check_external(
     tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, tuple[int, ...]]]
 ) -> None:
-    """Check one tensor's reference; `files` collects location -> (path, stamp).
+    """Check the reference of one tensor. `files` collects all files; maps locations to path and stamp.
 
     Keys and meaning of the reference: https://onnx.ai/onnx/repo-docs/ExternalData.html
     """
@@ -255,12 +262,12 @@ def _check_external(
     location = entries.get("location", "")
     where = f"{path}: the data of tensor '{tensor.name}'"
     if not location:
-        raise InvalidModelError(f"{where} are external, but no file is named; {_AGAIN}")
+        raise InvalidModelError(f"{where} are external, but the model names no file; {_AGAIN}")
     texts = [entries.get(key) or "" for key in ("offset", "length")]
     if not all(text.isascii() and (text.isdecimal() or not text) and len(text) < _DIGITS for text in texts):
         raise InvalidModelError(
             f"{where} have offset '{entries.get('offset')}' and length '{entries.get('length')}' in {location}; both "
-            f"must be numbers, and not negative; {_AGAIN}"
+            f"must be integers from 0 on; {_AGAIN}"
         )
     offset, length = int(texts[0] or 0), int(texts[1] or -1)
     if location not in files:
@@ -269,21 +276,21 @@ def _check_external(
     end = offset + max(length, needed or 0)
     if length >= 0 and needed is not None and length < needed:
         raise InvalidModelError(
-            f"{where} are {length} bytes of {location}, but its dtype and shape need {needed}; {_AGAIN}"
+            f"{where} are {length} bytes of {location}, but the tensor's dtype and shape need {needed}; {_AGAIN}"
         )
     if end > size:
         raise InvalidModelError(
-            f"{where} end at byte {end} of {location}, which has only {size} bytes: it is truncated or belongs to "
-            "another model; copy or export it again"
+            f"{where} end at byte {end} of {location}, which has only {size} bytes, so it is truncated or belongs to "
+            "another model; copy the file or export the model again"
         )
 
 
 def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
-    """The file at a location, and its stamp. It must lie in the model's folder, also with symbolic links resolved.
+    """Return the file at a location, and its stamp. After links are resolved, it must lie in the model's folder.
 
-    A model that is itself a symbolic link (as in the Hugging Face cache) may have its data beside the real file too.
+    If the model file is a symbolic link (as in the Hugging Face cache), its data may also lie beside the real file.
     """
-    move = f"move the file into {path.parent} and refer to it by a relative path"
+    move = f"move the file into {path.parent}, and refer to it by a relative path in the model"
     if Path(location).is_absolute() or "\\" in location or ".." in Path(location).parts:
         raise InvalidModelError(f"{where} lie outside the model's folder ('{location}'); {move}")
     file = path.parent / location
@@ -296,8 +303,9 @@ def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[i
             )
         if not real.is_file():
             state = "is not a regular file" if real.exists() else "is missing"
-            raise InvalidModelError(f"{where} are in {location}, which {state}; put that file into {path.parent}")
+            raise InvalidModelError(f"{where} are in {location}, which {state}; put this file into {path.parent}")
         with real.open("rb") as opened:
             return file, stamp(opened.fileno())
-    except (OSError, ValueError, RuntimeError) as error:  # a name with a null byte, a loop of links, no permission
+    # for example a name with a null byte, a loop of links, no permission
+    except (OSError, ValueError, RuntimeError) as error:
         raise InvalidModelError(f"{where} are in {location!r}, which cannot be read ({error})") from None

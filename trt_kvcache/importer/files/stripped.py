@@ -1,12 +1,12 @@
-"""Write and read reports: a model without weights and names, small enough to send, that can be planned again.
+"""Write and read reports. A report has a model without weights and names: it is small, and can be planned again.
 
     report.zip
     ├── model.onnx      weights are references to missing files; names are numbers
     ├── config.json     numbers and booleans of the export's config, without any text
-    └── report.json     what this package did with the model
+    └── report.json     the results of this package for the model
 
-`unpacked` makes files of random numbers for the weights. Weights of one type share a file, each with another offset, so
-that no two weights are equal.
+`unpacked` makes files of random numbers for the weights. Weights of one type share a file, but have different offsets,
+so that no two weights are equal.
 """
 
 from __future__ import annotations
@@ -34,26 +34,27 @@ __all__ = ["is_report", "pack", "recorded_options", "strip", "unpacked"]
 
 _MODEL, _CONFIG, _REPORT = "model.onnx", "config.json", "report.json"
 _FEW = 16
-"""Elements of a tensor. Smaller tensors are settings, such as an epsilon, not weights."""
+"""Elements. Tensors of at most this size are settings, such as an epsilon, and no weights."""
 _TABLE = 1 << 14
-"""Elements of the largest table of floats that may keep its contents, such as rotary factors."""
+"""Elements. Float tables up to this size, such as rotary factors, may keep their contents."""
 _CODES = 1 << 16
-"""Elements of an int32 tensor. Larger tensors may be quantized weights."""
+"""Elements. Larger int32 tensors may be quantized weights."""
 _STEP, _FILLED, _LARGEST, _MEMBER = 64, 1 << 26, 1 << 36, 1 << 28
-"""Bytes: distance of two weights, random numbers in a file, largest file, largest member of a report."""
+"""Bytes: offset between two weights, random numbers in a file, largest file, largest member of a report."""
 _PLACE = re.compile(r"weights\.[a-z0-9]+")
 _EXACT = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL, TensorProto.STRING)
 _TEXTS = ("model_type",)
 
 
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
-    """Return a model without weights and names, the new names by old names, and the number of float tables kept.
+    """Return a model without weights and names, a map from old to new names, and the number of float tables kept.
 
     Names of inputs and outputs stay, because they show roles. Names of functions and custom operators stay, too.
 
     Args:
         source: the model as read; it is not changed.
-        keep_tables: small tables of floats, and masks, keep their contents: recognizers read rotary factors and biases.
+        keep_tables: True if small tables of floats, and masks, keep their contents: recognizers read rotary factors and
+            biases.
     """
     model = copied(source.proto)
     tables, count = sliced_squares(model.graph) if keep_tables else frozenset(), 0
@@ -83,7 +84,7 @@ def _empty(tensor: TensorProto, places: dict[str, int]) -> None:
 
 
 def _rename(model: ModelProto) -> dict[str, str]:
-    """Rename nodes and tensors to numbers, and drop texts; returns new names by old names."""
+    """Replace names of nodes and tensors with numbers, and drop texts. Return a map from old to new names."""
     graph = model.graph
     names: dict[str, str] = {value.name: value.name for value in (*graph.input, *graph.output)} | {"": ""}
     weights = {tensor.name for tensor in graph.initializer}
@@ -132,7 +133,7 @@ def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any])
     Args:
         path: path of the zip file.
         model: the result of `strip`.
-        folder: folder of the export, which may have a ``config.json``.
+        folder: folder of the export. It may have a ``config.json``.
         report: values for ``report.json``.
 
     Raises:
@@ -177,12 +178,12 @@ def recorded_options(path: Path) -> PlanOptions:
         with zipfile.ZipFile(path) as archive:
             return msgspec.json.decode(_read(archive, _REPORT), type=_Recorded).options
     except (OSError, KeyError, ValueError, RecursionError, TrtKvCacheError, zipfile.BadZipFile) as error:
-        raise InvalidModelError(f"{path}: not a readable report: {error}; write it again") from None
+        raise InvalidModelError(f"{path}: not a readable report: {error}; write the report again") from None
 
 
 def _read(archive: zipfile.ZipFile, member: str) -> bytes:
     if (size := archive.getinfo(member).file_size) > _MEMBER:
-        raise ValueError(f"{member} has {size} bytes, and a report at most {_MEMBER}")
+        raise ValueError(f"{member} has {size} bytes, but may have at most {_MEMBER}")
     return archive.read(member)
 
 
@@ -201,20 +202,20 @@ def unpacked(path: Path) -> Iterator[Path]:
         folder = Path(name)
         try:
             with zipfile.ZipFile(path) as archive:
-                for member in {_MODEL, _CONFIG} & set(archive.namelist()):  # other members are never unpacked
+                for member in {_MODEL, _CONFIG} & set(archive.namelist()):  # no other members are unpacked
                     (folder / member).write_bytes(_read(archive, member))
             model = ModelProto.FromString((folder / _MODEL).read_bytes())
         except (OSError, zipfile.BadZipFile, ValueError) as error:
-            raise InvalidModelError(f"{path}: not a readable report: {error}; write it again") from None
+            raise InvalidModelError(f"{path}: not a readable report: {error}; write the report again") from None
         write_stand_ins(model, folder, path)
         yield folder / _MODEL
 
 
 def write_stand_ins(model: ModelProto, folder: Path, path: Path) -> None:
-    """Write files of random numbers, as large as a stripped model's weights need.
+    """Write files of random numbers that are as large as the weights of a stripped model need.
 
     Raises:
-        InvalidModelError: the model refers to other files.
+        InvalidModelError: the model refers to files of other names.
     """
     sizes: dict[str, tuple[int, int]] = {}
     for tensor in iter_tensors(model):
@@ -223,7 +224,7 @@ def write_stand_ins(model: ModelProto, folder: Path, path: Path) -> None:
         entries = {entry.key: entry.value for entry in tensor.external_data}
         place, end = entries.get("location", ""), int(entries.get("offset", 0)) + int(entries.get("length", 0))
         if not _PLACE.fullmatch(place) or end > _LARGEST:
-            raise InvalidModelError(f"{path}: no report of trt-kvcache: its model refers to {place[:60]!r}")
+            raise InvalidModelError(f"{path}: not a report of trt-kvcache: its model refers to the file {place[:60]!r}")
         sizes[place] = (tensor.data_type, max(end, sizes.get(place, (0, 0))[1]))
     for place, (kind, size) in sizes.items():
         with open(folder / place, "wb") as file:

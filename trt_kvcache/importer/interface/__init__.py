@@ -1,14 +1,14 @@
 """Find the role of every graph input and output in a decode loop, and the meaning of each dynamic size.
 
-The graph shows which inputs and outputs are caches. Roles of the others come from, in this order:
+The graph shows which inputs and outputs are caches. The roles of all others come from three sources, in this order:
 
-1. the user's own name patterns (``--config``), which override all other evidence;
+1. name patterns of the user (``--config``), which override all other evidence;
 2. certain facts of the graph (`role_evidence`): the input that looks up the embedding table, and inputs of cache
    updates and attention;
 3. the shipped name patterns (``configs/*.yaml``).
 
-It is an error if a tensor fits several roles, or if several tensors claim a role that only one can have: a guess would
-feed the model wrong values, and its answers would be nonsense without an error.
+It is an error if a tensor fits several roles, or if several tensors claim a role that only one can have. A wrong guess
+would feed the model wrong values, and its answers would be nonsense without any error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["NOTHING", "Known", "carry_roles", "find_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
 _OF_ROWS = (Role.WRITE_INDICES, Role.VALID_LENGTHS)
-NOTHING = "nothing gives it a part in decoding"
+NOTHING = "it has no known role in decoding"
 
 
 @dataclass(frozen=True)
@@ -45,19 +45,21 @@ def find_roles(
 
     Args:
         model: a model without functions, with inferred shapes; external data may be missing.
-        known: its caches and states.
-        config: a YAML file with name patterns. Its patterns override the graph for the names that they match, but they
-            cannot add or remove caches.
-        tokens: name of the input of the new tokens, used if neither the graph nor a name shows it.
+        known: the caches and states of the model.
+        config: a YAML file with name patterns. For names that they match, the patterns override the graph, but they
+            cannot
+            add or remove caches.
+        tokens: name of the input of the new tokens, used if neither the graph nor a name shows this input.
 
     Returns:
-        Roles with names for all axes, also for axes of fixed sizes; see `open_axes`.
+        Roles with names for all axes, even for axes of fixed size; see `open_axes`.
 
     Raises:
         AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
-            play; the message lists the candidates.
+            have.
+            The message lists the candidates.
         OptionError: the config is unreadable, contradicts itself, or names a cache.
-        UnsupportedModelError: the axes of positions or of a mask have an unknown order.
+        UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
     """
     index = GraphIndex(model)
     user = load_patterns(config) if config is not None else ()
@@ -88,18 +90,18 @@ def find_roles(
 
 
 def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Update roles after an edit of the model.
+    """Return roles that are updated after an edit of the model.
 
     Args:
         roles: roles of inputs and outputs before the edit, and of added inputs. Roles of removed tensors are dropped.
-        model: after the edit, with shapes inferred.
+        model: the edited model, with inferred shapes.
     """
     before = {(r.io, r.name): r for r in roles}
     carried = []
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
             role = before[io, value.name]
-            # Some exporters declare logits of fewer positions than the graph computes: see `name_axes`.
+            # Some exporters declare fewer positions for logits than the graph computes; see `name_axes`.
             shape = role.shape if role.role is Role.LOGITS else shape_of(value) or ()
             same = role.role is not Role.CACHE and len(role.axes) == len(shape)
             axes = role.axes if same else ("batch", *["?"] * len(shape))[: len(shape)]
@@ -108,30 +110,33 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
 
 
 def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Finding | None:
-    """The role of a cache or state, or the role that the user's pattern gives; None if neither applies."""
+    """Return the role of a cache or state, or the role from a pattern of the user; None if neither applies."""
     is_cache = name in (known.caches if io == "input" else known.caches.values())
     is_state = name in (known.states if io == "input" else known.states.values())
     if named is not None and (is_cache or is_state):
         what = "a cache" if is_cache else "state that each step replaces"
         raise OptionError(
-            f"{named.source}: gives the role '{named.role.value}' to '{name}', which is {what}; narrow the pattern"
+            f"{named.source}: a pattern gives the role '{named.role.value}' to '{name}', which is {what}; use a "
+            "narrower pattern"
         )
     if named is not None:
         return _Finding(named.role, f"config: {named.source}", by_user=True)
     if is_cache:
-        return _Finding(Role.CACHE, "graph: updated by a cache update" if io == "input" else "graph: an updated cache")
+        return _Finding(Role.CACHE, "graph: a cache update writes it" if io == "input" else "graph: an updated cache")
     if is_state:
-        return _Finding(Role.STATE, "graph: replaced by every step" if io == "input" else "graph: what replaces state")
+        return _Finding(
+            Role.STATE, "graph: every step replaces it" if io == "input" else "graph: the next value of a state"
+        )
     return None
 
 
 def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -> _Finding:
-    """The role of one other tensor, by facts `said` by the graph, or by the shipped pattern for its name."""
+    """Return the role of another tensor: from facts of the graph, or from the shipped pattern for its name."""
     certain = [fact for fact in said if fact.certain]
     if len(certain) > 1:
         raise AmbiguousRoleError(
-            f"{io} '{name}' could be {_list([f'{fact.role.value} ({fact.reason})' for fact in certain])}; "
-            f"say which with --config, a YAML file such as: {example({certain[0].role: [name]})}"
+            f"{io} '{name}' could be {_list([f'{fact.role.value} ({fact.reason})' for fact in certain])}; give its "
+            f"role with --config, a YAML file such as: {example({certain[0].role: [name]})}"
         )
     if not certain and shipped is not None:
         return _Finding(shipped.role, f"config: {shipped.source}")
@@ -141,13 +146,13 @@ def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -
 
 
 def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding]) -> list[_Finding]:
-    """Masks ``[B, E]`` over encoder constants ``[B, N, E, H]`` also become constants, whatever their name."""
+    """Make masks ``[B, E]`` over encoder constants ``[B, N, E, H]`` constants, too, whatever their names are."""
     shapes = [shape_of(info) or () for info, _ in tensors]
     pairs = list(zip(shapes, findings, strict=True))
     lengths = {shape[2] for shape, f in pairs if f.role is Role.CONSTANT and len(shape) == 4}
     texts = {d for shape, f in pairs if f.role in (Role.CACHE, Role.TOKENS) for d in shape}
     lengths = {d for d in lengths - texts if isinstance(d, str)}
-    masks = _Finding(Role.CONSTANT, "graph: a mask as long as what an encoder made")
+    masks = _Finding(Role.CONSTANT, "graph: a mask as long as an encoder's output")
     return [
         masks if f.role is Role.MASK and not f.by_user and len(shape) == 2 and shape[1] in lengths else f
         for shape, f in pairs
@@ -155,7 +160,7 @@ def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list
 
 
 def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern | None:
-    """The pattern that a name matches.
+    """Return the pattern that matches a name; None if no pattern does.
 
     Raises:
         OptionError: patterns of several roles match.
@@ -164,8 +169,9 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
     for other in rules[1:]:
         if other.role is not rules[0].role:
             raise OptionError(
-                f"{rules[0].source}, {other.source}: '{name}' matches '{rules[0].regex.pattern}' of role "
-                f"'{rules[0].role.value}' and '{other.regex.pattern}' of role '{other.role.value}'; narrow one of them"
+                f"{rules[0].source}, {other.source}: '{name}' matches both '{rules[0].regex.pattern}' of the role "
+                f"'{rules[0].role.value}' and '{other.regex.pattern}' of the role '{other.role.value}'; use a narrower "
+                "pattern for one of them"
             )
     return rules[0] if rules else None
 
@@ -173,7 +179,7 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
-    """Keep one tensor for a role that only one can have: the user's choice, else a shipped pattern's."""
+    """For a role that only one tensor can have, keep the user's choice, or else that of a shipped pattern."""
     settled = list(findings)
     for role in _SINGLE:
         claims = [i for i, finding in enumerate(findings) if finding.role is role]
@@ -185,15 +191,17 @@ def _settle_single_roles(
         if len(chosen) != 1:
             names = [f"'{tensors[i][0].name}' ({findings[i].found_by})" for i in claims]
             raise AmbiguousRoleError(
-                f"the role '{role.value}' is claimed by {_list(names)}; say which has it with --config, "
-                f"a YAML file such as: {example({role: [tensors[claims[0]][0].name]})}"
+                f"several tensors could have the role '{role.value}': {_list(names)}; give the right one with "
+                f"--config, a YAML file such as: {example({role: [tensors[claims[0]][0].name]})}"
             )
         for i in set(claims) - set(chosen):
             named = shipped[i]
-            settled[i] = (  # such as positions that index a table with as many rows as there are tokens
+            settled[i] = (  # for example positions, whose table has as many rows as there are token ids
                 _Finding(named.role, f"config: {named.source}")
                 if named and named.role is not role
-                else _Finding(Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' is {role.value}")
+                else _Finding(
+                    Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' has the role {role.value}"
+                )
             )
     return settled
 

@@ -27,22 +27,22 @@ _AXES = {"encoder": "?", "keys": "?"}
 
 
 class Interface:
-    """The inputs and outputs of a model as exported.
+    """The inputs and outputs of an exported model.
 
     Attributes:
-        tokens: name of the input that brings the new tokens.
+        tokens: name of the input for the new tokens.
         roles: the roles of all inputs and outputs, from `find_roles`.
         tensors: all inputs and outputs as `OriginalTensor`.
-        states: the model's state that is no cache.
+        states: the states of the model, which are no caches.
 
     Args:
         model: a model without functions, with inferred shapes.
-        updates: its caches.
-        config: path of the user's name patterns.
-        states: its state that is no cache.
+        updates: the caches of the model.
+        config: path of a file with name patterns of the user.
+        states: the states of the model, which are no caches.
 
     Raises:
-        UnsupportedModelError: no input brings new tokens.
+        UnsupportedModelError: no input is known to hold the new tokens.
         AmbiguousRoleError, OptionError: see `find_roles`.
     """
 
@@ -78,18 +78,23 @@ class Interface:
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
             if original is OriginalRole.POSITIONS and role.role is Role.OTHER:
                 self._inputs[role.name] = replace(
-                    role, role=Role.POSITIONS, found_by="graph: queries see the keys up to these", axes=tuple(axes)
+                    role,
+                    role=Role.POSITIONS,
+                    found_by="graph: queries see the keys up to these positions",
+                    axes=tuple(axes),
                 )
         self.tensors = tuple(tensors)
         self.roles = (*self._inputs.values(), *(r for r in self.roles if r.io == "output"))
         self.inputs = {t.name: t for t in tensors if t.io == "input"}
 
     def of(self, *roles: OriginalRole) -> list[OriginalTensor]:
-        """The inputs with one of these roles."""
+        """Return the inputs with one of these roles."""
         return [t for t in self.inputs.values() if t.role in roles]
 
     def fixed_capacity(self, asked: int | None) -> int | None:
-        """The capacity of fixed caches, or of shifted caches if all caches are shifted; None: the caller chooses it.
+        """Return the capacity that the model fixes (of shifted caches only if all are shifted).
+
+        None: the caller chooses it.
 
         Raises:
             OptionError: `asked` contradicts the model.
@@ -109,7 +114,7 @@ class Interface:
         return max(fixed, default=None)
 
     def _embeddings(self) -> str:
-        """The only input that may hold embeddings of the new tokens."""
+        """Return the only input that may hold embeddings of the new tokens."""
         inputs = [r for r in self.roles if r.io == "input"]
         others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
         names = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
@@ -117,7 +122,7 @@ class Interface:
             _check_ids(role)
         if len(names) != 1:
             raise UnsupportedModelError(
-                f"nothing says which input brings the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
+                f"cannot tell which input holds the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
                 "it with --config, a YAML file such as: roles: {tokens: input_ids}"
             )
         return names[0]
@@ -139,14 +144,15 @@ class Interface:
             return OriginalRole.CONSTANT if role.dtype in _FLOATS or len(shape) == 4 else OriginalRole.OTHER
         if role.role is Role.MASK:
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
-        by_step = "sequence" in axes  # each step brings new numbers, such as hidden states for a draft model
+        by_step = "sequence" in axes  # each step has new numbers, such as hidden states for a draft model
         return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
 
     def _check_names(self) -> None:
-        """Refuse inputs that look like positions or masks, but have neither a known name nor a role in the graph.
+        """Refuse inputs that look like positions or masks, but whose role neither a name nor the graph shows.
 
         Raises:
-            AmbiguousRoleError: the message suggests a config with roles guessed from shapes.
+            AmbiguousRoleError: there are such inputs. The message suggests a config with roles that are guessed from
+                shapes.
         """
         tokens = self._inputs[self.tokens]
         suggested: dict[Role, list[str]] = {}
@@ -162,14 +168,14 @@ class Interface:
         if suggested:
             names = [name for found in suggested.values() for name in found]
             raise AmbiguousRoleError(
-                f"nothing says what the model's {', '.join(map(repr, names))} "
-                f"{'is' if len(names) == 1 else 'are'}; supported are names as exporters give them, and --config, a "
-                f"YAML file: write it, and correct what is wrong there: "
+                f"cannot tell the role of the {'input' if len(names) == 1 else 'inputs'} "
+                f"{', '.join(map(repr, names))}: the names are not those of known exporters. Give the roles with "
+                "--config. A YAML file with guessed roles, which you must check: "
                 f"{example({Role.TOKENS: [self.tokens], **suggested})}"
             )
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
-        """Meanings of the axes, in the words of `OriginalTensor`."""
+        """Return the meanings of the axes, as in `OriginalTensor`."""
         fixed = any(not f.growing for f in self._updates.values())
         axes = [
             "" if isinstance(d, int) and a in ("?", *_AXES) else _AXES.get(a, a)
@@ -197,21 +203,21 @@ class Interface:
 
 
 def _check_ids(role: TensorRole) -> None:
-    """Refuse token ids with several ids for each token, if the tokens are on the last axis."""
+    """Refuse an input with several ids for each token, if the tokens are on the last axis."""
     match role.shape:
         case (_, int() as count, str()) if role.dtype in _INTEGERS and role.role in (Role.TOKENS, Role.OTHER):
             raise UnsupportedModelError(
-                f"input '{role.name}' {list(role.shape)} brings {count} ids for each new token, as audio codebooks do; "
-                f"supported are the tokens of a step on axis 1: export it as [B, S, {count}], or export the model from "
-                "the sum of their embeddings on, [B, S, D]"
+                f"input '{role.name}' {list(role.shape)} has {count} ids for each new token, as for audio codebooks; "
+                f"the tokens of a step must be on axis 1: export it as [B, S, {count}], or export the model with the "
+                "sum of the embeddings as input, [B, S, D]"
             )
 
 
-PASSED_ON = "an input unchanged"
+PASSED_ON = "an unchanged input"
 _WHY = {
     OriginalRole.PADDING_MASK: "masks follow from write_indices and nonpad_kv_seqlen; do not pad on the left",
-    OriginalRole.PAST_LENGTH: "write_indices says, per sequence, how many tokens the cache holds",
-    OriginalRole.POSITIONS: "new tokens are at write_indices, write_indices + 1, ...",
+    OriginalRole.PAST_LENGTH: "write_indices gives the number of tokens in the cache, for each sequence",
+    OriginalRole.POSITIONS: "new tokens have the positions write_indices, write_indices + 1, ...",
     OriginalRole.MASK: "masks follow from write_indices and nonpad_kv_seqlen",
 }
 _ADDED = {
@@ -224,7 +230,7 @@ _SIZES = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacit
 def find_changes(
     exported: Sequence[OriginalTensor], model: onnx.ModelProto, counts: set[str], copies: set[str]
 ) -> tuple[InterfaceChange, ...]:
-    """Compare the interface of a model as exported with that of its canonical form.
+    """Return the differences between the interfaces of an exported model and its canonical form.
 
     Args:
         exported: inputs and outputs of the exported model.
@@ -239,7 +245,7 @@ def find_changes(
         for tensor in (t for t in exported if t.io == io):
             old = _text(tensor.name, _dims(tensor))
             if tensor.name not in current:
-                why = _WHY.get(tensor.role, "nothing reads it")
+                why = _WHY.get(tensor.role, "no node reads it")
                 why = PASSED_ON if tensor.name in copies else why
                 why = "the caller counts tokens itself" if tensor.name in counts else why
                 changes.append(InterfaceChange(io, old, "", why))
@@ -259,7 +265,7 @@ def find_changes(
 
 
 def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
-    """The sizes of an exported tensor; symbols get the name of their meaning."""
+    """Return the sizes of an exported tensor. Symbols are replaced by the names of their meanings."""
     is_present = tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE
     names = {**_SIZES, "past": "P + S"} if is_present else _SIZES
     return [d if isinstance(d, int) else names.get(a, d) for a, d in zip(tensor.axes, tensor.shape, strict=True)]

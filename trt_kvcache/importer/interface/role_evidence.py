@@ -1,9 +1,8 @@
-"""Find roles of graph inputs and outputs from the graph, without their names, and name their axes.
+"""Find the roles of inputs and outputs from the graph alone, not from names; and name their axes.
 
-The input that looks up the embedding table holds the tokens. If an operand of a cache update or an Attention comes
-unchanged from an input, the operand's meaning is the role of that input. Axes are the batch, the tokens of the step,
-keys and so on. Positions of text and image models (M-RoPE) have several planes per token, such as time, height and
-width.
+The input that looks up the embedding table holds the tokens. If an operand of a cache update or an Attention is an
+unchanged input, the input has the role of this operand. Axes are the batch, the tokens of the step, keys and so on.
+Positions of text and image models (M-RoPE) have several planes per token, such as time, height and width.
 """
 
 from __future__ import annotations
@@ -37,11 +36,12 @@ class Known:
     """Names of caches and states, known before the search for roles.
 
     Attributes:
-        caches: past -> present: names of graph inputs and outputs.
-        states: past -> present of state that is no cache: names of graph inputs and outputs.
-        write_indices: names of tensors used as TensorScatter's write indices.
+        caches: maps the name of a past (graph input) to that of its present (graph output).
+        states: the same for states, which are no caches.
+        write_indices: names of tensors that are write indices of TensorScatter.
         update_lengths: names of cumulative lengths ``[B + 1]`` of packed updates.
-        updates: name of a tensor that is written into a cache -> meaning of each axis, as in `TensorRole.axes`.
+        updates: maps the name of a tensor that is written into a cache to the meaning of each axis, as in
+            `TensorRole.axes`.
     """
 
     caches: dict[str, str]
@@ -53,7 +53,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Fact:
-    """A role that the graph gives to an input or output.
+    """A role of an input or output that the graph shows.
 
     Attributes:
         certain: True if the fact overrides shipped name patterns.
@@ -69,7 +69,7 @@ _BOUNDS = {"Mod", "Min", "Max"}
 
 
 class GraphIndex:
-    """Index of a model's graph for repeated lookups; includes nodes in bodies of control flow."""
+    """Index of a model's graph for fast lookups. It includes nodes in bodies of control flow."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -82,17 +82,17 @@ class GraphIndex:
         self.producers = {name: node for node in self.nodes for name in node.output if name}
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of a tensor; None if unknown."""
+        """Return the shape of a tensor; None if unknown."""
         if name in self.constants:
             return tuple(int(dim) for dim in self.constants[name].dims)
         return shape_of(self.infos.get(name))
 
     def elem_type(self, name: str) -> int:
-        """The element type; ``UNDEFINED`` if unknown."""
+        """Return the element type of a tensor; ``UNDEFINED`` if unknown."""
         return int(self.constants[name].data_type) if name in self.constants else elem_type_of(self.infos.get(name))
 
     def weight(self, name: str) -> str | None:
-        """The initializer that a tensor is a reordered, cast or dequantized copy of; else None."""
+        """If a tensor is a reordered, cast or dequantized copy of an initializer, return the initializer; else None."""
         while name not in self.constants:
             node = self.producers.get(name)
             if node is None or node.op_type not in {*_PRESERVING, "DequantizeLinear"} or not node.input:
@@ -101,7 +101,7 @@ class GraphIndex:
         return name
 
     def source(self, name: str) -> str | None:
-        """The graph input that a tensor equals, except for shape, type and bounds; else None."""
+        """If a tensor is a graph input, except for shape, type and bounds, return the input; else None."""
         while name not in self.inputs:
             node = self.producers.get(name)
             if node is None:
@@ -116,7 +116,7 @@ class GraphIndex:
         return name
 
     def reached(self, names: set[str]) -> set[str]:
-        """These tensors, and all tensors computed from their numbers, in a sorted graph."""
+        """Return these tensors, and all tensors that are computed from their numbers. The graph must be sorted."""
         found = set(names)
         for node in self.nodes:
             if node.op_type not in ("Shape", "Size") and not found.isdisjoint(names_read(node)):
@@ -125,7 +125,10 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """Roles that the graph shows, by name of the input or output. Caches and states are left out."""
+    """Return the roles that the graph shows; maps names of inputs and outputs to facts.
+
+    Caches and states are omitted.
+    """
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)
@@ -143,13 +146,14 @@ def _named_by_operators(index: GraphIndex, known: Known) -> Iterator[tuple[str, 
         yield tensor, Fact(Role.UPDATE_LENGTHS, "lengths of a packed update")
     held = index.reached({*known.caches, *known.caches.values()})
     for node in index.nodes:
-        if is_op(node, "Attention") and (not known.caches or node.input[1] in held):  # others may be cross-attention
+        # without this condition, it may be cross-attention
+        if is_op(node, "Attention") and (not known.caches or node.input[1] in held):
             yield from ((t, Fact(Role.VALID_LENGTHS, "nonpad_kv_seqlen of Attention")) for t in node.input[6:7])
             yield from ((t, Fact(Role.MASK, "attn_mask of Attention", certain=False)) for t in node.input[3:4])
 
 
 def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
-    """Find the tokens: the input that indexes a table with one row for each logit; else, the widest table."""
+    """Find the tokens: the input that indexes a table with one row for each logit, or else the widest table."""
     presents = set(known.caches.values())
     outputs = {n: index.shape(n) or () for n in index.outputs if n not in presents and index.elem_type(n) in FLOATS}
     tables = []
@@ -165,12 +169,12 @@ def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
         yield tensor, Fact(Role.TOKENS, f"index into the embedding table {list(shape)}", certain=bool(wide))
         for name, width in outputs.items():
             if width[-1:] == shape[:1]:
-                reason = f"as wide as the embedding table {list(shape)} has rows"
+                reason = f"its width is the number of rows of the embedding table {list(shape)}"
                 yield name, Fact(Role.LOGITS, reason, certain=False)
 
 
 def fits(index: GraphIndex, name: str, role: Role) -> bool:
-    """True if the tensor's dtype and rank allow the role."""
+    """True if the dtype and the rank of a tensor allow the role."""
     shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
         return False
@@ -190,10 +194,11 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh
 
 
 def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:
-    """Fill in `TensorRole.axes`, also for fixed sizes.
+    """Return roles with `TensorRole.axes` filled in, even for fixed sizes.
 
-    A symbol has the same meaning everywhere in the model. A tensor whose role implies a layout gives its symbols their
-    meanings. The layout also names axes of fixed sizes.
+    A symbol has the same meaning everywhere in the model. If the role of a tensor implies a layout, the layout gives
+    its
+        symbols their meanings. The layout also names axes of fixed size.
 
     Raises:
         UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
@@ -210,7 +215,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 
     layouts = [_layout(role, index, known, {}, batches) for role in roles]
     order = (Role.CACHE, Role.UPDATE_LENGTHS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS)
-    for io, wanted in product(("input", "output"), order):  # outputs may hold new rows, in another layout
+    for io, wanted in product(("input", "output"), order):  # outputs may hold only new rows, in another layout
         for role, layout in zip(roles, layouts, strict=True):
             if (role.io, role.role) == (io, wanted):
                 learn(role.shape, layout)
@@ -236,7 +241,7 @@ def open_axes(role: TensorRole) -> TensorRole:
 
 
 def _check_order(role: TensorRole) -> None:
-    """Refuse positions and masks whose axes have an order that steps cannot fill.
+    """Refuse positions and masks whose axes have an unsupported order.
 
     Raises:
         UnsupportedModelError: there is such a tensor; the message names it.
@@ -246,21 +251,21 @@ def _check_order(role: TensorRole) -> None:
         rows, last = axes[:-1], axes[-1]
         known = last in ("", "sequence", "tokens") and rows.count("batch") < 2 and {*rows} <= {"", _UNKNOWN, "batch"}
         wrong = "" if known and len(axes) < 4 else "[length], [batch, length] and [planes, batch, length]"
-    elif role.role is Role.MASK:  # refuses the batch after the first axis, and tokens on another axis than queries
+    elif role.role is Role.MASK:  # the batch must be the first axis, and tokens only the axis of queries
         known = "batch" not in axes[1:] and "sequence" not in axes[:-2]
-        wrong = "" if known else "[batch, heads, length, keys], and fewer of these in this order"
+        wrong = "" if known else "[batch, heads, length, keys], or some of these axes in this order"
     else:
         return
     if wrong:
         shown = ", ".join(axis or "fixed" for axis in axes)
         raise UnsupportedModelError(
-            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {shown}; supported are {wrong}: export "
-            "it so"
+            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {shown}; the axes must be {wrong}: "
+            "export the model this way"
         )
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
-    """Correct the shape of logits: models may declare one token, or a new symbol, and compute all tokens."""
+    """Correct the shape of logits: models may declare one token, or a new symbol, but compute all tokens."""
     tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
     if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3:
         return role
@@ -274,12 +279,12 @@ def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: Graph
 
 
 def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
-    """True if the embeddings of all tokens reach the logits along their own axis.
+    """True if the logits have an axis for all tokens, along which the embeddings of the tokens reach them.
 
     Exporters that trace one decode step may declare ``[batch, 1, vocab]``, or a new symbol, for logits that the graph
-    computes as ``[batch, S, vocab]``. The graph shows it: element-wise operators, norms and products with weights keep
-    the sequence axis. Along the residual stream they lead from the token embeddings to the logits, unless an operator
-    picks a single token on the way.
+        computes as ``[batch, S, vocab]``. The graph shows the truth: element-wise operators, norms and products with
+        weights keep the sequence axis. Along the residual stream they lead from the token embeddings to the logits,
+        except if an operator picks a single token on the way.
 
     Args:
         index: index of the model's graph.
@@ -297,7 +302,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
             continue
         seen.add((name, axis))
         if is_op(node, "Gather") and index.weight(node.input[0]):
-            ids = index.source(node.input[1])  # sees through reshapes, which exporters add
+            ids = index.source(node.input[1])  # exporters add Reshapes in between
             if ids == tokens and len(index.shape(name) or ()) == 3 and axis == 1:
                 return True
         if any(is_op(node, op) for op in _ELEMENTWISE):
@@ -317,7 +322,7 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
 def _layout(
     role: TensorRole, index: GraphIndex, known: Known, symbols: dict[str, str], batches: Collection[Dim]
 ) -> list[str]:
-    """The meaning of each axis of a tensor by its role; ``"?"`` if unknown."""
+    """Return the meaning of each axis of a tensor, from its role; ``"?"`` if unknown."""
     rank = len(role.shape)
     packed = bool(known.update_lengths)
     first = symbols.get(str(role.shape[0])) if rank else None
@@ -332,13 +337,13 @@ def _layout(
             axes = ["batch", *["encoder"] * (rank - 1)]
         case Role.UPDATE_LENGTHS:
             axes = ["batch+1"]
-        case Role.LOGITS:  # logits of all tokens of the step, or of the last one: only a symbol tells
+        case Role.LOGITS:  # logits of all tokens of the step or only of the last one; only a symbol shows which
             axes = [first or ("tokens" if packed and rank == 2 else "batch")]
         case Role.POSITIONS if rank == 3:
             axes = list(axes_of_planes(role.name, role.shape, batches))
         case Role.TOKENS | Role.POSITIONS:
             axes = [row] if (rank if "int" in role.dtype else rank - 1) == 1 else ["batch", "sequence"]
-        case Role.MASK if rank == 2:  # Attention aligns masks right; others start with B
+        case Role.MASK if rank == 2:  # Attention aligns masks to the right; other masks start with B
             is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.nodes)
             axes = [first or ("sequence" if is_own else "batch"), "keys"]
         case Role.MASK if rank == 1:
@@ -355,15 +360,15 @@ Array = npt.NDArray[Any]
 
 
 def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) -> tuple[str, str, str]:
-    """The axes of positions of rank 3: ``[K, B, S]``, or ``[B, K, S]``.
+    """Return the axes of positions of rank 3: ``[K, B, S]``, or ``[B, K, S]``.
 
     Args:
         name: name of the input of positions.
-        shape: its shape.
+        shape: the shape of this input.
         batches: symbols and numbers that mean the batch.
 
     Raises:
-        UnsupportedModelError: the shape does not say which axis is which.
+        UnsupportedModelError: the shape does not show which axis is the batch.
     """
     fits = [axis for axis in (0, 1) if shape[axis] in batches and shape[axis] != "?"]
     fits = fits or [axis for axis in (0, 1) if isinstance(shape[1 - axis], int)]
@@ -371,9 +376,9 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
         fits = [axis for axis in fits if shape[axis] == 1][-1:]
     if not fits:
         raise UnsupportedModelError(
-            f"the positions '{name}' {list(shape)} have several planes, and the shape does not say which of its axes "
-            "is the batch; supported are [planes, batch, length] and [batch, planes, length]: export with a dynamic "
-            "batch of the same name as that of the tokens"
+            f"the positions '{name}' {list(shape)} have several planes, but the shape does not show which axis is the "
+            "batch; it must be [planes, batch, length] or [batch, planes, length]: export with a dynamic batch that "
+            "has the same name as the batch of the tokens"
         )
     plane = shape[1 - fits[0]]
     other = "" if isinstance(plane, int) else "?"
@@ -381,14 +386,15 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
 
 
 def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Arrange positions for a model's input, for proofs and verification.
+    """Arrange positions for an input of a model, for proofs and verification.
 
-    With several planes, the first one holds the tokens' positions, and the other planes hold different numbers. So
-    results are also valid for image tokens, whose planes differ.
+    With several planes, the first plane has the positions of the tokens, and the other planes have other numbers. So
+    the
+        results also hold for image tokens, whose planes differ.
 
     Args:
         rows: int64 ``[B, S]``.
-        shape: shape of the model's input; an input with a batch of 1 gets the first row.
+        shape: shape of the model's input. An input with a batch of 1 gets the first row.
         axes: meaning of each axis of the shape.
     """
     batch = axes.index("batch") if "batch" in axes else None

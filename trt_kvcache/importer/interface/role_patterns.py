@@ -1,7 +1,7 @@
-"""Name patterns for roles, from YAML: the shipped ones in ``configs/``, and the user's own (``--config``).
+"""Read name patterns for roles from YAML: those in ``configs/``, and those of the user (``--config``).
 
-A file looks like this. Every pattern is a regular expression of RE2, which needs time linear in the name's length. A
-pattern must match the whole name::
+An example of a file follows. Every pattern is a regular expression of RE2, which matches in time linear in the length
+of a name. A pattern must match the whole name::
 
     roles:
       tokens: input_ids
@@ -30,7 +30,7 @@ from trt_kvcache.resources import resource_dir
 
 _FROM_GRAPH = (Role.CACHE, Role.SPAN, Role.STATE, Role.ADAPTER, Role.ADAPTER_WEIGHTS)
 NAMED_ROLES = tuple(role for role in Role if role not in _FROM_GRAPH)
-"""The roles that a pattern can give. `Role.OTHER` says that a tensor has no role, whatever the graph suggests."""
+"""The roles that a pattern can give. `Role.OTHER` means that a tensor has no role, whatever the graph shows."""
 
 _QUIET = re2.Options()
 _QUIET.log_errors = False
@@ -49,13 +49,13 @@ class NamePattern:
     source: str
 
     def matches(self, name: str, io: str) -> bool:
-        """True if the pattern applies to the graph input or output of this name."""
+        """True if the pattern applies to the graph input or output with this name."""
         fits_io = self.role is Role.OTHER or (io == "output") == (self.role is Role.LOGITS)
         return fits_io and self.regex.fullmatch(name) is not None
 
 
 def example(names: Mapping[Role, Sequence[str]]) -> str:
-    """Write a config, on one line, that gives roles to tensors of these names."""
+    """Return a config, on one line, that gives these roles to tensors with these names."""
 
     def pattern(name: str) -> str:
         plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None and yaml.safe_load(name) == name
@@ -69,48 +69,50 @@ def example(names: Mapping[Role, Sequence[str]]) -> str:
 
 @cache
 def shipped_patterns() -> tuple[NamePattern, ...]:
-    """The patterns of all files in ``configs/``."""
+    """Return the patterns of all files in ``configs/``."""
     files = sorted(resource_dir("configs").glob("*.yaml"))
     return tuple(pattern for file in files for pattern in load_patterns(file))
 
 
 def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
-    """Read one file.
+    """Read the patterns of one file.
 
     Raises:
-        OptionError: the file is missing, not YAML, or not of the form in this module's docstring.
+        OptionError: the file is missing, is not YAML, or has another form than the module's docstring describes.
     """
     path = Path(path)
     try:
         content = yaml.safe_load(read_file(path, 1 << 20).decode())
     except OSError as error:
         raise OptionError(f"{path}: the role config cannot be read ({error.strerror}); give a YAML file") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: such as an impossible date
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: for example an impossible date
         raise OptionError(f"{path}: the role config is not YAML: {' '.join(str(error).split())}") from None
     roles = content.get("roles") if isinstance(content, dict) else None
     if not isinstance(roles, dict) or set(content) - {"roles"}:
         shown = example({Role.TOKENS: ["input_ids"]})
-        raise OptionError(f"{path}: a role config is one mapping under the key 'roles', such as: {shown}")
+        raise OptionError(f"{path}: a role config must be one mapping under the key 'roles', such as: {shown}")
     return tuple(pattern for key, value in roles.items() for pattern in _patterns(key, value, path))
 
 
 def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
-    """The patterns of one role."""
+    """Return the patterns of one role."""
     if key not in [role.value for role in NAMED_ROLES]:
         in_graph = key in (Role.CACHE.value, Role.STATE.value)
-        what = f"{key}s are found in the graph, not by name" if in_graph else "there is no such role"
+        what = f"the graph shows each {key}, so names cannot" if in_graph else "there is no such role"
         known = ", ".join(role.value for role in NAMED_ROLES)
-        raise OptionError(f"{path}: role '{key}': {what}; known are {known}")
+        raise OptionError(f"{path}: role '{key}': {what}; a pattern can give the roles {known}")
     texts = value if isinstance(value, list) else [value]
     patterns = []
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise OptionError(f"{path}: role '{key}' has the pattern {text!r}; give a name or a list of names, as text")
+            raise OptionError(
+                f"{path}: role '{key}' has the pattern {text!r}; a pattern must be a string or a list of strings"
+            )
         try:
             patterns.append(NamePattern(Role(key), re2.compile(text, _QUIET), path.name))
         except (re2.error, UnicodeEncodeError) as error:
             said = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else error
             raise OptionError(
-                f"{path}: role '{key}' has '{text}', which is no regular expression of RE2: {said}"
+                f"{path}: role '{key}' has '{text}', which is not a regular expression of RE2: {said}"
             ) from None
     return patterns

@@ -1,21 +1,21 @@
-"""Replace operators that ONNX Runtime fuses with function bodies: standard operators of opset 23.
+"""Replace fused operators of ONNX Runtime with function bodies that consist of standard operators of opset 23.
 
 `_OPERATORS` names the inputs and outputs of each operator, and the function that writes its body (a text, see `body`).
-This happens before recognition, so that later stations need to know only ONNX's operators.
+The importer does this before recognition, so later stations need to know only ONNX's operators.
 
-Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. Its float16 kernels keep sums
-before a normalization, and Gelu, in float32: the difference is one unit in the last place of float16.
+Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. ONNX Runtime's float16 kernels
+compute Gelu, and sums before a normalization, in float32: the difference is one unit in the last place of float16.
 
 Operators of other domains, and other operators of ONNX Runtime, stay unchanged. Semantics:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
 This module has the bodies of normalizations, activations, products, convolutions and rotary embeddings. If a rotary
-embedding gets a single position, this is the position of the first token. With three planes of positions (M-RoPE: time,
-height, width), each column of the cos and sin tables belongs to one plane, and is looked up at the position of this
-plane. Measured: ONNX Runtime gives the same bits in float32 and float16.
+embedding gets a single position, it is the position of the first token. With three planes of positions (M-RoPE: time,
+height, width), each column of the cos and sin tables belongs to one plane, and the position of this plane selects its
+row. Measured: ONNX Runtime gives the same bits in float32 and float16.
 
-TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and no num_heads. So the body states the
-number of heads, which ONNX Runtime derives from the width of the tables.
+TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and without num_heads. So the body states
+num_heads. ONNX Runtime derives it from the width of the tables.
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ def embed_layer_norm(call: Call) -> str:
     """Layer normalization of the sum of token, position and segment embeddings."""
     if call.has("mask") or call.is_read("lengths") or not call.has("places"):
         call.refuse(
-            f"has {'a mask' if call.has('places') else 'no position_ids'}; supported are token ids, position_ids and "
-            "segments, without a mask",
-            "leave embeddings out of the optimization (FusionOptions.enable_embed_layer_norm = False)",
+            f"has {'a mask' if call.has('places') else 'no position_ids'}; the importer supports token ids, "
+            "position_ids "
+            "and segments, without a mask",
+            "do not fuse embeddings when you optimize the model (FusionOptions.enable_embed_layer_norm = False)",
         )
     return f"""
         sum = Gather (words, ids)
@@ -74,10 +75,13 @@ def embed_layer_norm(call: Call) -> str:
 
 
 def _refuse_statistics(call: Call, *outputs: str) -> None:
-    """Refuse a node whose mean or deviation is read, which only training does."""
+    """Refuse a node whose mean or deviation is read by another node. Only training needs these outputs."""
     read = [name for name in outputs if call.is_read(name)]
     if read:
-        call.refuse(f"gives '{read[0]}' to a reader; supported is the normalized result", "export for inference")
+        call.refuse(
+            f"has the output '{read[0]}', which another node reads; only the normalized result may be read",
+            "export the model for inference",
+        )
 
 
 _ACTIVATIONS: dict[str, dict[str, str]] = {
@@ -105,7 +109,7 @@ def quick_gelu(call: Call) -> str:
 
 
 def fused_matmul(call: Call) -> str:
-    """``alpha * A @ B``; attributes may ask to transpose A or B first."""
+    """``alpha * A @ B``. Attributes may say that A or B is transposed first."""
     return f"""
         {_transposed(call, "a", "A")}
         {_transposed(call, "b", "B")}
@@ -120,9 +124,10 @@ def fused_gemm(call: Call) -> str:
     settings = {name for name in call.attributes if name.startswith("activation_")}
     if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
         call.refuse(
-            f"has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; supported are "
+            f"has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; the importer "
+            "supports "
             f"{', '.join(_ACTIVATIONS)}",
-            "save the model with basic optimization",
+            "save the model with basic optimization only",
         )
     known = [f"{name} = {call.number(name, 1.0)}" for name in ("alpha", "beta")]
     known += [f"{name} = {call.integer(name)}" for name in ("transA", "transB")]
@@ -144,9 +149,10 @@ def causal_conv_with_state(call: Call) -> str:
     if not (plain and call.has("past") and isinstance(channels, int) and isinstance(width, int) and width > 1):
         call.refuse(
             f"has a weight {list(shape)}, the activation '{activation}' and {'a' if call.has('past') else 'no'} past; "
-            "supported is one axis of time, a fixed weight [channels, 1, k] of k > 1, a past, no state_window, and an "
-            f"activation of {', '.join(_GATES)}",
-            "export the convolution unfused",
+            "the importer supports one axis of time, a fixed weight [channels, 1, k] with k > 1, a past, no "
+            "state_window, "
+            f"and one of the activations {', '.join(_GATES)}",
+            "export the convolution without fusion",
         )
     gated = activation != "none"
     return f"""
@@ -159,7 +165,7 @@ def causal_conv_with_state(call: Call) -> str:
 
 
 def scaled(result: str, name: str, factor: float) -> str:
-    """Lines of a body for ``result = name * factor``."""
+    """Return lines of a body for ``result = name * factor``."""
     if factor == 1:
         return f"{result} = Identity ({name})"
     return f"""
@@ -169,9 +175,10 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """Lines that transpose an operand as the attributes of FusedMatMul ask.
+    """Return lines that transpose an operand as the attributes of FusedMatMul say.
 
-    They may swap the last two axes, and move the first batch axis after the others. Vectors stay unchanged (measured).
+    The attributes may swap the last two axes, and move the first axis after the other batch axes. Vectors stay
+    unchanged (measured).
     """
     swap, batch = call.integer(f"trans{letter}"), call.integer(f"transBatch{letter}")
     if not swap and not batch:
@@ -215,12 +222,15 @@ def mrotary_embedding(call: Call) -> str:
     layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)
     if len(sections) != _PLANES or min(sections) < 0 or layout not in (0, 1) or positions[0] != _PLANES:
         call.refuse(
-            f"has mrope_section={sections}, mrope_layout={layout} and positions {list(positions)}; supported are "
+            f"has mrope_section={sections}, mrope_layout={layout} and positions {list(positions)}; the importer "
+            "supports "
             "sections of three planes, one after the other (layout 0) or interleaved (layout 1)",
             AGAIN,
         )
     if sum(sections) != call.width("cos"):
-        call.refuse(f"has sections of {sum(sections)} columns, and caches of {call.width('cos')}", AGAIN)
+        call.refuse(
+            f"has sections of {sum(sections)} columns, but cos and sin caches of {call.width('cos')} columns", AGAIN
+        )
     owners = np.repeat(np.arange(_PLANES), sections)
     if layout == 1:
         owners = np.zeros(sum(sections), np.int64)
@@ -236,7 +246,7 @@ def mrotary_embedding(call: Call) -> str:
 
 
 def _attributes(call: Call, x: Sequence[int | str]) -> str:
-    """The attributes of ONNX's RotaryEmbedding.
+    """Return the attributes of ONNX's RotaryEmbedding.
 
     Args:
         call: the node; its input `cos` has a known shape.
@@ -244,11 +254,14 @@ def _attributes(call: Call, x: Sequence[int | str]) -> str:
     """
     part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
     stated = f"interleaved = {call.integer('interleaved')}"
-    if len(x) == 4:  # 4-D inputs have no num_heads, and a part as large as the head needs no attribute
+    if len(x) == 4:  # 4-D inputs need no num_heads; rotating whole heads needs no attribute
         return stated if part in (0, x[-1]) else f"{stated}, rotary_embedding_dim = {part}"
     if not heads:
         if not isinstance(x[-1], int) or width < 1 or x[-1] % width:
-            raise InvalidModelError(f"{call.label()} rotates {x[-1]} values by caches for heads of {width}")
+            raise InvalidModelError(
+                f"{call.label()} rotates rows of {x[-1]} values, which is no multiple of the head size {width} of "
+                "its cos and sin caches"
+            )
         heads = x[-1] // width
     return f"{stated}, rotary_embedding_dim = {part}, num_heads = {heads}"
 
@@ -266,15 +279,15 @@ def _by_plane(table: str) -> str:
 
 def _check(call: Call) -> None:
     if call.integer("is_packed_batching"):
-        call.refuse("has is_packed_batching=1; supported is one row per sequence", AGAIN)
+        call.refuse("has is_packed_batching=1; the importer supports only one row per sequence", AGAIN)
     if call.number("scale", 1.0) != 1:
         call.refuse(
-            f"has scale={call.number('scale')}, which ONNX Runtime's own kernel ignores; supported is 1",
+            f"has scale={call.number('scale')}, which ONNX Runtime's own kernel ignores; the importer supports only 1",
             "fold the scale into the cos and sin caches",
         )
     shape = call.shape("x")
     if shape is not None and len(shape) not in (3, 4):
-        call.refuse(f"rotates '{call.name('x')}' {list(shape)}; supported are ranks 3 and 4", SHAPES)
+        call.refuse(f"rotates '{call.name('x')}' {list(shape)}; the importer supports ranks 3 and 4", SHAPES)
 
 
 __all__ = ["lower"]
@@ -320,19 +333,21 @@ _OF_ONNX: dict[str, tuple[str, Writer]] = {
     _NORM: _OPERATORS[_NORM],
 }  # fmt: skip
 
-_CACHES = "supported are GroupQueryAttention and MultiHeadAttention: export or optimize the model for these"
+_CACHES = (
+    "the importer supports GroupQueryAttention and MultiHeadAttention: export or optimize the model for one of these"
+)
 _WEIGHTS = (
-    "computes on quantized weights in ONNX Runtime's own format, which TensorRT has no operator for; supported are "
-    "float weights, MatMulNBits and DequantizeLinear: export unquantized"
+    "computes with quantized weights in a format of ONNX Runtime that TensorRT does not have; the importer supports "
+    "float weights, MatMulNBits and DequantizeLinear: export the model without this quantization"
 )
 _REFUSED = {
     "MatMulBnb4": _WEIGHTS,
     "MatMulInteger16": _WEIGHTS,
     "DecoderMaskedMultiHeadAttention": f"keeps its keys in one shared, reordered buffer; {_CACHES}",
     "DecoderMaskedSelfAttention": f"keeps its keys in one shared, reordered buffer; {_CACHES}",
-    "PackedMultiHeadAttention": f"packs the sequences of a batch into one; {_CACHES}",
+    "PackedMultiHeadAttention": f"packs all sequences of a batch into one; {_CACHES}",
     "PagedAttention": f"keeps its cache in pages; {_CACHES}",
-    "SparseAttention": f"attends blocks of its cache; {_CACHES}",
+    "SparseAttention": f"attends only to some blocks of its cache; {_CACHES}",
 }
 
 
@@ -343,7 +358,7 @@ def lower(model: ModelProto) -> ModelProto:
         model: a model without functions, of opset 23 or later, with inferred shapes. It is changed.
 
     Returns:
-        A model with inferred shapes, also inside the bodies; the same object if no operator has a body.
+        A model with inferred shapes, also for tensors of the bodies. If no operator has a body, the same object.
 
     Raises:
         UnsupportedModelError: a node uses an option that its body does not support.
@@ -361,7 +376,10 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Insert, in place, the bodies whose shapes are known. Returns whether there were any, and why others must wait."""
+    """Insert the bodies whose shapes are known, in place.
+
+    Return whether there were any, and why other bodies must wait.
+    """
     if not any(map(_operator, model.graph.node)):
         return False, []
     tensors, waiting = Tensors(model), list[str]()
@@ -385,7 +403,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
 
 
 def _operator(node: NodeProto) -> tuple[str, Writer] | None:
-    """Signature of a node's operator, and the function that writes its body; None: the node stays."""
+    """Return the signature of a node's operator, and the function that writes its body. None: the node stays."""
     if node.domain in DEFAULT_DOMAINS:
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
@@ -396,7 +414,7 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Simplify bodies, in place, now that types and shapes are known: CastLike, and Shape of one symbol."""
+    """Simplify CastLike, and Shape of one symbol, in the bodies, in place, when types and shapes are known."""
     tensors = Tensors(model)
     for node in model.graph.node:
         if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
@@ -410,7 +428,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Let a Shape of one symbol read, in place, the first model input that has this symbol, so that layers share it."""
+    """Make a Shape of one symbol read the first model input with this symbol, in place. So layers share the Shape."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

@@ -1,12 +1,12 @@
-"""Function bodies: write the meaning of an operator as ONNX text, and insert it into a graph.
+"""Function bodies: write the meaning of an operator as ONNX text, and insert the text's nodes into a graph.
 
 A body is ONNX text, with two extensions:
 
     sum = Add (x, skip)
-    sum = Add (sum, bias)                       a name may be assigned again; later lines mean the last value
+    sum = Add (sum, bias)                       a name may be assigned again; later lines see the new value
     y = Reshape (sum, [0, 0, 8, -1])            operands may be numbers: int64, or float32 with a decimal point
 
-A body calls the operator's inputs and outputs by their names in the table of operators. An omitted input stays empty.
+A body uses the names of inputs and outputs from the table of operators. An input that the node omits stays empty.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from trt_kvcache.importer.graph import NAME_PREFIX
 from trt_kvcache.importer.protos import Shape, dtype_name, elem_type_of, is_op, names_read, shape_of
 from trt_kvcache.importer.weights import reinterpret
 
-AGAIN = "export it again"
-SHAPES = "export it with shapes"
+AGAIN = "export the model again"
+SHAPES = "export the model with shapes"
 
 _LITERAL = re.compile(r"\[[^\]]*\]|(?<![\w.])-?\d[\d.]*(?:e[+-]?\d+)?(?!\w)")
 _HEADER = '<domain: "trt_kvcache", opset_import: ["": 24]> body () => () '
 
 
 class UnknownShapeError(Exception):
-    """A body needs a shape that inference does not know yet."""
+    """A body needs a shape that shape inference has not found yet."""
 
 
 class Tensors:
-    """Facts about the tensors of a model; also adds the initializers of bodies."""
+    """Knows types, shapes and readers of a model's tensors, and adds the initializers of bodies."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -54,7 +54,7 @@ class Tensors:
         self.dtypes |= {t.name: t.data_type for t in graph.initializer}
 
     def add(self, tensor: TensorProto) -> str:
-        """Add an initializer once; returns its name."""
+        """Add an initializer if it is not in the graph yet. Return its name."""
         if tensor.name not in self.weights:
             self.weights[tensor.name] = tensor
             self.shapes[tensor.name], self.dtypes[tensor.name] = tuple(tensor.dims), tensor.data_type
@@ -62,18 +62,18 @@ class Tensors:
         return str(tensor.name)
 
     def constant(self, tensor: TensorProto) -> str:
-        """Add a constant, once for all equal ones; returns its name."""
+        """Add a constant, if there is no equal one. Return its name."""
         tensor.name = ""
         tensor.name = f"{NAME_PREFIX}constant_{hashlib.sha1(tensor.SerializeToString()).hexdigest()[:12]}"
         return self.add(tensor)
 
 
 class Call:
-    """A node whose operator is replaced, as the writer of its body sees it.
+    """A node whose operator is replaced. Functions that write bodies read the node through this object.
 
     Attributes:
         node: the node.
-        attributes: values of the attributes that the node states, by name.
+        attributes: the attributes that the node has; maps names to values.
     """
 
     def __init__(self, tensors: Tensors, node: NodeProto, signature: str) -> None:
@@ -82,8 +82,8 @@ class Call:
         self._tensors = tensors
         self.attributes: Mapping[str, Any] = {a.name: helper.get_attribute_value(a) for a in node.attribute}
         if len(node.input) > len(inputs) and any(node.input[len(inputs) :]):
-            what = f"has {len(node.input)} inputs; supported are {len(inputs)} ({', '.join(inputs)})"
-            self.refuse(what, "export it without the others")
+            what = f"has {len(node.input)} inputs; the importer supports {len(inputs)} ({', '.join(inputs)})"
+            self.refuse(what, "export the model without the other inputs")
         self._names: dict[str, str] = dict.fromkeys(inputs, "") | dict(zip(inputs, node.input, strict=False))
         self._outputs: dict[str, str] = dict.fromkeys(outputs, "") | dict(zip(outputs, node.output, strict=False))
 
@@ -105,24 +105,27 @@ class Call:
         return bool(name) and name in self._tensors.read
 
     def output(self, formal: str) -> str:
-        """Name of the tensor that the node writes as this output; empty if it omits the output."""
+        """Return the name of the tensor that the node writes as this output; empty if the node omits the output."""
         return self._outputs.get(formal, "")
 
     def forget_shape(self, output: str) -> None:
-        """Drop, in place, the declared shape of a model output, whose rank may be wrong; inference finds the shape."""
+        """Drop the declared shape of a model output, in place, because its rank may be wrong.
+
+        Shape inference finds it again.
+        """
         for value in self._tensors.graph.output:
             if value.name == self.output(output):
                 value.type.tensor_type.ClearField("shape")
 
     def state_size(self, name: str, axis: int, size: int) -> None:
-        """Write a size, in place, into the shape of a model input that leaves this size open."""
+        """If a model input leaves this size open, write the size into its shape, in place."""
         for value in self._tensors.graph.input:
             dims = value.type.tensor_type.shape.dim
             if value.name == self._names.get(name) and axis < len(dims) and not dims[axis].HasField("dim_value"):
                 dims[axis].dim_value = size
 
     def integer(self, name: str, default: int = 0) -> int:
-        """The value of an integer attribute."""
+        """Return the value of an integer attribute."""
         return int(self.attributes.get(name, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
@@ -135,7 +138,7 @@ class Call:
         return value.decode() if isinstance(value, bytes) else str(value)
 
     def name(self, formal: str) -> str:
-        """Name of the tensor that the node reads as this input."""
+        """Return the name of the tensor that the node reads as this input."""
         return self._names[formal]
 
     def bind(self, local: str, tensor: str) -> None:
@@ -143,44 +146,44 @@ class Call:
         self._names[local] = tensor
 
     def maker(self, name: str) -> NodeProto | None:
-        """The node that computes an input; None for graph inputs and weights."""
+        """Return the node that computes an input; None for graph inputs and weights."""
         return self._tensors.makers.get(self._names[name])
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of an input; None if its rank is unknown."""
+        """Return the shape of an input; None if its rank is unknown."""
         return self._tensors.shapes.get(self._names.get(name, ""))
 
     def known_shape(self, name: str) -> Shape:
-        """The shape of an input.
+        """Return the shape of an input.
 
         Raises:
-            UnknownShapeError: its rank is not known yet.
+            UnknownShapeError: the rank is not known yet.
         """
         shape = self.shape(name)
         if shape is None:
-            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose rank is not in the model")
+            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose rank is unknown")
         return shape
 
     def width(self, name: str) -> int:
-        """The last dimension of an input.
+        """Return the last dimension of an input.
 
         Raises:
-            UnknownShapeError: it is not known yet.
+            UnknownShapeError: the dimension is not known yet.
         """
         last = self.known_shape(name)[-1:]
         if not last or not isinstance(last[0], int):
-            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose width is not in the model")
+            raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose last dimension is unknown")
         return last[0]
 
     def dtype(self, name: str) -> int:
-        """The ONNX element type of an input; 0 where it is not known."""
+        """Return the ONNX element type of an input; 0 if unknown."""
         return self._tensors.dtypes.get(self._names[name], 0)
 
     def weight(self, name: str, types: Collection[int]) -> TensorProto:
-        """The initializer of an input, also through Reshapes.
+        """Return the initializer that an input is, also if Reshape or Identity nodes are in between.
 
         Raises:
-            UnsupportedModelError: the input is computed, or has none of the element types `types`.
+            UnsupportedModelError: the input is computed, or its element type is not in `types`.
         """
         tensor = self._names[name]
         while (maker := self._tensors.makers.get(tensor)) is not None and maker.op_type in ("Reshape", "Identity"):
@@ -189,15 +192,15 @@ class Call:
         if weight is None or weight.data_type not in types:
             names = ", ".join(dtype_name(t) for t in sorted(types))
             operand = f"the {dtype_name(self._tensors.dtypes.get(tensor, 0))} '{tensor}'"
-            what = f"has {operand} as {name}; supported is a weight of the model, of {names}"
-            self.refuse(what, "export with another quantization, or unquantized")
+            what = f"has {operand} as {name}; this input must be a weight of the model, of type {names}"
+            self.refuse(what, "export the model with another quantization, or unquantized")
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:
         """Bind the name `local` to the bytes of a weight, reinterpreted in another shape and element type.
 
         Raises:
-            UnsupportedModelError: see `weight`, or the size does not fit.
+            UnsupportedModelError: see `weight`; or the number of bytes does not fit the shape and type.
         """
         weight = self.weight(name, types)
         kind = weight.data_type if to is None else to
@@ -216,15 +219,15 @@ class Call:
         self._names[local] = self._tensors.constant(proto)
 
     def label(self) -> str:
-        """The node's name for messages."""
+        """Return the operator and name of the node, for messages."""
         return f"{self.node.domain or 'ai.onnx'}::{self.node.op_type} '{self.node.name}'"
 
     def refuse(self, what: str, advice: str) -> NoReturn:
         """Refuse the node.
 
         Args:
-            what: what the node has, and what is supported.
-            advice: what to do.
+            what: what the node has, and what the importer supports.
+            advice: what the user can do.
 
         Raises:
             UnsupportedModelError: always.
@@ -257,7 +260,7 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[tuple[NodeProto, ...], dict[str, TensorProto]]:
-    """Parse a body; returns its nodes, and the constants for its numbers, by name."""
+    """Parse a body. Return its nodes, and its numbers as constants; maps names to constants."""
     literals: dict[str, TensorProto] = {}
 
     def named(match: re.Match[str]) -> str:

@@ -20,17 +20,17 @@
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
         heads are split; without a past, presents are the keys and values
 
-Windows become masks, and attention with sinks becomes plain operators, so that ONNX Runtime can run the result.
+Windows become masks, and attention with sinks becomes plain operators. So ONNX Runtime can run the result.
 
-Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to ``seqlens_k + 1 - S``, per row of the batch,
-which is also the first position. A local window of W lets a query see its own key and W - 1 keys before it. The softcap
-is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With position_ids,
-the first prompt uses only the first id and counts on, while later steps use all ids: only contiguous ids mean the same
-in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from the operator's page. With keys
-and values of length 0 (1.32.0), it writes nothing: its past holds the new rows already, and its presents are copies.
-mobius-onnx writes layers that share the cache of another layer in this form. Without key and value inputs, the query is
-packed, whatever its width. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks
-are added to scores.
+Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: in each row of the batch, new rows go to the row ``seqlens_k
++ 1 - S``, which is also the first position. With a local window of W, a query sees its own key and W - 1 keys before
+it. The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With
+position_ids, the first prompt uses only the first id and counts from there, while later steps use all ids. Both mean
+the same only if the ids are contiguous. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from
+the operator's page. With keys and values of length 0 (1.32.0), the operator writes nothing: its past already holds the
+new rows, and its presents are copies. mobius-onnx uses this form for layers that share the cache of another layer.
+Without inputs for key and value, the query is packed, whatever its width. MultiHeadAttention: `unidirectional` counts
+the past, as ONNX's is_causal does; its masks are added to scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from onnx import TensorProto
 
 from trt_kvcache.importer.lower.body import AGAIN, Call
 
-_WITHOUT = "export without it"
+_WITHOUT = "export the model without this option"
 _PAST = "export the model with past"
 
 
@@ -49,8 +49,12 @@ def group_query_attention(call: Call) -> str:
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
-        layout = "packed" if packed else "apart"
-        call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {layout}", AGAIN)
+        layout = "packed" if packed else "in separate inputs"
+        call.refuse(
+            f"has num_heads={heads}, kv_num_heads={kv_heads}, with queries, keys and values {layout}; num_heads "
+            "must be a multiple of kv_num_heads, and both key and value must be given or omitted",
+            AGAIN,
+        )
     _check_group_query(call, heads)
     if shares:
         _check_shared(call)
@@ -59,8 +63,13 @@ def group_query_attention(call: Call) -> str:
     widths = [heads * size, kv_heads * size, kv_heads * size]
     past = (call.shape("past_key") or ("?",))[-1]
     if packed and isinstance(past, int) and past != size:
-        what = f"has no key and value: its query is packed, with heads of {size}, beside a past with heads of {past}"
-        call.refuse(f"{what}; a layer that reads the cache of another one has keys and values of length 0", AGAIN)
+        what = (
+            f"has no key and value, so its query is packed, with heads of size {size}; but its past has heads of "
+            f"size {past}"
+        )
+        call.refuse(
+            f"{what}. If the layer reads the cache of another layer, its keys and values must have length 0", AGAIN
+        )
     norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
     window = call.integer("local_window_size", -1)
     scores: dict[str, float] = {name: call.number(name) for name in ("scale", "softcap") if call.number(name)}
@@ -75,7 +84,11 @@ def group_query_attention(call: Call) -> str:
     for name in ("past_key", "past_value") if plain else ():
         call.state_size(name, 3, size)
     if ring and not call.integer("causal", 1):
-        call.refuse("has sliding_window_cache and causal=0; supported is causal attention", _WITHOUT)
+        call.refuse(
+            "has sliding_window_cache and causal=0; with sliding_window_cache, the importer supports only causal "
+            "attention",
+            _WITHOUT,
+        )
 
     def attend() -> str:
         if plain:
@@ -104,18 +117,20 @@ def group_query_attention(call: Call) -> str:
 def _check_group_query(call: Call, heads: int) -> None:
     quantized = any(call.string(name, "NONE") not in ("NONE", "") for name in ("k_quant_type", "v_quant_type"))
     if not call.has("past_key") or not call.has("past_value"):
-        call.refuse("has no past_key and past_value; supported are decoders that are given their caches", _PAST)
+        call.refuse("has no past_key and past_value; the importer supports only decoders with caches as inputs", _PAST)
     if call.has("sinks") and (not call.is_weight("sinks") or call.shape("sinks") != (heads,)):
         what = f"has the sinks '{call.name('sinks')}' {list(call.shape('sinks') or ())}"
-        call.refuse(f"{what}; supported is a weight with one logit for each of its heads", _WITHOUT)
+        call.refuse(f"{what}; they must be a weight with one logit for each head", _WITHOUT)
     if quantized or call.has("key_scale") or call.has("value_scale"):
-        call.refuse("has quantized caches; supported are float caches", _WITHOUT)
+        call.refuse("has quantized caches; the importer supports only float caches", _WITHOUT)
     if call.is_read("scores"):
-        call.refuse("gives its scores as an output (qk_output); supported is attention alone", _WITHOUT)
+        call.refuse(
+            "returns its scores (qk_output); the importer supports only attention without this output", _WITHOUT
+        )
     if not call.has("seqlens"):
-        call.refuse("has no seqlens_k; the operator demands it", AGAIN)
+        call.refuse("has no seqlens_k; the operator needs this input", AGAIN)
     if call.integer("do_rotary") and not (call.has("cos") and call.has("sin")):
-        call.refuse("has do_rotary=1 and no cos_cache or sin_cache; the operator demands them", AGAIN)
+        call.refuse("has do_rotary=1, but no cos_cache or no sin_cache; the operator needs both", AGAIN)
 
 
 def _is_empty(call: Call, name: str) -> bool:
@@ -124,18 +139,22 @@ def _is_empty(call: Call, name: str) -> bool:
 
 
 def _check_shared(call: Call) -> None:
-    """Refuse options that no exporter uses for a layer that reads another layer's cache."""
+    """If a layer reads the cache of another layer, refuse options that no exporter uses for such layers."""
     options = {
         "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
         "causal=0": not call.integer("causal", 1),
         "sliding_window_cache": bool(call.integer("sliding_window_cache")),
     }
     for what in (name for name, is_set in options.items() if is_set):
-        call.refuse(f"reads the cache of another layer, with {what}; supported is causal attention alone", _WITHOUT)
+        call.refuse(
+            f"reads the cache of another layer, and has {what}; for such layers, the importer supports only plain "
+            "causal attention",
+            _WITHOUT,
+        )
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Lines for the mask of a layer that reads another layer's cache, which already holds the new rows."""
+    """Return lines for the mask of a layer that reads another layer's cache. This cache already holds the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -155,7 +174,7 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
-    """Lines for attention over the cache of another layer."""
+    """Return lines for attention over the cache of another layer."""
     settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
@@ -165,7 +184,7 @@ def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
 
 
 def _counted(name: str) -> str:
-    """Lines for the positions of the new tokens ``[B, S]``."""
+    """Return lines for the positions of the new tokens ``[B, S]``."""
     return f"""
         length = Shape <start = 1, end = 2> (query)
         count = Squeeze (length, [0])
@@ -179,7 +198,7 @@ def _counted(name: str) -> str:
 
 
 def _rotated(call: Call, name: str, size: int) -> str:
-    """The line that applies rotary embedding to heads of this size, or to a part of each head."""
+    """Return the line that applies rotary embedding to heads of this size, or to a part of each head."""
     part = 2 * call.width("cos")
     some = "" if part == size else f", rotary_embedding_dim = {part}"
     attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
@@ -191,19 +210,23 @@ def multi_head_attention(call: Call) -> str:
     reason = None
     if call.has("shared") or call.has("beams"):
         reason = (
-            "takes past_sequence_length or cache_indirection (a shared buffer, beams); supported are pasts that grow"
+            "reads past_sequence_length or cache_indirection (a shared buffer, beams); the importer supports only "
+            "pasts that grow"
         )
     elif call.is_read("scores"):
-        reason = "gives its scores as an output (qk); supported is attention alone"
+        reason = "returns its scores (qk); the importer supports only attention without this output"
     elif not call.has("key") or not call.has("value"):
-        reason = "has packed inputs; supported are query, key and value apart"
+        reason = "has packed inputs; the importer supports only separate query, key and value"
     if reason is not None:
         call.refuse(reason, _WITHOUT)
     heads = call.integer("num_heads")
     ranks = [len(call.shape(name) or (0,) * 3) for name in ("query", "key", "value")]
     if heads < 1 or ranks[0] != 3 or set(ranks) - {3, 4}:
         shapes = [list(call.shape(name) or ()) for name in ("query", "key", "value")]
-        what = f"has num_heads={heads} and inputs {', '.join(map(str, shapes))}; supported are [B, S, N*D] and, for"
+        what = (
+            f"has num_heads={heads} and inputs {', '.join(map(str, shapes))}; the importer supports [B, S, N*D] "
+            "and, for"
+        )
         call.refuse(f"{what} keys and values, [B, N, S, D]", AGAIN)
     return f"""
         {_biased(call, heads, ranks)}
@@ -215,7 +238,10 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Lines that add its parts of a bias to queries, keys and values ``[B, S, N*D]``; split heads have no bias."""
+    """Return lines that add parts of the bias to queries, keys and values ``[B, S, N*D]``.
+
+    Inputs with split heads get no bias.
+    """
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -232,20 +258,23 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """ONNX Runtime's Attention, which projects its input itself."""
+    """ONNX Runtime's Attention, which also projects its input to queries, keys and values."""
     width = (call.shape("weight") or ("?",))[-1]
     if call.has("past") or call.is_read("present") or call.has("shared"):
         reason = "holds the keys and values of its cache in one tensor"
         supported = "caches of MultiHeadAttention and GroupQueryAttention"
     elif call.integer("do_rotary"):
-        reason, supported = "rotates queries and keys (do_rotary)", "rotary embedding outside of it"
+        reason, supported = "rotates queries and keys (do_rotary)", "rotary embeddings before the operator"
     elif not isinstance(width, int):
-        reason, supported = f"has weights '{call.name('weight')}' of unknown width", "weights with a shape"
+        reason, supported = f"has weights '{call.name('weight')}' of unknown width", "weights of known shape"
     else:
         reason = supported = ""
     heads = call.integer("num_heads")
     if reason or heads < 1:
-        call.refuse(f"{reason or 'has no num_heads'}; supported are {supported}", "export the model so")
+        call.refuse(
+            f"{reason or 'has no num_heads'}; the importer supports {supported or 'a stated num_heads'}",
+            "export the model this way",
+        )
     widths = [int(n) for n in call.attributes.get("qkv_hidden_sizes", [])] or [int(width) // 3] * 3
     return f"""
         x = MatMul (x, weight)
@@ -259,16 +288,22 @@ def attention(call: Call) -> str:
 
 
 def _masked_attention(call: Call) -> str:
-    """Lines for an attention with a padding mask ``[B, P + S]`` and a bias."""
+    """Return lines for an attention with a padding mask ``[B, P + S]`` and a bias."""
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
-        what = f"gives a present '{call.output(presents[0])}' and takes no past; supported are decoders that are given"
-        call.refuse(f"{what} their caches", _PAST)
+        what = (
+            f"returns the present '{call.output(presents[0])}', but has no past; the importer supports only "
+            "decoders with"
+        )
+        call.refuse(f"{what} caches as inputs", _PAST)
     mask, shape = "", call.shape("padding")
     if call.has("padding") and (not past or shape is None or len(shape) != 2):
         what = f"has a padding mask '{call.name('padding')}' {list(shape or ())} {'and' if past else 'and no'} past"
-        call.refuse(f"{what}; supported are masks [B, P + S] beside a past", "export the mask as attention_bias")
+        call.refuse(
+            f"{what}; the importer supports padding masks [B, P + S] together with a past",
+            "export the mask as attention_bias",
+        )
     if call.has("padding"):
         hidden = call.number("mask_filter_value", -10000.0)
         mask = f"""
@@ -289,11 +324,15 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """ONNX's Attention over ``[B, S, N*D]``, or with presents and no past; None: the node stays."""
+    """ONNX's Attention over ``[B, S, N*D]``, or with presents but without a past. None: the node stays."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
-        what = "gives its scores as an output (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
-        call.refuse(f"{what}; supported is attention alone, with windows that end with the query's own key", _WITHOUT)
+        what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
+        call.refuse(
+            f"{what}; the importer supports only attention without this output, with windows that end at the "
+            "query's own key",
+            _WITHOUT,
+        )
     heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
     shape = call.shape("query")
     merged = bool(heads or kv_heads) if shape is None else len(shape) == 3
@@ -301,17 +340,22 @@ def onnx_attention(call: Call) -> str | None:
     if not merged and (past or not presents):
         return None
     if merged and min(heads, kv_heads) < 1:
-        call.refuse(f"has 3-D inputs, q_num_heads={heads} and kv_num_heads={kv_heads}; both are demanded", AGAIN)
+        call.refuse(
+            f"has 3-D inputs, q_num_heads={heads} and kv_num_heads={kv_heads}; 3-D inputs need both numbers", AGAIN
+        )
     for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)) if merged else ():
         width = (call.shape(name) or ("?",))[-1]
         if isinstance(width, int) and width % count:
-            call.refuse(f"has a {name} '{call.name(name)}' {width} wide, which {count} heads do not divide", AGAIN)
+            call.refuse(
+                f"has a {name} '{call.name(name)}' of width {width}, which is no multiple of its {count} heads", AGAIN
+            )
     split = _split("query", heads) + _split("key", kv_heads) + _split("value", kv_heads) if merged else ""
     own = {n: v for n, v in call.attributes.items() if n not in ("q_num_heads", "kv_num_heads")}
     if past:
         attend = _attend(call, "mask", own)
     else:
-        for name in ("present_key", "present_value"):  # mobius-onnx declares presents of cross-attention as [B, S, N*D]
+        # mobius-onnx wrongly declares presents of cross-attention as [B, S, N*D]
+        for name in ("present_key", "present_value"):
             call.forget_shape(name)
         stated = _stated([f"{name} = {value!r}" for name, value in own.items()])
         results = "y, , , scores" if call.is_read("scores") else "y"
@@ -328,7 +372,7 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """Lines for the Attention node. `mask`: name of a bool mask or a bias; empty: none."""
+    """Return lines for the Attention node. `mask` is the name of a bool mask or a bias; empty: there is no mask."""
     past = call.has("past_key")
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
@@ -357,7 +401,10 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Lines for a mask ``[S, P + S]`` of keys that queries see; a negative `window` hides no keys before their own."""
+    """Return lines for a mask ``[S, P + S]`` of keys that queries see.
+
+    If `window` is negative, no earlier key is hidden.
+    """
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)
@@ -375,9 +422,9 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Lines for attention in plain operators; sinks are one more logit in each head's softmax.
+    """Return lines for attention in plain operators. Sinks are one more logit in the softmax of each head.
 
-    `ring`: past and present are buffers of equal length; new rows follow the rows of earlier tokens.
+    If `ring`, past and present are buffers of the same length, in which new rows follow the rows of earlier tokens.
     """
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)
@@ -474,7 +521,7 @@ def _stated(attributes: list[str]) -> str:
 
 
 def _split(name: str, heads: int) -> str:
-    """Lines for ``[B, S, N*D] -> [B, N, S, D]``."""
+    """Return lines for ``[B, S, N*D] -> [B, N, S, D]``."""
     return f"""
         {name} = Reshape ({name}, [0, 0, {heads}, -1])
         {name} = Transpose <perm = [0, 2, 1, 3]> ({name})
@@ -482,7 +529,7 @@ def _split(name: str, heads: int) -> str:
 
 
 def _merged() -> str:
-    """Lines for ``[B, N, S, D] -> [B, S, N*D]`` of `y`."""
+    """Return lines that bring `y` from ``[B, N, S, D]`` to ``[B, S, N*D]``."""
     return """
         y = Transpose <perm = [0, 2, 1, 3]> (y)
         y = Reshape (y, [0, 0, -1])

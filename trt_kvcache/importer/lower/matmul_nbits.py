@@ -1,27 +1,27 @@
-"""Replace products with weights of 4 or 8 bits, and lookups in such tables, with ONNX's own operators.
+"""Replace products with weights of 4 or 8 bits, and lookups in tables of 4 or 8 bits, with ONNX's own operators.
 
     MatMulNBits(a [.., K], b uint8, scales, zero_points, bias)
         w = DequantizeLinear(uint4 [N, K], scales [N, K / block], zero point 8, axis=1, block_size=block)
         y = MatMul(a, Transpose(w)) - MatMul(sums of a over each block, Transpose((zero_points - 8) * scales)) + bias
 
     MatMul(x, DequantizeLinear(uint4 W [K, N], scales [K / block, N], zero_points, axis=0, block_size=block))
-        the same without Transpose: onnxruntime-genai writes it for TensorRT for RTX with ``is_symmetric=false``
+        the same without Transpose; onnxruntime-genai exports this for TensorRT for RTX with ``is_symmetric=false``
 
     GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)
         words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each (four of 8), by integer division
         y = (numbers - zero_points) * Gather(scales, ids)
 
-TensorRT's parser takes blocks of signed weights with a zero point of 0 only (measured on TensorRT for RTX 1.7.1: other
-zero points are "not supported", and uint4 initializers fail to import). It keeps their 4 bits in the engine. So here
-the zero point of all weights is the middle of their range, 8. Later `signed_weights` moves it to 0 for TensorRT. A
-second product, with a matrix as small as the scales, corrects the result for other zero points. 8-bit weights are
-handled in the same way, with uint8 and 128.
+In blocks of signed weights, TensorRT's parser accepts only the zero point 0 (measured on TensorRT for RTX 1.7.1: other
+zero points are "not supported", and uint4 initializers fail to import). Such weights keep their 4 bits in the engine.
+So here the zero point of all weights becomes the middle of their range, 8. Later, `signed_weights` moves it to 0 for
+TensorRT. A second product, with a matrix as small as the scales, corrects the result for other zero points. 8-bit
+weights are handled in the same way, with uint8 and 128.
 
-A table is gathered as words, because DequantizeLinear before a Gather would dequantize all of it in every step.
+A table is gathered as words, because DequantizeLinear before a Gather would dequantize the whole table in every step.
 
-Weights, scales and zero points are never read: their bytes get another type and shape. `accuracy_level`, which lets
-ONNX Runtime round `a` to 8 bits, is left out: the product is exact. The order of bits, the meaning of absent zero
-points and the padding of their rows are measured on ONNX Runtime 1.31.1.
+This module never reads the numbers of weights, scales and zero points: it gives their bytes another type and shape. It
+ignores `accuracy_level`, which lets ONNX Runtime round `a` to 8 bits: here the product is exact. The order of bits, the
+meaning of absent zero points and the padding of rows of zero points are measured on ONNX Runtime 1.31.1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NUMBERS: dict[int, int] = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 _UINT8, _UINT4, _INT4 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4
 _TABLES = (_UINT8, _UINT4, _INT4)
 _WORD = 32  # bits of an int32, the type in which tables are gathered
-_UNQUANTIZED = "export with another quantization, or unquantized"
+_UNQUANTIZED = "export the model with another quantization, or unquantized"
 
 
 def matmul_nbits(call: Call) -> str:
@@ -48,14 +48,21 @@ def matmul_nbits(call: Call) -> str:
     bits = call.integer("bits", 4)
     columns, rows, block = (call.integer(name) for name in ("K", "N", "block_size"))
     if min(columns, rows, block) < 1 or not call.has("scales"):
-        call.refuse("lacks one of K, N, block_size, or an input; the operator demands them", AGAIN)
+        call.refuse("has no K, N, block_size or scales; the operator needs all of them", AGAIN)
     if bits not in NUMBERS:
-        call.refuse(f"has weights of {bits} bits; supported are {' and '.join(map(str, NUMBERS))}", _UNQUANTIZED)
+        call.refuse(
+            f"has weights of {bits} bits; the importer supports {' and '.join(map(str, NUMBERS))}", _UNQUANTIZED
+        )
     if call.integer("weight_prepacked"):
-        what = "has its weight in the layout of one kind of GPU; supported is the layout of the operator's definition"
+        what = (
+            "has its weight in the layout of one kind of GPU; the importer supports only the layout of the "
+            "operator's definition"
+        )
         call.refuse(what, "export without prepacking (onnxruntime-genai: matmulnbits_weights_prepacked=0)")
     if call.has("g_idx"):
-        what = "gives every column of its weight a group of its own choice (g_idx); supported are blocks in order"
+        what = (
+            "assigns columns of its weight to groups in any order (g_idx); the importer supports only blocks in order"
+        )
         call.refuse(what, "quantize without reordering activations (GPTQ: desc_act=false)")
     blocks = -(-columns // block)
     call.view("weight", "b", (rows, blocks * block), (_UINT8,), NUMBERS[bits])
@@ -73,7 +80,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows; None: the node stays."""
+    """MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows. None: the node stays."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -98,7 +105,10 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Lines that correct `y` for zero points other than the middle. Blocks lie along `axis` of the weight's `shape`."""
+    """Return lines that correct `y` for zero points other than the middle.
+
+    `axis` of the weight is the axis of blocks.
+    """
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -115,7 +125,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """Rows of a table, dequantized: an embedding, which may share its bytes with a MatMulNBits."""
+    """A lookup of dequantized rows of a table: an embedding, which may share its bytes with a MatMulNBits."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)
@@ -125,8 +135,9 @@ def gather_block_quantized(call: Call) -> str:
     plain = (bits == 4 or stored.data_type == _UINT8) and axes in ((0, 1), (0, -1)) and count and rows
     if not plain or width % count or call.shape("table") != (rows, packed):
         call.refuse(
-            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; supported are rows [V, "
-            f"H] of 4 bits, or 8 in uint8, in whole blocks and words of {_WORD} bits",
+            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; the importer "
+            "supports rows "
+            f"[V, H] of 4 bits, or 8 bits in uint8, that consist of whole blocks and whole words of {_WORD} bits",
             _UNQUANTIZED,
         )
     call.view("words", "table", (rows, width // count), _TABLES, TensorProto.INT32)
@@ -136,7 +147,7 @@ def gather_block_quantized(call: Call) -> str:
         call.constant(name, np.array(number, np.int32))
     call.constant("powers", np.array([base**i for i in range(count)], np.int32))
     call.constant("highest", np.array([0] * (count - 1) + [base // 2], np.int32))
-    # Only non-negative numbers are divided: engines round negative quotients differently.
+    # Only non-negative numbers are divided, because engines round negative quotients in another way.
     lines = """
         words = Gather (words, ids)
         words = Unsqueeze (words, [-1])
@@ -182,14 +193,14 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Lines that give zero points of rows and blocks as floats: the middle is subtracted from unsigned ones.
+    """Return lines that convert zero points of rows and blocks to floats, minus the middle if they are unsigned.
 
     Args:
         call: the node.
         name: name of the input with the zero points, and of the result.
         bits: bits of each number.
-        shape: shape of the zero points; in uint8, each row begins with a new byte.
-        scales: name of the scales, whose type the result gets.
+        shape: shape of the zero points; in uint8, each row starts at a new byte.
+        scales: name of the scales. The result gets their type.
     """
     stored = call.dtype(name)
     if stored not in _TABLES:
@@ -212,7 +223,7 @@ def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales
 
 
 def middle(bits: int, shape: tuple[int, ...]) -> TensorProto:
-    """A tensor of zero points in the middle of the range of unsigned numbers of `bits` bits."""
+    """Return a tensor of zero points at the middle of the range of unsigned numbers with `bits` bits."""
     count = math.prod(shape)
     data = bytearray([0x88 if bits == 4 else 0x80]) * -(-count * bits // 8)
     if count * bits % 8:

@@ -1,4 +1,4 @@
-"""Compute mixtures of experts: sort tokens by their chosen experts, in blocks of equal size.
+"""Compute mixtures of experts: sort tokens by their chosen experts into blocks of equal size.
 
     scores, chosen = TopK(logits [T, E], k)          MoE without normalize_routing_weights: TopK(Softmax(logits), k),
     shares = Softmax(scores)                         and then shares = scores
@@ -8,36 +8,37 @@
             g = min(gate, limit); g * Sigmoid(alpha * g) * (clip(linear, -limit, limit) + beta)
     gelu:   tanh, not erf
 
-    QMoE:   fc[e] = (numbers - zero_points) * scales, for each row, or each block of columns; 4 bits (the lower half of
-            a byte first) or 8 bits; the default zero point is the middle, 8 or 128
+    QMoE:   fc[e] = (numbers - zero_points) * scales, for each row or each block of columns; numbers have 4 bits (the
+            lower half of a byte first) or 8 bits; the default zero point is the middle, 8 or 128
 
-T tokens choose k of E experts each: P = T * k pairs, in n = min(P, E + E // 2) blocks of b = min(T, P // (E // 2 + 1) +
-1) rows, of one expert each:
+T tokens choose k of E experts each. This gives P = T * k pairs. They fill n = min(P, E + E // 2) blocks of b = min(T, P
+// (E // 2 + 1) + 1) rows; each block belongs to one expert:
 
-    expert 0: [t0 t3 t4] [t7 -- --]      expert 2: [t1 t3 --]      ...      not needed: [-- -- --]
+    expert 0: [t0 t3 t4] [t7 -- --]      expert 2: [t1 t3 --]      ...      unused: [-- -- --]
 
-    rows    = Gather(x, tokens [n * b])            [n, b, H]: places that are not filled repeat the first token
+    rows    = Gather(x, tokens [n * b])            [n, b, H]: unfilled places repeat the first token
     result  = rows @ Gather(weights, experts [n])  two batched products
     y       = sum over k of shares * Gather(result, places [T, k])
 
-n blocks always suffice: an expert with c pairs needs Ceil(c / b) blocks. All experts together need P // b + E blocks at
-most, with P // b <= E // 2, and never more than P. Results of unfilled places are never read, so tokens do not
-influence each other. The same form serves prefill and decoding: a step of one token has k blocks of one row, and reads
-the weights of k experts. Larger steps read each weight 1.5 times at most, and compute at most three times the products
-of the chosen pairs.
+n blocks always suffice: an expert with c pairs needs Ceil(c / b) blocks. All experts together need at most P // b + E
+blocks, where P // b <= E // 2, and never more than P. Results of unfilled places are never read, so tokens do not
+influence each other. The same form is used for prefill and decoding. A step of one token has k blocks of one row, and
+reads the weights of k experts. Larger steps read each weight at most 1.5 times, and compute at most three times as many
+products as the chosen pairs need.
 
-Rejected: gathering weights for each pair takes P copies of an expert: 102 GB in a layer of gpt-oss-20b, float16, for
-512 tokens. Computing all experts for all tokens takes E / k times the products. n and b never fall when T grows,
-because TensorRT for RTX 1.7.1 reserves memory for the largest.
+Rejected alternatives: To gather weights for each pair needs P copies of an expert: 102 GB in a layer of gpt-oss-20b,
+float16, for 512 tokens. To compute all experts for all tokens takes E / k times the products. n and b never decrease
+when T grows, because TensorRT for RTX 1.7.1 reserves memory for the largest shapes.
 
-Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of 1
-and a Gather of the chosen experts; scales and zero points are applied to the gathered weights. TensorRT for RTX 1.7.1
-fuses this into one kernel, which reads only the bits of the chosen experts. It refuses 8-bit weights with negative
-scales in DequantizeLinear; a scale of 1 avoids this, too. Weights, scales and zero points are never read.
+Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of
+1, followed by a Gather of the chosen experts. Scales and zero points are applied to the gathered weights. TensorRT for
+RTX 1.7.1 fuses this into one kernel, which reads only the bits of the chosen experts. TensorRT refuses 8-bit weights
+with negative scales in DequantizeLinear; a scale of 1 avoids this, too. Numbers of weights, scales and zero points are
+never read.
 
-Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always has the
-shares of normalize_routing_weights. Options that its kernels for the CPU lack or ignore (fc3, swiglu_fusion of 0 or 2,
-the sparse mixer) are refused: nothing here could say if they are right.
+Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always computes
+shares as with normalize_routing_weights. Options that ONNX Runtime's CPU kernels do not have or ignore (fc3,
+swiglu_fusion of 0 or 2, the sparse mixer) are refused, because no reference could show that the result is right.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _ACTIVATIONS = {
     "relu": "Relu (inner)", "gelu": 'Gelu <approximate = "tanh"> (inner)', "silu": "Mul (inner, gate)",
     "identity": "Identity (inner)", "swiglu": "Mul (gated, linear)",
 }  # fmt: skip
-_PLAIN: Mapping[str, tuple[object, ...]] = {  # attributes, with the values that mean the default
+_PLAIN: Mapping[str, tuple[object, ...]] = {  # attributes, with the values that are the same as the default
     "use_sparse_mixer": (0,),
     "quant_type": ("int",),
     "weights_prepacked": (-1, 0),
@@ -65,12 +66,12 @@ _READ = frozenset(
         "k", "activation_type", "activation_alpha", "activation_beta", "swiglu_fusion", "swiglu_limit",
         "normalize_routing_weights", "expert_weight_bits", "fc1_expert_weight_bits", "fc2_expert_weight_bits",
         "fc3_expert_weight_bits", "block_size",
-        "accuracy_level",  # lets ONNX Runtime round activations to 8 bits; left out, as in MatMulNBits
+        "accuracy_level",  # lets ONNX Runtime round activations to 8 bits; ignored, as in MatMulNBits
     }
 )  # fmt: skip
-_UNFUSED = "export the experts unfused, such as with mobius-onnx"
-_RAW = "export for the CPU (onnxruntime-genai: -e cpu, or for CUDA qmoe_weights_prepacked=0)"
-_INTEGERS = "export with integers (onnxruntime-genai: moe_quant_type=int4 or int8)"
+_UNFUSED = "export the experts without fusion, for example with mobius-onnx"
+_RAW = "export the model for the CPU (onnxruntime-genai: -e cpu, or for CUDA qmoe_weights_prepacked=0)"
+_INTEGERS = "export the model with integer weights (onnxruntime-genai: moe_quant_type=int4 or int8)"
 _ADVICE = {"weights_prepacked": _RAW, "quant_type": _INTEGERS}
 
 
@@ -82,15 +83,19 @@ def moe(call: Call) -> str:
     first, second = (call.shape(f"{own}{number}") or () for number in (1, 2))
     sizes = (*first, *second)
     if {len(first), len(second)} - ({2, 3} if quantized else {3}) or not all(isinstance(d, int) for d in sizes):
-        call.refuse(f"has '{call.name(own + '1')}' {list(first)} and '{call.name(own + '2')}' {list(second)}", SHAPES)
+        call.refuse(
+            f"has '{call.name(own + '1')}' {list(first)} and '{call.name(own + '2')}' {list(second)}, of unknown "
+            "sizes or wrong rank",
+            SHAPES,
+        )
     parts = 2 if call.string("activation_type") == "swiglu" else 1
     experts, hidden, inner = int(first[0]), int(second[1]), int(first[1]) // parts
     k = call.integer("k", 1)
     if not 0 < k <= experts:
-        call.refuse(f"chooses {k} of {experts} experts; supported is 1 to all", _UNFUSED)
+        call.refuse(f"chooses {k} of {experts} experts; it must choose at least 1 and at most all", _UNFUSED)
     logits = call.shape("logits") or ("?", experts)
     if len(logits) != 2 or logits[1] not in (experts, "?"):
-        call.refuse(f"reads '{call.name('logits')}' {list(logits)}; supported are logits [T, {experts}]", AGAIN)
+        call.refuse(f"reads '{call.name('logits')}' {list(logits)}; the logits must be [T, {experts}]", AGAIN)
     normalized = quantized or call.integer("normalize_routing_weights") == 1
     return f"""
         rows = Reshape (x, [-1, {hidden}])
@@ -113,10 +118,10 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Lines that choose experts and assign rows of blocks to tokens.
+    """Return lines that choose experts, and assign rows of blocks to tokens.
 
-    They compute shares float32 ``[T, k, 1]``, places in the blocks ``[T, k]``, row_tokens ``[n * b]``, block_experts
-    ``[n]``, and the numbers n and b as block_count and block_rows ``[1]``.
+    The lines compute the shares, float32 ``[T, k, 1]``; the places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
+        block_experts ``[n]``; and the numbers n and b as block_count and block_rows ``[1]``.
     """
     spare = experts // 2
     return f"""
@@ -172,7 +177,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 
 
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
-    """Lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
+    """Return lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
     bias = f"bias{number}"
     shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}
@@ -193,7 +198,7 @@ def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result
 
 
 def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
-    """Lines that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
+    """Return lines that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
     experts, rows, columns = shape
     bits, block = call.integer("expert_weight_bits", 4), call.integer("block_size")
     width = block or columns
@@ -207,7 +212,7 @@ def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
         expected[zeros] = (*outer, -(-count * bits // 8))
     _check_shapes(call, {name: call.shape(name) for name in expected}, expected)
     if columns * bits % 8:
-        call.refuse(f"has rows of {columns} numbers of {bits} bits; supported are rows of whole bytes", _RAW)
+        call.refuse(f"has rows of {columns} numbers of {bits} bits; a row must fill whole bytes", _RAW)
     call.view(f"numbers{number}", fc, shape, (TensorProto.UINT8,), NUMBERS[bits])
     call.view(scales, scales, (experts, rows, blocks), FLOATS)
     call.constant("middle", middle(bits, ()))
@@ -236,7 +241,7 @@ def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
 
 
 def _activated(call: Call) -> str:
-    """Lines that apply the activation to `inner`."""
+    """Return lines that apply the activation to `inner`."""
     name = call.string("activation_type", "relu")
     alpha, beta = call.number("activation_alpha", 1.0), call.number("activation_beta")
     limit = call.number("swiglu_limit", math.inf)
@@ -266,36 +271,38 @@ def _activated(call: Call) -> str:
 
 
 def _check(call: Call) -> None:
-    """Refuse attributes and inputs that ONNX Runtime's kernels for the CPU do not have, or ignore."""
+    """Refuse attributes and inputs that ONNX Runtime's CPU kernels ignore or do not support."""
     for name, value in call.attributes.items():
         value = value.decode() if isinstance(value, bytes) else value
         if name not in _READ and value not in _PLAIN.get(name, ()):
             known = _PLAIN.get(name, ("no such attribute",))
-            what = f"has {name}={value!r}; supported is {' or '.join(map(str, known))}"
+            what = f"has {name}={value!r}; the importer supports {' or '.join(map(str, known))}"
             call.refuse(what, _ADVICE.get(name, _UNFUSED))
     quantized = call.node.op_type == "QMoE"
     for name in ("fc3", "scales3", "bias3") if quantized else ("fc3", "bias3"):
         if call.has(name):
-            what = f"has {name} ('{call.name(name)}'); supported are fc1 and fc2, for gated activations interleaved"
-            call.refuse(f"{what} in fc1", _UNFUSED)
+            what = f"has {name} ('{call.name(name)}'); the importer supports only fc1 and fc2"
+            call.refuse(f"{what}, where fc1 interleaves gate and linear columns of gated activations", _UNFUSED)
     needed = ["x", "logits", "fc1", "fc2", *(["scales1", "scales2"] if quantized else [])]
     if not all(map(call.has, needed)):
-        call.refuse(f"lacks one of {', '.join(needed)}; the operator demands them", AGAIN)
+        call.refuse(f"does not have all of the inputs {', '.join(needed)}; the operator needs them", AGAIN)
     name, fusion = call.string("activation_type", "relu"), call.integer("swiglu_fusion")
     if name not in _ACTIVATIONS or fusion != (name == "swiglu"):
-        what = f"has the activation '{name}' with swiglu_fusion={fusion}; supported are {', '.join(_ACTIVATIONS)}"
-        call.refuse(f"{what}, swiglu with swiglu_fusion=1 (interleaved)", _UNFUSED)
+        what = (
+            f"has the activation '{name}' with swiglu_fusion={fusion}; the importer supports {', '.join(_ACTIVATIONS)}"
+        )
+        call.refuse(f"{what}; swiglu only with swiglu_fusion=1 (interleaved)", _UNFUSED)
     if call.number("swiglu_limit", math.inf) < 0:
-        call.refuse(f"has swiglu_limit={call.number('swiglu_limit')}; supported are limits from 0", _UNFUSED)
+        call.refuse(f"has swiglu_limit={call.number('swiglu_limit')}; the limit must not be negative", _UNFUSED)
     bits = [call.integer("expert_weight_bits", 4)]
     bits += [call.integer(f"fc{number}_expert_weight_bits", bits[0]) for number in (1, 2, 3)]
     if quantized and (bits[0] not in NUMBERS or len(set(bits)) > 1):
         what = f"has experts of {bits[0]} bits (fc1, fc2, fc3: {', '.join(map(str, bits[1:]))})"
-        call.refuse(f"{what}; supported are 4 or 8 in all", _INTEGERS)
+        call.refuse(f"{what}; all must have 4, or all 8 bits", _INTEGERS)
 
 
 def _check_shapes(call: Call, shapes: Mapping[str, Shape | None], expected: Mapping[str, Shape]) -> None:
     for name, shape in shapes.items():
         if call.has(name) and shape not in (None, expected[name]):
-            what = f"has {name} '{call.name(name)}' {list(shape or ())}; supported is {list(expected[name])}"
+            what = f"has {name} '{call.name(name)}' {list(shape or ())}; its shape must be {list(expected[name])}"
             call.refuse(what, _RAW)

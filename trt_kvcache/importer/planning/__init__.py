@@ -1,1 +1,1 @@
-"""Plan a prepared graph. These modules read the graph and never change it."""
+"""Plan a prepared graph. These modules read the graph, but never change it."""

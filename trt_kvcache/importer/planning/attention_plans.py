@@ -2,8 +2,8 @@
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. Facts about TensorRT were measured on TensorRT for RTX
 1.7.1 without a GPU; tests/facts and tests/grid test them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window
-attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. Its builder
-has fused kernels for some attentions only. If a build finds no kernel although the plan expects one, it tries again
+attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. The builder
+has fused kernels only for some attentions. If a build finds no kernel although the plan expects one, it builds again
 with every attention decomposable (`trt_kvcache.engine.builder`).
 """
 
@@ -45,12 +45,15 @@ from trt_kvcache.importer.planning.rows_in_use import row_slices
 from trt_kvcache.importer.protos import FLOATS
 
 _MOST_READERS = 5
-"""The most attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16, which float16 can still hold."""
+"""The most attentions with the same query.
+
+The rewrite scales it by 1, 4, 1/4, 16 or 1/16, which float16 can still hold.
+"""
 
 _FUSED_REACH = 24_576
-"""Limit of keys plus head size for a fused kernel with one masked float16 or bfloat16 query: 48 KiB.
+"""A fused kernel for one masked float16 or bfloat16 query needs keys plus head size of at most this (48 KiB).
 
-Several queries have a fused kernel at any length."""
+For several queries, there is a fused kernel at any length."""
 
 _BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
 """Operators that keep or lower lengths."""
@@ -61,7 +64,7 @@ class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans that they share.
 
     Attributes:
-        relaxed: names of mask inputs that may be shorter than the cache; each with the symbol for its last dimension.
+        relaxed: maps mask inputs that may be shorter than the cache to the symbol of their last dimension.
     """
 
     attention: tuple[AttentionPlan, ...]
@@ -84,7 +87,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 class _Planner:
-    """Plans one Attention after the other; masks, spans and warnings are planned once."""
+    """Plans Attention nodes one after the other. Equal masks, spans and warnings are planned once."""
 
     def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
         self._graph = graph
@@ -99,27 +102,28 @@ class _Planner:
         self.relaxed: dict[str, str] = {}
 
     def plan(self, node: gs.Node) -> AttentionPlan:
-        """Plan one node."""
+        """Plan one Attention node."""
         self._check_query(node)
         graph, facts = self._graph, read_attention(self._graph, node)
         for extra in node.outputs[1:3]:
             if is_used(graph, extra):
                 raise UnsupportedModelError(
-                    f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
-                    "caches updated by TensorScatter are supported"
+                    f"Attention '{node.name}' returns its present key or value '{extra.name}', but has no past; only "
+                    "caches that TensorScatter updates are supported: export the model with static caches"
                 )
         kind, reason = _attention_kind(facts)
         if kind is not AttentionKind.LOWERED and id(node) in self._before_scans:
-            kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
+            kind, reason = AttentionKind.LOWERED, "a Scan with a dynamic number of steps depends on this attention"
         by_operand = [self._caches_behind(t) for t in node.inputs[1:3]]
         read = tuple(c.past for caches in by_operand for c in caches)
         span = self._span(facts, read) if all(by_operand) else None
         keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
-        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all rows of a ring count
+        # all rows of a ring are needed
+        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)
         if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
             self.warnings[
-                f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is as long as "
-                "the cache and no lengths input bounds it"
+                f"attention with mask '{facts.mask.name}' reads the whole capacity in each step, because its mask is "
+                "as long as the cache, and the model has no lengths input"
             ] = None
         geometry = self._geometry(facts, kind, span)
         return AttentionPlan(
@@ -141,13 +145,16 @@ class _Planner:
         self._queries[query] += 1
         if self._queries[query] > _MOST_READERS:
             raise UnsupportedModelError(
-                f"Attention '{node.name}' is one more than {_MOST_READERS} over the query '{query}': "
-                "TensorRT's builder dies on attentions that share a query, and more cannot be told apart exactly; give "
-                "each its own projection"
+                f"more than {_MOST_READERS} Attention nodes read the query '{query}', for example '{node.name}'. "
+                "TensorRT's builder crashes if attentions share a query, and the rewrite can make only "
+                f"{_MOST_READERS} queries different without rounding: compute a separate query for each attention"
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
-        """The caches from which K or V is read or computed; operators between may move or select values."""
+        """Return the caches from which K or V is read or computed.
+
+        Operators in between may only move or select values.
+        """
         if slices := row_slices(tensor):
             return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
@@ -158,9 +165,11 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """The span input of a node, one for each capacity and lengths; None if spans are off or unsafe here.
+        """Return the span input of a node.
 
-        The mask of every query hides rows at and beyond the longest valid length. So attention need not read them.
+        None if spans are off or unsafe. Nodes with equal capacity and lengths share it.
+
+        The masks of all queries hide rows at and after the longest valid length. So attention need not read these rows.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
@@ -171,8 +180,8 @@ class _Planner:
         source = _bounding_input(self._graph, facts.lengths)
         if source is None:
             self.warnings[
-                f"lengths '{facts.lengths.name}' are computed in the graph, so no input bounds them: attention reads "
-                "the whole capacity each step"
+                f"lengths '{facts.lengths.name}' are computed in the graph, so the caller cannot bound them: attention "
+                "reads the whole capacity in each step"
             ] = None
             return None
         key = (capacity, source.name)
@@ -183,15 +192,18 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask may have fewer keys than K. ONNX masks the other keys, so K is sliced to the mask."""
+        """True if the mask may have fewer keys than K.
+
+        ONNX hides the other keys, so K is cut to the length of the mask.
+        """
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
         if facts.columns and length != facts.keys:
             raise UnsupportedModelError(
-                f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}, "
-                "and its scores (qk_matmul_output), which are used, have a column for each; supported beside scores "
-                "are masks over all keys: export it so"
+                f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}. "
+                "The mask must cover all keys, because the model also reads the scores (qk_matmul_output). Export the "
+                "model with a mask over all keys"
             )
         may_be_shorter = (
             self._options.attention_span and isinstance(length, int) and _relaxable_mask(self._graph, facts)
@@ -201,14 +213,14 @@ class _Planner:
         if isinstance(length, int) and isinstance(facts.keys, int):
             if length > facts.keys:
                 raise InvalidModelError(
-                    f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys; there are "
-                    f"{facts.keys}"
+                    f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys, but there "
+                    f"are only {facts.keys}: export the model with a shorter mask"
                 )
             return length < facts.keys or may_be_shorter
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
-        """The mask of a node, shared by all nodes with the same geometry; None if the node needs no mask."""
+        """Return the mask of a node; None if it needs none. All nodes with the same geometry share one mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
         lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
@@ -235,7 +247,10 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Find the graph input that bounds `lengths`: operators between them only keep or lower values."""
+    """Return the graph input that bounds `lengths`; operators in between only keep or lower values.
+
+    None if there is none.
+    """
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -251,8 +266,9 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
 def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
     """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
-    ONNX hides the keys after the end of a short mask. So a mask cut to the rows in use has the same meaning, and the
-    step reads only these rows.
+    ONNX hides the keys after the end of a short mask. So a mask that is cut to the rows in use has the same meaning,
+    and a
+        step reads only these rows.
     """
     mask = facts.mask
     if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
@@ -268,12 +284,12 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
-    """The number of queries: a fixed size, or an axis of a graph input or of Q itself."""
+    """Return the number of queries: a fixed size, or the name and axis of a graph input or of Q."""
     return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
-    """The number of queries, or a graph input and the axis that has this size; None if unknown."""
+    """Return the number of queries, or the name and axis of a graph input with this size; None if unknown."""
     if isinstance(facts.queries, int):
         return facts.queries
     places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
@@ -281,7 +297,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """The tensor of which Q is a view, or a slice of positions. A slice of heads is a tensor of its own."""
+    """Return the tensor of which Q is a view or a slice of positions. A slice of heads counts as a separate tensor."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -296,11 +312,11 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Yield every node on which a Scan over a dynamic number of steps depends: TensorRT builds fewer operators there.
+    """Yield every node on which a Scan with a dynamic number of steps depends. TensorRT builds fewer operators there.
 
     Measured on TensorRT for RTX 1.7.1: the builder crashes (SIGSEGV) if such a Scan depends on an IAttention, and
-    repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds after or
-    beside any Scan, and before a Scan over a fixed number of steps.
+        repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds if it
+        comes after or beside a Scan, or before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -324,7 +340,8 @@ def _is_widened(tensor: gs.Tensor) -> bool:
     """True if a Cast lies between a cache and the keys or values.
 
     Measured on TensorRT for RTX 1.7.1: a build with IAttention over such keys or values fails ("Fusing attention ops
-    must leave the graph in a well-formed state"). Attention in plain operators builds.
+    must
+        leave the graph in a well-formed state"). The build works with attention in plain operators.
     """
     node = producer(tensor)
     while node is not None and is_op(node, *PASSES):
@@ -335,7 +352,10 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Decide if an Attention is fused, decomposable or lowered to plain operators; returns the kind and the reason."""
+    """Decide whether an Attention is fused, decomposable or lowered to plain operators.
+
+    Return the kind and the reason.
+    """
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.softcap:
@@ -344,19 +364,19 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
         precision = onnx.TensorProto.DataType.Name(facts.softmax_precision).lower()
         return AttentionKind.LOWERED, f"softmax_precision {precision}"
     if facts.value_head_size != size:
-        return AttentionKind.LOWERED, f"head size of K is {size}, of V {facts.value_head_size}"
+        return AttentionKind.LOWERED, f"head size of K is {size}, but of V {facts.value_head_size}"
     if facts.qk_output:
         return AttentionKind.LOWERED, "qk_matmul_output is used"
     if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
         return AttentionKind.LOWERED, "V has another type than Q and K"
     if not half and any(_is_widened(t) for t in facts.node.inputs[1:3]):
-        return AttentionKind.LOWERED, "computed in float32, over narrower caches"
+        return AttentionKind.LOWERED, "computed in float32, but caches have a narrower type"
     if half and size % 8:
         return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
     if not half:
         return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
     if isinstance(facts.query_heads, int) and facts.query_heads < 4:
-        # TensorRT has no kernel for one head, and for two or three heads none with a single query, as in decoding.
+        # TensorRT has no kernel for one head. For two or three heads, it has none for a single query, as in decoding.
         return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
     if not 16 <= size <= 256:
         return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
@@ -367,13 +387,13 @@ def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """One Attention node over Q, K and V ``[B, N, S, H]``.
+    """Facts about one Attention node over Q, K and V ``[B, N, S, H]``.
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph reads single columns of the scores, so that scores need a column for every key.
-        keys: number of keys: the size of K's sequence axis.
-        queries: number of queries: the size of Q's sequence axis.
+        columns: True if the graph reads columns of the scores. Then the scores must have a column for every key.
+        keys: the number of keys, which is the size of K's sequence axis.
+        queries: the number of queries, which is the size of Q's sequence axis.
     """
 
     node: gs.Node
@@ -403,7 +423,7 @@ class AttentionFacts:
 
     @property
     def masked(self) -> bool:
-        """True if a mask, lengths or a window hide keys, so that upper-left causal attention is not enough."""
+        """True if a mask, lengths or a window hide keys. Then TensorRT's upper-left causal attention is not enough."""
         return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
 
 
@@ -411,40 +431,44 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
     """Read one Attention node.
 
     Raises:
-        UnsupportedModelError: the operator itself contains the cache, or shapes are missing.
+        UnsupportedModelError: the operator contains the cache, or shapes are missing.
         InvalidModelError: the node breaks a rule of the operator.
     """
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
         raise UnsupportedModelError(
-            f"Attention '{node.name}' keeps its cache inside the operator (past_key, past_value), which TensorRT "
-            "refuses; supported are caches updated by TensorScatter: export with static caches (opset 24)"
+            f"Attention '{node.name}' contains its cache (past_key, past_value), which TensorRT does not support; only "
+            "caches that TensorScatter updates are supported: export with static caches (opset 24)"
         )
     q, k, v = node.inputs[:3]
     if any(shape is not None and len(shape) != 4 for shape in map(dims, (q, k, v))):
         shapes = ", ".join(str(list(dims(tensor) or ())) for tensor in (q, k, v))
-        raise InvalidModelError(f"Attention '{node.name}' has inputs {shapes}; ONNX allows ranks of 3 and 4, all alike")
+        raise InvalidModelError(
+            f"Attention '{node.name}' has inputs {shapes}; ONNX requires that all have rank 3, or all rank 4: "
+            "export the model again"
+        )
     query_heads, kv_heads = axis_size(q, 1), axis_size(k, 1)
     kv_heads = kv_heads if isinstance(kv_heads, int) else axis_size(v, 1)
     head_size = next((d for d in (axis_size(k, 3), axis_size(q, 3)) if isinstance(d, int)), None)
     value_head_size = axis_size(v, 3)
     if head_size is None or not isinstance(value_head_size, int) or elem_type(q) in (None, 0):
         raise UnsupportedModelError(
-            f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
+            f"the head size or type of Attention '{node.name}' is unknown: export the model with shapes"
         )
     if elem_type(q) not in FLOATS:
         raise InvalidModelError(
-            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
+            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows only floating-point types: export "
+            "the model again"
         )
     if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
         raise UnsupportedModelError(
-            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; the number of KV "
-            "heads must divide the number of query heads: attend to all heads in one product, and not to parts of them"
+            f"Attention '{node.name}' has {query_heads} query heads and {kv_heads} KV heads; the number of query heads "
+            "must be a multiple of the number of KV heads: export one attention over all heads, not over parts of them"
         )
     scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
     if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
         raise UnsupportedModelError(
-            f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
-            "factors above 0, and caps above 0 or none (0)"
+            f"Attention '{node.name}' has scale {scale:g} and softcap {softcap:g}; the scale must be above 0 and "
+            "finite, and the softcap 0 (none) or above"
         )
     qk_mode = int(node.attrs.get("qk_matmul_output_mode", 0))
     if qk_mode not in range(4):
@@ -477,30 +501,30 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
 
 
 def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
-    """Refuse masks of types that the operator allows, but whose meaning its specification does not define."""
+    """Refuse masks of types that the operator accepts, but whose meaning its specification does not define."""
     shape = dims(mask)
     if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
         raise UnsupportedModelError(
-            f"the mask '{mask.name}' of Attention '{node.name}' is {dtype_name(mask)}; ONNX says what bool means, and "
-            f"the type of the queries, {dtype_name(node.inputs[0])}: cast it to one of them"
+            f"the mask '{mask.name}' of Attention '{node.name}' is {dtype_name(mask)}; ONNX allows bool or the type of "
+            f"the queries ({dtype_name(node.inputs[0])}); cast the mask to one of these"
         )
     if shape is not None and len(shape) not in (1, 2, 3, 4):
         raise InvalidModelError(
             f"the mask '{mask.name}' of Attention '{node.name}' is {list(shape)}; ONNX allows [batch, heads, length, "
-            "keys], or the last of these"
+            "keys], or only the last ones of these axes"
         )
 
 
 def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
-    """The size of one axis; ``?`` if unknown."""
+    """Return the size of one axis; ``?`` if unknown."""
     shape = dims(tensor)
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
 
 
 def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads the scores of an Attention (its fourth output) and does not only sum them over keys.
+    """True if the graph reads the scores of an Attention (its fourth output) for more than a sum over keys.
 
-    A ReduceLogSumExp after the mask does not change if hidden keys are left out: they add nothing to the sum.
+    A ReduceLogSumExp after the mask does not change if hidden keys are left out, because they add nothing to the sum.
     """
     scores = node.outputs[3] if len(node.outputs) > 3 else None
     if scores is None or not is_used(graph, scores):

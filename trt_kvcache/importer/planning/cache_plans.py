@@ -1,7 +1,7 @@
 """Find every cache update of a prepared graph, and plan it. This module does not change the graph.
 
 `decide` chooses the route of each cache update into the engine, with a reason. It uses only the facts in a
-`CacheUpdate`, not the graph. The facts about TensorRT were measured on TensorRT for RTX 1.7.1, whose parser is that of
+`CacheUpdate`, not the graph. The facts about TensorRT were measured on TensorRT for RTX 1.7.1, which has the parser of
 TensorRT 11; tests/facts tests them.
 """
 
@@ -56,13 +56,13 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
 
     Raises:
         InvalidModelError: an update breaks a rule of its operator.
-        UnsupportedModelError: an update has no route on the target.
+        UnsupportedModelError: no route supports an update on the target.
     """
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
             raise UnsupportedModelError(
-                f"'{node.name}' is a node of this project's plugin ({node.op}), which rewritten models have; supported "
-                "are TensorScatter and the caches of exporters: give the model without it"
+                f"'{node.name}' is a node of this project's plugin ({node.op}), which only rewritten models have; the "
+                "importer supports TensorScatter and the caches of exporters: give the model before its rewrite"
             )
     updates = [_plan(graph, node, options) for node in graph.nodes if is_update(node)]
     places = {tensor.name: place for place, tensor in enumerate(graph.inputs)}
@@ -74,20 +74,20 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
     shape = dims(past) or dims(present)
     if shape is None:
         raise UnsupportedModelError(
-            f"the shape of cache '{past.name}' of '{node.name}' is not in the model: export it with shapes"
+            f"the shape of cache '{past.name}' of '{node.name}' is unknown: export the model with shapes"
         )
     axis = node.attrs.get("axis", -2) if is_op(node, "TensorScatter") else -2
     if len(shape) < 2 or not -len(shape) <= axis < len(shape) or axis % len(shape) == 0:
         raise InvalidModelError(
-            f"'{node.name}' has axis {axis} on cache '{past.name}' of shape {list(shape)}: the axis must name a "
-            "dimension after the batch"
+            f"'{node.name}' has axis {axis} for cache '{past.name}' of shape {list(shape)}; the axis must be one after "
+            "the batch: export the model again"
         )
     axis %= len(shape)
     form, capacity = _form(node), shape[axis]
     if not isinstance(capacity, int):
         raise UnsupportedModelError(
-            f"cache '{past.name}' of '{node.name}' has no fixed length on axis {axis}, and it is computed "
-            "in the graph: make it an input of the model, or give the export a fixed length"
+            f"cache '{past.name}' of '{node.name}' has no fixed length on axis {axis}, because it is computed in the "
+            "graph: make it an input of the model, or export with a fixed length"
         )
     _check_rows(node, shape)
     _check_zero_points(node)
@@ -95,8 +95,8 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
     length = "?" if rows is None else rows[axis if form is UpdateForm.PADDED else 0]
     if form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
         raise InvalidModelError(
-            f"'{node.name}' writes an update of {length} tokens into a cache of {capacity} ('{past.name}'): "
-            "enlarge the cache or shorten the update"
+            f"'{node.name}' writes an update of {length} tokens into a cache of {capacity} rows ('{past.name}'): "
+            "export a longer cache or a shorter update"
         )
     update = CacheUpdate(
         node=node.name,
@@ -132,90 +132,96 @@ def _form(node: gs.Node) -> UpdateForm:
         return UpdateForm.PADDED
     if form != "packed_nhd":
         raise UnsupportedModelError(
-            f"'{node.name}' has update_form '{form}'; TensorRT knows 'packed_nhd' and, without the attribute, padded"
+            f"'{node.name}' has update_form '{form}'; TensorRT supports only 'packed_nhd', or no update_form for "
+            "padded updates"
         )
     if input_or_none(node, 3) is None:
-        raise InvalidModelError(f"packed update '{node.name}' lacks its fourth input, the cumulative lengths [B + 1]")
+        raise InvalidModelError(
+            f"packed update '{node.name}' has no fourth input, which must be the cumulative lengths [B + 1]"
+        )
     _check_packed(node)
     return UpdateForm.PACKED_NHD
 
 
 def _check_packed(node: gs.Node) -> None:
-    """Check the ranks and types of TensorRT's packed operator, for which ONNX has no rules."""
+    """Check the ranks and types of TensorRT's packed operator, because ONNX has no rules for it."""
     for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
                           (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
         tensor = input_or_none(node, i)
         shape = dims(tensor) if tensor is not None else None
         if tensor is not None and shape is not None and len(shape) != rank:
             raise InvalidModelError(
-                f"packed update '{node.name}' has '{tensor.name}' of shape {list(shape)} for its {what}: export "
-                f"it with {rank} dimensions"
+                f"packed update '{node.name}' has '{tensor.name}' of shape {list(shape)} as its {what}: export it with "
+                f"{rank} dimensions"
             )
         if i > 1 and tensor is not None and dtype_name(tensor) not in ("int32", "int64", "?"):
             raise InvalidModelError(
-                f"packed update '{node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it "
-                "to int32 or int64"
+                f"packed update '{node.name}' has {dtype_name(tensor)} '{tensor.name}' as its {what}: cast it to int32 "
+                "or int64"
             )
     cache, update = (dtype_name(t) for t in node.inputs[:2])
     if cache != update and "?" not in (cache, update):
         raise InvalidModelError(
-            f"packed update '{node.name}' writes a {update} update into a {cache} cache; cast the update first"
+            f"packed update '{node.name}' writes a {update} update into a {cache} cache: cast the update to {cache}"
         )
 
 
 def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
-    """Refuse a fixed number of write indices beside a cache with an open batch."""
+    """Refuse a model whose write indices have a fixed length while the batch axis of a cache is dynamic."""
     write_indices = input_or_none(node, 2)
     if write_indices is None:
         return
     (rows,) = dims(write_indices) or ("?",)
     if isinstance(rows, int) and not isinstance(shape[0], int):
         raise UnsupportedModelError(
-            f"'{node.name}' has {rows} write indices ('{write_indices.name}'), and cache '{node.inputs[0].name}' "
-            f"{list(shape)} an open batch; one for each row is needed: export both with one symbol, or a fixed "
-            "batch"
+            f"'{node.name}' has {rows} write indices ('{write_indices.name}'), but cache '{node.inputs[0].name}' "
+            f"{list(shape)} has a dynamic batch; each row needs one write index: export both with the same symbol, or "
+            "with a fixed batch"
         )
 
 
 def _check_zero_points(update: gs.Node) -> None:
-    """Refuse caches that are quantized with a zero point other than 0: TensorRT has no layer for them."""
+    """Refuse caches that are quantized with a zero point other than 0, because TensorRT has no layer for them."""
     for node in (*update.inputs[1].inputs, *consumers(update.outputs[0])):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
             zero = small_constant(input_or_none(node, 2))
             if zero is not None and np.any(zero.astype(np.int64)):
                 raise UnsupportedModelError(
-                    f"cache '{update.inputs[0].name}' holds numbers that {node.op} '{node.name}' rounds around "
-                    f"{int(zero.reshape(-1)[0])}; TensorRT rounds to int8 around 0: quantize the cache symmetrically"
+                    f"cache '{update.inputs[0].name}' is quantized by {node.op} '{node.name}' with the zero point "
+                    f"{int(zero.reshape(-1)[0])}; TensorRT supports only 0: quantize the cache symmetrically"
                 )
 
 
 def _check_one_reader(update: gs.Node) -> None:
-    """Refuse an int8 cache that two attentions read: TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds it."""
+    """Refuse an int8 cache that two attentions read.
+
+    TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds such a model.
+    """
     readers = _readers(update.outputs[0], "DequantizeLinear")
     if len(readers) > 1:
         raise UnsupportedModelError(
-            f"cache '{update.inputs[0].name}' of int8 is read by {len(readers)} attentions "
-            f"({', '.join(map(repr, readers))}); TensorRT for RTX crashes as it builds such a model: keep a shared "
-            "cache in float16 or bfloat16, or build for --target tensorrt"
+            f"{len(readers)} attentions ({', '.join(map(repr, readers))}) read the int8 cache "
+            f"'{update.inputs[0].name}'. TensorRT for RTX crashes when it builds such a model: export a shared cache "
+            "in float16 or bfloat16, or build for --target tensorrt"
         )
 
 
 def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> str:
-    """The reason why past and present cannot share a buffer; empty if they can."""
+    """Return the reason why past and present cannot share a buffer; empty if they can."""
     past, present = node.inputs[0], node.outputs[0]
     if not contains(graph.inputs, past):
         maker = producer(past)
         if maker is not None and is_update(maker):
-            return f"the cache was already updated by '{maker.name}': two updates chained on one cache"
+            return f"'{maker.name}' already updates the same cache before this update"
         return f"the cache '{past.name}' is not an input of the model"
     if not contains(graph.outputs, present):
         return f"the updated cache '{present.name}' is not an output of the model"
     for reader in consumers(past):
         if reader is not node and _reads_values(graph, reader):
-            what = "also updated" if is_update(reader) else "also read"
-            return f"the cache '{past.name}' is {what} by '{reader.name}', which must see it before the update"
+            what = "updates" if is_update(reader) else "reads"
+            return f"'{reader.name}' also {what} the cache '{past.name}', and must see it as before this update"
     if any(not isinstance(d, int) for d in shape[1:]):
-        return f"the cache '{past.name}' has open dimensions besides the batch: {list(shape)}"
+        return f"the cache '{past.name}' has dynamic dimensions other than the batch: {list(shape)}"
     return ""
 
 
@@ -228,9 +234,9 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
-    """Names of the Attention nodes that read this cache as K or V.
+    """Return the names of the Attention nodes that read this cache as K or V.
 
-    Operators between them may move values, compute from the cache, or be listed in `through`.
+    Operators in between may move values, compute keys or values from rows in use, or be listed in `through`.
     """
     readers: list[str] = []
     seen: set[int] = set()
@@ -250,7 +256,7 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:
-    """Add the cache's layout in the engine to an update."""
+    """Return the update with the layout that the cache has in the engine."""
     shape, axis = update.logical_shape, update.sequence_axis
     native = len(shape) == 4 and axis == 2
     if native or update.route is Route.FUNCTIONAL or update.form is UpdateForm.PACKED_NHD:
@@ -264,9 +270,9 @@ def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> 
 
 
 def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
-    """Number of heads if every reader of this sequence-major cache reads ``[B, N, S_max, H]``, else None.
+    """Return the number of heads if all readers of this sequence-major cache read ``[B, N, S_max, H]``, else None.
 
-    Such readers are ``Transpose(0, 2, 1, 3)``, and a Reshape to ``[B, S_max, N, H]`` that only such a Transpose reads.
+    Such readers are ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
     """
     if len(shape) not in (3, 4):
         return None
@@ -290,7 +296,7 @@ def to_heads_major(node: gs.Node) -> bool:
 
 
 def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
-    """Heads of a Reshape ``[B, S_max, N*H] -> [B, S_max, N, H]`` that only heads-major Transposes read, else None."""
+    """Return N if only heads-major Transposes read a Reshape ``[B, S_max, N*H] -> [B, S_max, N, H]``, else None."""
     if not is_op(node, "Reshape"):
         return None
     target = small_constant(node.inputs[1])
@@ -308,32 +314,32 @@ def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
 
 
 NATIVE_DTYPES = ("float", "float16", "bfloat16")
-"""Types that IKVCacheUpdateLayer takes."""
+"""Types that IKVCacheUpdateLayer supports."""
 
 PLAIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "bool")
-"""Types that TensorRT's scatter takes, for plain operators."""
+"""Types that TensorRT's scatter supports, for updates in plain operators."""
 
 PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4", "float4e2m1")
 """Types that a plugin can write: neither bool nor uint8 (NvInferRuntime.h, IPluginV3OneBuild::getOutputDataTypes)."""
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """Add the route, its reason and its contract with the caller to an update.
+    """Return the update with its route, the reason for it, and the contract with the caller.
 
     Args:
         facts: the update, without a route.
-        obstacle: why past and present cannot share a buffer with any kernel; empty if they can.
+        obstacle: the reason why past and present cannot share a buffer on any route; empty if they can.
         options: target and fallback.
 
     Raises:
-        UnsupportedModelError: no route keeps the meaning on this target.
+        UnsupportedModelError: no route on this target keeps the meaning of the update.
     """
     if obstacle:
         _check_dtype(facts, PLAIN_DTYPES)
         if facts.form is UpdateForm.PACKED_NHD:
             raise UnsupportedModelError(
-                f"packed update '{facts.node}': {obstacle}; a packed update has no plain form: make the cache an "
-                "input and its update an output of the model"
+                f"packed update '{facts.node}' must update its cache in place, but {obstacle}: make the cache an input "
+                "of the model, and its update an output"
             )
         return _by(facts, Route.FUNCTIONAL, obstacle)
     if facts.form is UpdateForm.PACKED_NHD:
@@ -350,26 +356,23 @@ def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract
 
 
 def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """Advice if a plan needs the plugin, which cannot be compiled or registered: options for other routes."""
+    """Return advice if a plan needs the plugin, but it cannot be compiled or registered: options for other routes."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:
         known = all(c.mode is UpdateMode.LINEAR and c.dtype in NATIVE_DTYPES for c in packed)
         return (
-            "without the plugin there is no way for its packed updates"
-            + (" on TensorRT before 11.0, which does them itself" if known else "")
+            "the packed updates of this model need the plugin"
+            + (" on TensorRT before 11.0; later versions have a layer for them" if known else "")
             + ": export with padded updates"
         )
     narrow = next((c for c in needed if c.dtype not in PLAIN_DTYPES), None)
     if narrow is not None:
-        return (
-            f"without the plugin there is no way for its {narrow.dtype} caches: export them as float16, bfloat16 or "
-            "float32"
-        )
-    ways = "--fallback functional (plain operators, a copy of the cache per step)"
+        return f"the {narrow.dtype} caches of this model need the plugin: export them as float16, bfloat16 or float32"
+    ways = "--fallback functional (plain operators, which copy the cache in each step)"
     if all(c.mode is UpdateMode.CIRCULAR and c.dtype in NATIVE_DTYPES for c in needed):
-        ways = f"--fallback contract (in place, while no update straddles the wrap) or {ways}"
-    return f"or do without the plugin: {ways}"
+        ways = f"--fallback contract (in place, but no update may cross the end of the ring) or {ways}"
+    return f"or plan without the plugin: {ways}"
 
 
 def _packed(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
@@ -377,17 +380,17 @@ def _packed(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
     if facts.mode is UpdateMode.CIRCULAR:
         if options.target is Target.TENSORRT_RTX:
             raise UnsupportedModelError(
-                f"packed update '{facts.node}' is circular; TensorRT for RTX writes packed updates linearly, and only "
-                "TensorRT can do this one, by the plugin: plan for TensorRT, or export with padded updates"
+                f"packed update '{facts.node}' is circular, which TensorRT for RTX does not support; TensorRT supports "
+                "it with the plugin: plan for TensorRT, or export with padded updates"
             )
-        return _by(facts, Route.PLUGIN, "circular packed update, which IKVCacheUpdateLayer does not know")
+        return _by(facts, Route.PLUGIN, "circular packed update, which IKVCacheUpdateLayer does not support")
     if options.packed_native and facts.dtype in NATIVE_DTYPES:
-        return _by(facts, Route.NATIVE, "packed update, native from TensorRT 11.0 on and on TensorRT for RTX")
-    return _by(facts, Route.PLUGIN, "packed update, which TensorRT before 11.0 does not know")
+        return _by(facts, Route.NATIVE, "packed update, which TensorRT 11.0 or later and TensorRT for RTX support")
+    return _by(facts, Route.PLUGIN, "packed update, which TensorRT before 11.0 does not support")
 
 
 def _other_dtype(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
-    why = f"IKVCacheUpdateLayer holds float32, float16 and bfloat16, not {facts.dtype}"
+    why = f"IKVCacheUpdateLayer supports float32, float16 and bfloat16, not {facts.dtype}"
     plugin = options.target is Target.TENSORRT and options.fallback is Fallback.AUTO
     if plugin and (facts.dtype in PLUGIN_DTYPES or facts.dtype not in PLAIN_DTYPES):
         _check_dtype(facts, PLUGIN_DTYPES)
@@ -400,20 +403,24 @@ def _circular(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
     if facts.update_length == 1:
         return _by(facts, Route.NATIVE, "circular update of one token: linear at write index mod capacity")
     if not facts.write_indices is not None:
-        return _by(facts, Route.NATIVE, "circular update from index 0 never wraps: linear")
+        return _by(facts, Route.NATIVE, "circular update from index 0 never reaches the end of the ring: linear")
     if options.fallback is Fallback.FUNCTIONAL:
-        return _by(facts, Route.FUNCTIONAL, "circular update of several tokens, with plain operators as asked")
+        return _by(
+            facts,
+            Route.FUNCTIONAL,
+            "circular update of several tokens, in plain operators because of --fallback functional",
+        )
     if options.fallback is Fallback.AUTO and options.target is Target.TENSORRT:
-        return _by(facts, Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not know")
+        return _by(facts, Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not support")
     length = facts.update_length if isinstance(facts.update_length, int) else None
     if length is not None and facts.capacity % length:
-        why = f"circular updates of {length} tokens each straddle the end of {facts.capacity} rows: plain operators"
+        why = f"circular updates of {length} tokens would cross the end of {facts.capacity} rows: plain operators"
         return _by(facts, Route.FUNCTIONAL, why)
     return _by(
         facts,
         Route.NATIVE,
         "circular update of several tokens: linear at write index mod capacity, under the contract that no update "
-        "straddles the wrap",
+        "crosses the end of the ring",
         UpdateContract(no_straddle=True, max_update_length=length),
     )
 
@@ -423,22 +430,22 @@ def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
         return
     extra = ""
     if facts.dtype == "double":
-        extra = " (TensorRT's parser would silently narrow it to float32)"
+        extra = " (TensorRT's parser would convert it to float32 without a message)"
     raise UnsupportedModelError(
-        f"cache '{facts.past}' of update '{facts.node}' is {facts.dtype}, which this target cannot hold{extra}; it can "
-        f"hold {', '.join(supported)}: export the cache as float16, bfloat16 or float32"
+        f"cache '{facts.past}' of update '{facts.node}' is {facts.dtype}, which this target does not support{extra}; "
+        f"it supports {', '.join(supported)}: export the cache as float16, bfloat16 or float32"
     )
 
 
 def check_dtypes(tensors: Iterable[TensorRole]) -> None:
     """Refuse inputs and outputs of dtypes that TensorRT engines do not support.
 
-    TensorRT turns double into float32 without a message. For other types its error names no tensor (measured on
+    TensorRT converts double to float32 without a message. For other types, its error names no tensor (measured on
     TensorRT for RTX 1.7.1).
     """
     for tensor in tensors:
         if tensor.dtype not in TENSORRT_DTYPES:
             raise UnsupportedModelError(
-                f"{tensor.io} '{tensor.name}' is {tensor.dtype}, which no TensorRT engine has; supported are "
-                f"{', '.join(TENSORRT_DTYPES)}: export it in one of these"
+                f"{tensor.io} '{tensor.name}' is {tensor.dtype}, which TensorRT engines do not support; they support "
+                f"{', '.join(TENSORRT_DTYPES)}: export it in one of these types"
             )

@@ -11,22 +11,23 @@ EXPERTS = (
     "export a mixture of experts with mobius-onnx, or with torch.onnx (dynamo) from transformers 5 after "
     'model.set_experts_implementation("batched_mm")'
 )
-"""Advice for messages. Both exporters compute all sizes from the number of tokens alone."""
+"""Advice for messages. In exports of both, all sizes depend only on the number of tokens."""
 
 ROUNDING = "ORT_QMOE_CPU_QNBIT_GEMM"
-"""Environment variable that says in which type ONNX Runtime's QMoE kernel computes."""
+"""Environment variable that sets the type in which ONNX Runtime's QMoE kernel computes."""
 
 _lock = Lock()
 _before: list[str | None] = []
-"""One entry for each caller inside `exact_experts`. The first entry is the variable's value before."""
+"""One entry for each caller inside `exact_experts`. The first entry is the original value of the variable."""
 
 
 @contextmanager
 def exact_experts() -> Iterator[None]:
-    """Make ONNX Runtime's QMoE kernel keep activations in float32, for sessions opened inside this context.
+    """Make ONNX Runtime's QMoE kernel keep activations in float32, in sessions that are opened inside this context.
 
-    With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits it does so if the node's
-    ``accuracy_level`` says so. The environment variable overrides both.
+    With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits, it does so if the
+    node's
+        ``accuracy_level`` requests it. The environment variable overrides both.
     """
     with _lock:
         _before.append(os.environ.get(ROUNDING) if not _before else None)

@@ -1,4 +1,4 @@
-"""Upper bounds of token ids and positions: the number of rows of their lookup tables."""
+"""Find upper bounds of token ids and positions: the numbers of rows of their lookup tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _SHIFTING = {"Add": 1, "Sub": -1}
 
 @dataclass(frozen=True)
 class IndexLimits:
-    """Exclusive upper bounds of token ids and positions, by input name. No bound is known for other inputs."""
+    """Exclusive upper bounds of token ids and positions; maps input names to bounds.
+
+    Other inputs have no known bound.
+    """
 
     tokens: dict[str, int]
     positions: dict[str, int]
@@ -40,9 +43,9 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 
 
 def table_rows(model: ModelProto, name: str) -> int | None:
-    """Rows of the smallest table that this input indexes, also through casts, reshapes and an added constant.
+    """Return the rows of the smallest table that this input indexes; None if there is none.
 
-    If a constant is added to the input, the rows before the row for 0 do not count.
+    Casts, reshapes and additions of a constant may lie in between. Rows before the row for input 0 are not counted.
     """
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant

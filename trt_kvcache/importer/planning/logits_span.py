@@ -1,12 +1,11 @@
-"""Plan to compute logits for the last positions of a step only: a Slice before the last product.
+"""Plan to compute logits only for the last positions of a step, with a Slice before the last product.
 
     attention -> Add -> norm -> x [B, S, H] -> MatMul -> softcap -> logits [B, S, V]
                                 `- becomes x[:, S - K :]
 
-A prefill needs the logits of one position only. V is large: 128,256 for H of 2,048. Logits of all positions would take
+A prefill needs only the logits of one position. V is large: 128,256 for H of 2,048. Logits of all positions would take
 7 to 60 % of the products (counted in weights), and gigabytes. The check compares the model without the Slice. The nodes
-after the Slice are the *tail*. If the tail contains other operators than a few known ones, the model computes all
-logits.
+after the Slice are the *tail*. If the tail has operators that this module does not know, the model computes all logits.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpa
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
 
 _NAME = "logits_span"
-_OTHERS = "something else than factors, a bias, a softcap or a softmax follows the last product"
+_OTHERS = "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """Find the tensor to slice to the last positions in a sorted graph, or say why it cannot be sliced.
+    """In a sorted graph, find the tensor to cut to the last positions, or return the reason why there is none.
 
-    Returns None and an empty text if the options keep all logits, or the model returns logits of one position anyway.
+    If the options keep all logits, or the model returns logits of only one position, return None and an empty text.
     """
     logits = _only(roles, Role.LOGITS, "output")
     tokens = _only(roles, Role.TOKENS, "input")
     if options.logits is LogitPositions.ALL or logits is None or not _several(logits, tokens):
         return None, ""
     if "tokens" in logits.axes:
-        return None, _note(logits, "the tokens of all sequences are packed in one axis")
+        return None, _note(logits, "the tokens of all sequences are packed into one axis")
     output = next(t for t in graph.outputs if t.name == logits.name)
     product = _last_product(graph, output)
     if product is None:
         return None, _note(
-            logits, "something else than factors, a bias, a softcap or a softmax follows the last product"
+            logits, "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
         )
     tensor, nodes = product
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
@@ -75,32 +74,32 @@ def _several(logits: TensorRole, tokens: TensorRole | None) -> bool:
 
 
 def _note(logits: TensorRole, why: str) -> str:
-    return f"'{logits.name}' stays as exported, of all positions of a step: {why}"
+    return f"'{logits.name}' still has the logits of all positions of a step: {why}"
 
 
 def role_of(span: LogitsSpan) -> TensorRole:
-    """The role of the added span input."""
+    """Return the role of the added span input."""
     return TensorRole(span.name, "input", Role.SPAN, "int64", (span.symbol,), "added", ("kept",))
 
 
 def with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
-    """The role of an output of the rewritten model; logits get the length of the span."""
+    """Return the role of an output in the rewritten model. Logits get the length of the span."""
     if span is None or role.name != span.output or role.io != "output":
         return role
     return replace(role, shape=(role.shape[0], span.symbol, role.shape[2]), axes=(role.axes[0], "kept", role.axes[2]))
 
 
 def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
-    """Describe the change of the logits for the caller; `role` is the role of the exported logits."""
+    """Return the change of the logits that the caller sees. `role` is the role of the exported logits."""
     names = {"batch": "B", "sequence": "S"}
     old = [names.get(a, str(d)) for d, a in zip(role.shape, role.axes, strict=True)]
     new = [old[0], span.symbol, old[2]]
-    why = f"of the last positions, as many as {span.name} is long; --logits all keeps them"
+    why = f"only the last positions, as many as the length of {span.name}; --logits all keeps all positions"
     return InterfaceChange("output", f"{role.name} [{', '.join(old)}]", f"{role.name} [{', '.join(new)}]", why)
 
 
 def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Find the input ``[B, S, H]`` of the last product with a weight, and the nodes of the tail that read it."""
+    """Return the input ``[B, S, H]`` of the last product with a weight, and the nodes of the tail that read it."""
     sources = inputs_behind(graph)
 
     def is_fixed(tensor: gs.Tensor) -> bool:
@@ -142,7 +141,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Go back one operator, such as a norm, if it keeps positions: the check then need not run a large product."""
+    """Go back one more operator, such as a norm, if it keeps positions. Then the check need not run a large product."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or len(consumers(start)) != len(readers):
         return None
@@ -158,9 +157,9 @@ def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
 
     Args:
         node: a node of the tail.
-        fixed: its inputs that are constants, or are computed from constants.
+        fixed: inputs of the node that are constants, or are computed from constants.
     """
-    if is_op(node, *_ELEMENTWISE):  # refuses constants with a number for each position
+    if is_op(node, *_ELEMENTWISE):  # constants must not have different numbers for different positions
         rank = len(dims(node.outputs[0]) or ())
         shapes = [() if t.is_empty() else dims(t) for t in fixed]
         ranks = {len(dims(t) or ()) for t in node.inputs if not contains(fixed, t)}

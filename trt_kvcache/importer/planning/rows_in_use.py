@@ -1,10 +1,10 @@
-"""Slice caches to the rows in use, where a graph computes keys or values from them before attention.
+"""Cut caches to the rows in use if a graph computes keys or values from caches before attention.
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-Normalization puts a Slice of all L rows after a cache, if all operators from there to the attention work row by row. It
-also puts such a Slice after the row numbers from which a bias is computed. The rewrite then ends the Slice at the span,
-so that the graph computes only the rows in use.
+The canonical form has a Slice of all L rows after a cache if all operators from there to the attention work row by row.
+It also has such a Slice after the row numbers from which a bias is computed. The rewrite later ends the Slice at the
+span, so that the graph computes only the rows in use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HINT = "rows_in_use"
 
 
 def emit_row_slice(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
-    """Emit a Slice of all rows of an updated cache along `axis`; the rewrite may shorten it."""
+    """Emit a Slice of all rows of an updated cache along `axis`. The rewrite may shorten the Slice."""
     rows = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
     rows.shape = present.shape
     return rows
@@ -33,9 +33,9 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """The row Slices from which a tensor is computed, in order of use; empty if it also depends on other rows.
+    """Return the row Slices from which a tensor is computed, in order of use; empty if it depends on a whole cache.
 
-    K and V may share Slices, so that some already end at `end`.
+    K and V may share Slices; so some Slices may already end at `end`.
     """
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
@@ -55,7 +55,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Shorten to `end` rows the row Slices from which a tensor is computed; False if there are no such Slices."""
+    """Shorten the row Slices from which a tensor is computed to `end` rows. Return False if there are none."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

@@ -1,4 +1,4 @@
-"""Count the bytes of weights that a step of one token reads. This module itself reads no weight."""
+"""Count the bytes of weights that a step of one token reads. This module itself reads no weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from trt_kvcache.importer.protos import byte_size, constants_of, int_attribute, 
 __all__ = ["weights_read"]
 
 _SAME = ("Cast", "DequantizeLinear", "Identity")
-"""Operators whose result has the rows of the first input."""
+"""Operators whose result has the same rows as the first input."""
 
 
 def weights_read(model: ModelProto) -> int:
-    """Bytes of constants that a flat model reads in a step of one token.
+    """Return the bytes of constants that a flat model reads in a step of one token.
 
-    Each constant counts in full, except tables. A table counts with one row (such as embeddings), or with as many rows
-    as TopK chooses experts.
+    Each constant except a table counts in full. A table (such as embeddings) counts with one row, or with as many rows
+    as
+        TopK chooses experts.
     """
     constants = constants_of(model.graph)
     readers = readers_of(model.graph.node)
@@ -34,7 +35,7 @@ def _share(
     name: str, shape: Sequence[int], readers: Mapping[str, list[NodeProto]], makers: Mapping[str, NodeProto],
     constants: Mapping[str, TensorProto],
 ) -> float:  # fmt: skip
-    """The share of a tensor that its readers read."""
+    """Return the share of a tensor that its readers read."""
     shares = [0.0] if name in readers else [1.0]
     for node in readers.get(name, ()):
         if node.op_type in _SAME and node.input[0] == name:
@@ -43,7 +44,7 @@ def _share(
             axis = int_attribute(node, "axis") if node.op_type == "Gather" else 0
             shares.append(min(1.0, _rows(node.input[1], makers, constants) / max(shape[axis], 1)))
         elif node.op_type == "Slice" and node.input[0] == name and not {*node.input[1:3]} <= constants.keys():
-            shares.append(0.0)  # row numbers and masks: only the rows in use are read
+            shares.append(0.0)  # of row numbers and masks, only the rows in use are read
         elif node.op_type == "RotaryEmbedding" and name != node.input[0] and len(shape) == 2:
             shares.append(1 / max(shape[0], 1))
         else:
@@ -52,7 +53,7 @@ def _share(
 
 
 def _rows(indices: str, makers: Mapping[str, NodeProto], constants: Mapping[str, TensorProto]) -> float:
-    """Rows that a token looks up: the count of the TopK that made the indices, or one."""
+    """Return the number of rows that a token looks up: the count of the TopK that made the indices, or 1."""
     pending, seen = [indices], {indices}
     while pending:
         node = makers.get(pending.pop())

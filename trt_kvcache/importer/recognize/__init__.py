@@ -1,14 +1,14 @@
 """Recognize the caches of an exported model, and the attentions over them, by running parts of the model.
 
-    carried             guesses from shapes which input and output are one cache; finds state that is no cache
-    sample_steps        makes steps: a shape and a value for each input
+    carried             guesses from shapes which input and output are one cache; finds other state
+    sample_steps        makes sample steps: a shape and a value for each input
     regions             cuts out the parts of the model that write a cache or attend to it
     region_steps        runs a region in a step, and finds how the step writes a cache
     attention_reader    finds what an attention computes
     records             data classes of the results
 
-Nothing here looks for operators that attend or write. Every result is a guess, which the check later accepts or
-refuses.
+These modules do not search for operators that attend or write. Every result is a guess. The check later accepts or
+refuses the guess.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = ["Recognized", "recognize"]
 _MOST_STEPS = 12  # how often a region may grow backward
 _PLACES = ((4, 2), (4, 1), (3, 1))  # (rank of a cache, axis of its rows)
 _Seen: TypeAlias = "Attention | FartherError | ComputedError"
-_SOME = 0.05  # share of a present that must come from its past
-_ROUNDS = 6  # rounds of guesses
-_LARGEST = 1 << 16  # elements of a constant
-_SHORT = 41  # the most rows of fixed caches while attentions are read, if the model leaves their length open
+_SOME = 0.05  # the share of a present's numbers that must also be in its past
+_ROUNDS = 6  # the most rounds of guesses
+_LARGEST = 1 << 16  # the most elements of a tensor that becomes a constant
+_SHORT = 41  # if the model leaves the length of fixed caches open, they get at most this many rows here
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +93,7 @@ def recognize(
             changed.
         weights: the detached weights.
         options: capacity and name patterns.
-        usual: the capacity if neither options nor model give one.
+        usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
 
     Returns:
@@ -133,14 +133,17 @@ def recognize(
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack) from None
         raise UnsupportedModelError(
-            f"{error}; supported are caches that the caller gives and takes back whole, with the new rows after those "
-            "of earlier tokens, and attention over one cache of keys and one of values: export by optimum, or by torch "
-            "with DynamicCache"
+            f"{error}. The importer supports only caches that are inputs and outputs of the model, whose outputs hold "
+            "all rows with the new rows after the earlier ones, and attention over one cache of keys and one cache of "
+            "values. Export with optimum, or with torch and DynamicCache"
         ) from None
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """The guesses whose present holds rows of the past. All guesses, if a size is open or the model does not run."""
+    """Return the guesses whose present holds rows of the past.
+
+    If the model has symbolic sizes or does not run, return all guesses.
+    """
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -183,7 +186,7 @@ class _Recognizer:
             if (folded := _fold_fixed(self._samples)) is not None:
                 again = recognize(folded, self._weights, self._options, self._usual, self._folder)
                 if again is None:
-                    raise RecognizeError("constants that are folded leave no cache")
+                    raise RecognizeError("no input looks like a cache after constant indices and conditions are folded")
                 return again
             is_open = asked is None and any(not c.growing for c in guess)
             short = min(_SHORT, self._samples.capacity)
@@ -195,7 +198,7 @@ class _Recognizer:
             try:
                 seen = [self._seen(c) for c in guess]
                 if all(one is two for one, two in zip(seen, guess, strict=True)):
-                    self._interface.fixed_capacity(self._options.capacity)  # refuses another one
+                    self._interface.fixed_capacity(self._options.capacity)  # refuses an option that contradicts it
                     self._check_places()
                     return self._whole(self._attentions())
                 caches = seen
@@ -206,10 +209,10 @@ class _Recognizer:
                         "their embeddings"
                     ) from None
                 raise
-        raise RecognizeError("how steps change the caches could not be determined")
+        raise RecognizeError("could not determine how a step changes the caches")
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
-        """Names of integer inputs that may give the row at which a fixed cache is written."""
+        """Names of integer inputs that may give the first row that a step writes in a fixed cache."""
         whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
         return () if cache.growing else tuple(str(t.name) for t in whole)
 
@@ -260,7 +263,7 @@ class _Recognizer:
                 passed.add(max(error.args, key=region.texts.index))
                 continue
             return next(c for c in found if c.past is cache.past)
-        raise RecognizeError(f"the new rows of '{cache.past.name}' are not one tensor")
+        raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _attentions(self) -> list[Attention]:
         """Every attention, in the order of the graph."""
@@ -277,13 +280,13 @@ class _Recognizer:
                 part = self._cutter.computed(region, names[seen.query])
                 inner, others = self._seen_in(part, known)
                 if not isinstance(inner, Attention):
-                    raise RecognizeError(f"keys and values of '{front}' are not one tensor each")
+                    raise RecognizeError(f"the keys or the values of '{front}' are more than one tensor")
                 caches = tuple(self._cache(c, names) for c in seen.caches)
                 return replace(self._renamed(inner, others), computed_from=caches)
             if isinstance(seen, Attention):
                 return self._renamed(seen, names)
             passed.add(max((names[n] for n in seen.args), key=region.texts.index))
-        raise RecognizeError(f"queries and new rows of '{front}' are not one tensor each")
+        raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
         """Read a region, or reuse the result of an equal region.
@@ -306,21 +309,24 @@ class _Recognizer:
             if (rank, cache.axis) not in _PLACES:
                 raise RecognizeError(
                     f"the cache '{cache.past.name}' {list(cache.past.shape)} has its rows on axis {cache.axis}; "
-                    "supported are [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
+                    "the importer supports [B, N, P, D], [B, P, N, D] and [B, P, N * D]"
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """Apply the update of a known cache to the cache with these names."""
+        """Return the cache that `names` gives for a known cache, with the same kind of update."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
         own = self._caches[names[str(of.past.name)]]
         if str(own.present.name) != names[str(of.present.name)]:
-            raise RecognizeError(f"'{own.past.name}' comes back as '{names[str(of.present.name)]}'")
+            raise RecognizeError(
+                f"the present of '{own.past.name}' is '{own.present.name}', but its attention writes "
+                f"'{names[str(of.present.name)]}'"
+            )
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
-        """Return a known attention with the tensor names of another region."""
+        """Return a known attention with its tensors replaced by those of an equal region."""
         result, query = (self._tensors[names[str(t.name)]] for t in (seen.result, seen.query))
         name = str(result.inputs[0].name) if result.inputs else seen.name
         key, value = (self._cache(c, names) for c in (seen.key, seen.value))
@@ -328,7 +334,7 @@ class _Recognizer:
 
     def _whole(self, attentions: Sequence[Attention]) -> Recognized:
         caches = {str(c.past.name): c for a in attentions for c in a.caches}
-        # A cache that no attention reads may have other readers: `check_readers` looks for them in the canonical graph.
+        # Other nodes may read a cache that no attention reads: `check_readers` looks for them in the canonical graph.
         ordered = tuple(caches[name] if name in caches else self._looked(c) for name, c in self._caches.items())
         samples = self._samples
         return Recognized(self._model, self._graph, self._interface, samples, ordered, tuple(attentions))
@@ -347,10 +353,11 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
         LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
         states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
-    TorchScript writes the first form if n is a dimension that never changes. TensorRT for RTX has no NonZero. If the
-    model always takes the same branch, removing the If also removes inputs that only its condition reads, such as the
-    mask. A branch for steps of one token is dropped: the other branch must give the same numbers, and the check
-    compares them.
+    TorchScript writes the first form if n is a dimension that never changes; TensorRT for RTX has no NonZero. If the
+    model always takes the same branch of an If, replacing the If also removes inputs that only its condition reads,
+    such
+    as the mask. If a model has a special branch for steps of one token, this function removes that branch. The other
+    branch must give the same numbers for one token; the check compares them.
 
     Returns a new model, or None if the function replaces nothing.
     """
@@ -359,7 +366,7 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
     chosen = {node.input[0] for node in graph.node if is_op(node, "If")}
     names |= chosen
-    # The check runs only one size of an axis of unknown meaning. So a value that depends on such an axis is not fixed.
+    # The check runs only one size of an axis of unknown meaning. So a value that depends on that axis is not constant.
     batch, past, length = samples.few[0].batch, samples.few[0].past, samples.few[0].length
     steps = (*samples.plain, *samples.wrapped, samples.step(batch, past, length, other=None)) if names else ()
     fixed = {name: value for name in names if (value := _same(name, steps)) is not None}
@@ -382,7 +389,7 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
 
 
 def _same(name: str, steps: Sequence[Sample]) -> Array | None:
-    """The value of a small tensor, if it is the same in all steps."""
+    """Return the value of a small tensor if it is the same in all steps, else None."""
     first, *others = (step.probe.value(name) for step in steps)
     if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
         return None

@@ -1,14 +1,14 @@
 """Describe an attention by running its region in ONNX Runtime on chosen numbers.
 
-    found                             by
-    new rows of each cache            numbered rows, which are looked up in the presents (`region_steps`)
-    which cache holds values          the result is linear in the values
-    heads, layouts, sinks             a step with numbered values and a single key
-    attention weights of keys         values that are 1 in one row and one number of a head, and 0 elsewhere
+    what is found                     how
+    new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
+    which cache holds values          the result is linear in the values, not in the keys
+    heads, layouts, sinks             a step with a single key and values with unique numbers
+    attention weights of keys         values that are 1 in one row and one number of a head, else 0
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
 
-Every result is a guess, which the check later accepts or refuses.
+Every result is a guess. The check later accepts or refuses the guess.
 """
 
 from __future__ import annotations
@@ -39,30 +39,31 @@ from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 
 Scores = tuple[float, Array, Array]
-"""The factor of the queries; the scores computed from weights, ``[b, n, g, s, keys]``; True for visible keys."""
+"""The factor of the queries; the scores computed from attention weights, ``[b, n, g, s, keys]``; a mask of the same
+shape, True for visible keys."""
 _BATCHES, _PAST, _NEW = (5, 7, 11), 4, 7
-_SMALL = (0.3, 0.02)  # factors of the queries: scores so small that most softcaps change them little
+_SMALL = (0.3, 0.02)  # factors of the queries: they make scores so small that most softcaps hardly change them
 _LARGE = 12.0  # the largest score of a step that shows a softcap
 _FITS = 0.97  # least cosine of measured and expected scores
 _NOTHING = 1e-25  # the weight of a hidden key
 _CLOSE = 1e-3
 _EXACT = 1e-5
 _ITERATIONS, _STEP = 12, 1e-4
-_SOME = 4  # the weights of every fourth key are enough to see the layout of heads
+_SOME = 4  # every fourth key is enough to see the layout of heads
 _LONGEST = 1 << 22  # the most numbers of a cache in a long step
 _MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 
 
 class Reader:
-    """Runs the region of one attention.
+    """Describes one attention by running its region.
 
     Args:
         region: the region of the attention.
         caches: guessed caches, by the name of their past.
         tensors: all tensors of the graph, by name.
         interface: inputs and outputs of the model.
-        samples: makes short steps of the model.
-        far: makes steps at the model's capacity, for one long step.
+        samples: makes short sample steps of the model.
+        far: makes sample steps up to the model's capacity.
 
     Raises:
         RecognizeError: the region does not load.
@@ -87,41 +88,48 @@ class Reader:
 
         Raises:
             RecognizeError: the attention has no supported form; the message says what was seen.
-            FartherError: queries or new rows are several short tensors; a larger region may have them as one tensor
-                each.
+            FartherError: the queries or the new rows are several short tensors. In a larger region they may be one
+                tensor.
         """
         region, sample = self._region, self._sample
         if region.computed:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])
         if len(region.caches) != 2:
             raise RecognizeError(
-                f"'{region.result}' reads {len(region.caches)} caches, not one of keys and one of values"
+                f"'{region.result}' reads {len(region.caches)} caches; it must read one of keys and one of values"
             )
         found = read_updates(self._runner, region, dict(self._caches), dict(self._tensors), sample, None)
         found = [replace(c, circular=self._caches[str(c.past.name)].circular) for c in found]
         rows = {c.update.name for c in found if c.update is not None}
         queries = [t for t in region.texts if t not in rows]
-        if len(queries) > 1:  # another layer's operator may write the cache, and take queries of its own
+        if len(queries) > 1:  # the operator of another layer may write the cache, with other queries
             feeds = self._runner.feeds(sample)
             plain = self._run(feeds)
             queries = [t for t in queries if not np.array_equal(plain, self._run(feeds | {t: 2 * feeds[t]}))]
         if len(queries) != 1:
-            raise FartherError(*queries) if queries else RecognizeError(f"no queries go into '{region.result}'")
+            raise (
+                FartherError(*queries)
+                if queries
+                else RecognizeError(f"no input of '{region.result}' could be its queries")
+            )
         return self._described(found, queries[0])
 
     def _computed(self, name: str) -> Cache:
-        """Describe keys or values that the model computes from caches, in the form of a cache."""
+        """Return a `Cache` that stands for keys or values that the model computes from caches."""
         shape, tensor = self._sample.probe.shape(name) or (), self._tensors[name]
         axis = next((a for a in (2, 3) if len(shape) == 4 and shape[a] == self._sample.total), None)
         if axis is None:
-            raise RecognizeError(f"'{name}' {list(shape)} is computed from caches; supported is [B, H, rows, D]")
+            raise RecognizeError(f"'{name}' {list(shape)} is computed from caches; its shape must be [B, H, rows, D]")
         return Cache(tensor, tensor, axis, growing=True, perm=(0, 1, 2, 3))
 
     def _described(self, found: list[Cache], query: str) -> Attention:
         region, sample = self._region, self._sample
         self._query = query
         if len(found) != 2:
-            raise RecognizeError(f"'{region.result}' reads {len(found)} tensors that are computed from caches, not two")
+            raise RecognizeError(
+                f"'{region.result}' reads {len(found)} tensors that are computed from caches; expected 2, keys "
+                "and values"
+            )
         self._key, self._value = self._roles(found)
         self._sinks: Array | None = None
         self._sizes, results = self._layout()
@@ -166,7 +174,8 @@ class Reader:
         if sum(linear) != 1:
             shown = sorted(str(c.past.name) for c in caches)
             raise RecognizeError(
-                f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}, not in one"
+                f"'{self._region.result}' is linear in {sum(linear)} of the caches {shown}; it must be linear in the "
+                "values only"
             )
         return caches[linear.index(False)], caches[linear.index(True)]
 
@@ -186,12 +195,12 @@ class Reader:
         return {**feeds, str(cache.past.name): past, _update(cache): after.transpose(np.argsort(cache.perm))}
 
     def _still(self, sample: Sample) -> Feeds:
-        """Inputs of a step, with queries and keys of 0."""
+        """Return inputs of a step in which all queries and keys are 0."""
         feeds = self._runner.feeds(sample)
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """The weight of each of these keys in each number of the result; keys are the last axis."""
+        """Return how much each of these keys weighs in each number of the result; the keys are the last axis."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -214,7 +223,10 @@ class Reader:
         return np.concatenate(found, -1)
 
     def _layout(self) -> tuple[dict[str, int], Layout]:
-        """Find the sizes of heads and the layout of results with numbered values and a single key. Also reads sinks."""
+        """Find the sizes of heads and the layout of results in a step with one key and numbered values.
+
+        Also read sinks.
+        """
         value, batch = self._value, self._sample.batch
         one = self._step(batch, 0, 1)
         feeds = self._still(one)
@@ -232,31 +244,33 @@ class Reader:
                 rows, share = (
                     brought(r, layout, sizes | {"s": one.length}, ATTENTION)[:, :, :, :1] for r in (result, ones)
                 )
-                uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()  # the largest heads come first
+                # `layouts` yields the layout with the largest heads first
+                uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()
                 near = np.abs(rows - wanted * share).max() < _CLOSE * max(1e-6, share.max())
                 if near and uneven < _EXACT * shares.max() and share.min() > 0:
                     self._read_sinks(share[:, :, :, 0, 0])
                     return sizes, layout
         raise RecognizeError(
-            f"with one key, '{self._region.result}' is not a row of '{value.past.name}', or its heads are in an "
-            "unknown order"
+            f"with one key, '{self._region.result}' should be a row of '{value.past.name}' but is not, or its heads "
+            "are in an unknown order"
         )
 
     def _read_sinks(self, share: Array) -> None:
-        """Read sinks, the logits beside the scores, from the weights ``[b, n, g]`` of a single key whose score is 0."""
+        """Read sinks (extra logits of the softmax) from the weights ``[b, n, g]`` of a single key with score 0."""
         if share.min() < 1 - _EXACT:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
                 raise RecognizeError(
-                    f"weights of '{self._region.result}' add up to less than 1, by amounts that differ between "
-                    f"sequences"
+                    f"the attention weights of '{self._region.result}' add up to less than 1, and how much less "
+                    "differs "
+                    "between sequences; a sink must be the same for all sequences"
                 )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
-        """Find head size, query layout, scale and softcap that fit the weights of both small and large scores.
+        """Find the head size, query layout, scale and softcap that explain the weights of both small and large scores.
 
-        `base` are the weights where queries and keys are 0.
+        `base` holds the attention weights of a step in which queries and keys are 0.
         """
         sample, key, query = self._sample, self._key, self._query
         feeds = self._runner.feeds(sample)
@@ -272,7 +286,9 @@ class Reader:
             whole = np.concatenate([self._runner.rows(key, sample, feeds[str(key.past.name)]), whole], key.axis)
         size, left = divmod(whole.size, sample.batch * self._sizes["n"] * self._keys(sample))
         if left or (whole.ndim == 4 and whole.shape[2 if key.axis == 1 else 1] != self._sizes["n"]):
-            raise RecognizeError(f"'{key.past.name}' has another number of heads than '{self._value.past.name}'")
+            raise RecognizeError(
+                f"keys '{key.past.name}' and values '{self._value.past.name}' have different numbers of heads"
+            )
         keys = _by_head(whole, key, self._sizes["n"])
         sizes = self._sizes | {"d": size}
         best = 0.0
@@ -290,9 +306,9 @@ class Reader:
                 break
         else:
             raise RecognizeError(
-                f"the weights of keys are no softmax of products of '{query}' and '{key.past.name}' (closest fit "
-                f"{best:.3f}) in a step of {sample.length} tokens; also unsupported are query heads in another "
-                "order than key heads, and queries that see only one key"
+                f"the attention weights are not a softmax of the products of '{query}' and '{key.past.name}' (closest "
+                f"fit {best:.3f}) in a step of {sample.length} tokens. The importer also does not support query heads "
+                "in another order than key heads, and queries that see only one key"
             )
         few, layout, products = found
         scale = _scaled(products, few)
@@ -300,7 +316,10 @@ class Reader:
         return size, layout, *_fitted(products, (few, many), scale, size)
 
     def _mask(self, base: Array) -> Mask:
-        """The keys that queries see, and biases; `base` are the weights where queries and keys are 0."""
+        """Return which keys queries see, and biases.
+
+        `base` holds the weights of a step in which queries and keys are 0.
+        """
         sample, seen = self._sample, base > _NOTHING
         tokens = np.arange(sample.total - self._keys(sample), sample.total)
         own = sample.past + np.arange(sample.length)[:, None]
@@ -308,12 +327,12 @@ class Reader:
             return self._own(seen, tokens <= own)
         shown = seen[0, 0, 0]
         if not (seen == shown).all():
-            raise RecognizeError(f"heads or sequences of '{self._region.result}' see different keys")
+            raise RecognizeError(f"different heads or sequences of '{self._region.result}' see different keys")
         mask = self._biased(base, Mask())
         if self._key.circular and not self._sees_lengths():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, and after the end of its rows queries see other rows "
-                "than those up to their own; supported are masks of the caller: give the mask [B, 1, S, L] as an input"
+                f"the cache '{self._key.past.name}' is circular, but after it is full queries see other rows than "
+                "those up to their own row. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
             )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
@@ -324,10 +343,13 @@ class Reader:
                 return replace(mask, causal=causal, window=window)
         query, key = (int(i) for i in np.argwhere(shown != wanted)[0])
         gives = "gives weight to" if shown[query, key] else "gives no weight to"
-        raise RecognizeError(f"at {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}")
+        raise RecognizeError(
+            f"in a step after {sample.past} tokens, query {query} of '{self._region.result}' {gives} key {key}, "
+            "which fits no supported mask"
+        )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """The mask of an attention that applies the caller's own mask, and is causal if it hides later keys as well."""
+        """Return the mask of an attention that reads the caller's mask. It is causal if it also hides later keys."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -337,10 +359,10 @@ class Reader:
             return Mask(causal=False, own=own, bounded=False)
         if np.array_equal(seen, wanted & causal):
             return Mask(causal=True, own=own)
-        raise RecognizeError(f"the mask '{name}' is not what queries of '{self._region.result}' see")
+        raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
-        """True if queries past the end of a circular cache see the rows that a mask computed from lengths shows."""
+        """Return True if `Mask.bounded` describes a full circular cache: query i sees the first L - S + i + 1 rows."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -351,7 +373,7 @@ class Reader:
         return np.array_equal(seen, np.broadcast_to(counted, seen.shape))
 
     def _biased(self, base: Array, mask: Mask) -> Mask:
-        """Add slopes, or a bias for each distance, to the mask if keys of 0 get different weights."""
+        """Add slopes, or a bias for each distance, to the mask if keys with the same score 0 get different weights."""
         sample, seen = self._sample, base > _NOTHING
         shares = base / np.maximum(base.sum(-1, keepdims=True), _NOTHING)
         if np.abs(shares * seen.sum(-1, keepdims=True) - 1)[seen].max(initial=0) <= _CLOSE:
@@ -365,11 +387,14 @@ class Reader:
             wanted = logs[:, query, keys[-1]][:, None] + by_distance[:, keys[-1] - keys]
             if np.abs(np.where(seen[0, 0, 0, query, keys], logs[:, query, keys] - wanted, 0)).max() > _CLOSE:
                 raise RecognizeError(
-                    f"weights of keys in '{self._region.result}' depend on more than head and distance where queries "
-                    "and keys are 0"
+                    f"with queries and keys of 0, the weights of keys in '{self._region.result}' depend on more than "
+                    "the head and the distance from query to key"
                 )
         if self._sinks is not None or not seen[..., -1, :].all():
-            raise RecognizeError(f"'{self._region.result}' has a bias by distance beside sinks or a window")
+            raise RecognizeError(
+                f"'{self._region.result}' has a bias that depends on the distance, and also sinks or a window; "
+                "the importer supports only one of them"
+            )
         far = by_distance.shape[1] - 1
         slopes = -by_distance[:, far] / far
         if np.abs(by_distance + slopes[:, None] * np.arange(far + 1)).max() < _CLOSE:
@@ -380,12 +405,17 @@ class Reader:
         """The number that the model adds to the score at each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
-            raise RecognizeError(f"a bias by distance is read for {most} tokens at most; give a smaller --capacity")
+            raise RecognizeError(
+                f"'{self._region.result}' has a bias that depends on the distance; the importer can read it for "
+                f"at most {most} tokens: give --capacity {most} or less"
+            )
         length = self._step(1, 0, 1).length
         sample = self._far.step(1, capacity - length, length)
         weights = self._weights(self._still(sample), sample)[0, :, :, -1]
         if weights.min() <= _NOTHING:
-            raise RecognizeError(f"the bias by distance of '{self._region.result}' hides keys")
+            raise RecognizeError(
+                f"the bias of '{self._region.result}' that depends on the distance hides keys; use a window instead"
+            )
         logs = np.log(weights).reshape(self._sizes["n"] * self._sizes["g"], -1)
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
@@ -406,7 +436,7 @@ class Reader:
 
 
 def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
-    """A step whose batch size divides no other size of the region's inputs, so that it shows the batch axis."""
+    """Return a step whose batch size divides no other size of the region's inputs. So its batch axis is unique."""
     shifted = [c.window_rows for n in region.caches if (c := caches[n]).shifted and c.window_rows is not None]
     step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
@@ -417,7 +447,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Name of the tensor of new rows; for computed keys or values, of the tensor of all rows."""
+    """Return the name of the tensor that holds the new rows. Computed keys or values have one tensor for all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
@@ -442,7 +472,10 @@ def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores: the mean of visible keys becomes 0, hidden keys become 0. A softmax does not show the mean."""
+    """Shift scores so that visible keys have the mean 0.
+
+    A softmax does not depend on the mean. Hidden keys become 0.
+    """
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 
@@ -459,12 +492,12 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
 
     Args:
         products: products of queries and keys.
-        steps: scores of a step with small products, and of one with large products.
+        steps: scores of a step with small products, then of a step with large products.
         scale: a guess of the scale.
         size: numbers of a head.
 
     Raises:
-        RecognizeError: scores do not follow from products, with or without a softcap.
+        RecognizeError: no scale, with or without a softcap, gives the scores.
     """
 
     def missed(at: Array) -> Array:
@@ -487,7 +520,8 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
             at[0] = _rounded(at[0], size)
         if np.abs(missed(at)).max() > _CLOSE * _LARGE:
             raise RecognizeError(
-                "weights of keys do not follow from products of queries and keys, with or without a softcap"
+                "the attention weights are not a softmax of scaled products of queries and keys, with or without a "
+                "softcap"
             )
     return float(at[0]), 0.0 if np.isinf(at[1]) else float(f"{at[1]:.4g}")
 

@@ -1,9 +1,9 @@
-"""Guess from the shapes of inputs and outputs which of them are caches. Later, steps that run correct the guesses.
+"""Guess from the shapes of inputs and outputs which of them are caches. Later, sample steps correct the guesses.
 
 past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
-past [B, N, L, D] -> present [B, N, L, D]         written in place, if it is no state
+past [B, N, L, D] -> present [B, N, L, D]         written in place, or state
 
-State that is no attention cache: a tensor of fixed size that every step reads and replaces as a whole.
+State is a tensor of fixed size that every step reads and replaces as a whole. It is no attention cache.
 
     past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
     past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
@@ -13,10 +13,10 @@ shape (only the first axis, the batch, may be open). The operators between them 
 outputs: they differ only in words such as past and present (RWKV replaces its last token without reading it). The
 importer refuses an input that is named like state if the model computes an output with another name from it.
 
-Attention caches may have the shape of state; all that is recognized as a cache is none.
+An attention cache may have the shape of state. A tensor that is recognized as a cache does not count as state.
 
-Nothing is rewritten. TensorRT lets an output share the buffer of an input in its cache layer and in plugins only
-(NvInfer.h, ``getAliasedInputTensor``), so that state needs two buffers.
+Nothing is rewritten. TensorRT lets an output share the buffer of an input only in its cache layer and in plugins
+(NvInfer.h, ``getAliasedInputTensor``). So a state needs two buffers.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
 
 
 def find_caches(graph: gs.Graph) -> list[Cache]:
-    """Pairs of an input and an output that may be one cache, in the order of the inputs.
+    """Return pairs of an input and an output that may be one cache, in the order of the inputs.
 
-    The past of a present is the nearest one before it, counted in nodes.
+    Each present is paired with the nearest past before it, counted in nodes.
     """
     counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
     left = {id(t): t for t in graph.inputs}
     found: dict[int, Cache] = {}
-    # Logits are as long as the tokens.
+    # Outputs with an axis as long as the tokens come last: they may be logits.
     for present in sorted(graph.outputs, key=lambda t: sum(d in counted for d in dims(t) or ())):
         if producer(present) is None or dims(present) is None or _is_copy(graph, present):
             continue
@@ -81,7 +81,7 @@ def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
-    """The past from which the fewest nodes lead to a present; among equals, the past with the most similar name."""
+    """Return the past that is the fewest nodes away from a present; if several, the most similar name."""
     words = set(words_of(present.name))
     tensors, seen = [present], {id(present)}
     while tensors:
@@ -97,7 +97,7 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """The axis of the rows, guessed from shapes; None: the two are no cache."""
+    """Guess the axis of the rows from shapes; None if the two tensors are no cache."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
@@ -120,10 +120,12 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """Replace symbols in the shapes of caches that operators contain with the number and size of heads.
+    """Give shapes to caches that are inputs and outputs of Attention operators.
+
+    The number and the size of the heads, taken from the new rows, replace symbols.
 
     Raises:
-        UnsupportedModelError: such a cache is no input and output of the graph.
+        UnsupportedModelError: a cache of an Attention operator is not an input and output of the graph.
     """
     for node in graph.nodes:
         for past, present, update in _inner(node):
@@ -138,9 +140,9 @@ def state_inner_sizes(graph: gs.Graph) -> None:
             if not contains(graph.inputs, start) or not contains(graph.outputs, end):
                 raise UnsupportedModelError(
                     stack_in_words(graph)
-                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is no input and "
-                    "output of the model; supported are caches that the caller gives and takes back: export the model "
-                    "with past and present"
+                    or f"the cache '{past.name}' -> '{present.name}' of {node.op} '{node.name}' is not an input "
+                    "and output of the model. The importer supports only caches that the caller passes in and gets "
+                    "back: export the model with past and present"
                 )
             for cache in (start, end):
                 known, new = list(dims(cache) or ("?",) * 4), dims(update) or ("?",) * 4
@@ -150,7 +152,7 @@ def state_inner_sizes(graph: gs.Graph) -> None:
 
 
 def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
-    """Past, present and new rows of the caches that an operator contains."""
+    """Yield the past, the present and the new rows of each cache of an Attention operator."""
     if not is_op(node, "Attention"):
         return
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
@@ -160,9 +162,9 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
 
 
 def stack_in_words(graph: gs.Graph) -> str:
-    """A refusal of the input that holds caches of several layers; an empty text if there is no such input.
+    """Return the message for an input that holds the caches of several layers; an empty string if there is none.
 
-    This input has an axis before the batch, or more axes than a cache; an output has as many axes.
+    Such an input has an axis before the batch, or more axes than a cache, and some output has the same rank.
     """
     tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
     batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
@@ -172,13 +174,13 @@ def stack_in_words(graph: gs.Graph) -> str:
         large = elem_type(t) in FLOATS and len(shape) >= _RANK and len(shape) in ranks
         if large and (len(shape) > _RANK or batches.intersection(shape[1:])):
             return (
-                f"'{t.name}' {list(shape)} holds several caches in one tensor; supported is a tensor of its own for "
-                "each cache: export by optimum, or by torch with DynamicCache"
+                f"'{t.name}' {list(shape)} holds several caches in one tensor; each cache must be a separate tensor: "
+                "export with optimum, or with torch and DynamicCache"
             )
     return ""
 
 
-REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
+REASON = "every step replaces the whole tensor, and TensorRT aliases outputs with inputs only for KV caches and plugins"
 
 _CALLED = {
     "past", "prev", "previous", "old", "initial", "state", "states", "cache", "conv", "ssm", "recurrent", "memory",
@@ -197,7 +199,8 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
         caches: names of graph inputs and outputs that are attention caches.
 
     Raises:
-        UnsupportedModelError: an input is named like state, and only an output of another name could be its next value.
+        UnsupportedModelError: an input is named like state, but only an output with an unrelated name could be its next
+            value.
     """
     inputs = [t for t in graph.inputs if t.name not in caches and consumers(t) and _is_state_like(t)]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
@@ -220,7 +223,7 @@ def _is_state_like(tensor: gs.Tensor) -> bool:
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
-    """True if an output could be the next value of an input: same type and shape, and no copy of the input."""
+    """True if an output could be the next value of an input: same type and shape, and not a copy of the input."""
     before, after = dims(past) or (), dims(present) or ()
     if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
         return False
@@ -232,7 +235,7 @@ def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
-    """Map past to present names that differ only in words such as past and present, if the match is unique."""
+    """Map the names of pasts to names of presents that differ only in words such as past and present, if unique."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
@@ -253,17 +256,16 @@ def words_of(name: str) -> list[str]:
 
 
 def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
-    """Refuse an input that is named like state if an output of another name could be its next value.
+    """Refuse an input that is named like state if only an output with an unrelated name could be its next value.
 
     Raises:
-        UnsupportedModelError: there is such a pair; the message names both.
+        UnsupportedModelError: an input and an output form such a pair; the message names both.
     """
     for past in inputs:
         outs = [name for name in fits[past.name] if name not in pairs.values()]
         if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
             raise UnsupportedModelError(
-                f"'{past.name}' looks like state that each step replaces, and could become "
-                f"{' or '.join(map(repr, outs))}, of the same shape; give them names that differ only in past and "
-                f"present "
-                "(past_conv.0, present_conv.0) in the export"
+                f"'{past.name}' looks like state that each step replaces. Its next value could be "
+                f"{' or '.join(map(repr, outs))}, which has the same shape; in the export, give both names that differ "
+                "only in past and present (past_conv.0, present_conv.0)"
             )

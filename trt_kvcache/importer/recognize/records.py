@@ -1,8 +1,9 @@
 """Records of recognized caches and attentions. `emit` builds the canonical form from these records.
 
-A layout gives the axes of a tensor as products of the sizes of an attention. The sizes are the batch ``b``, the heads
-of keys ``n``, the queries that read one of them ``g``, the new tokens ``s``, and the numbers of a head ``d``. A
-layout names, for each axis of a tensor, the sizes that it consists of:
+A layout says how the axes of a tensor are products of the sizes of an attention. These sizes are the batch ``b``, the
+heads of keys ``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the numbers of a head
+``d``.
+For each axis of the tensor, the layout names the sizes whose product it is:
 
     [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
 """
@@ -24,7 +25,7 @@ ATTENTION = ("b", "n", "g", "s", "d")
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """The sizes in the order of the axes."""
+    """Return the names of the sizes in the order of the axes."""
     return tuple(size for axis in layout for size in axis)
 
 
@@ -47,7 +48,10 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """Reshape and transpose a tensor to one axis per size in `order`. A size that the layout lacks becomes 1."""
+    """Reshape and transpose a tensor to one axis per size in `order`.
+
+    A size that is not in the layout becomes an axis of 1.
+    """
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])
@@ -59,18 +63,18 @@ Array = npt.NDArray[Any]
 
 
 class RecognizeError(Exception):
-    """A cache or attention has no supported form; the message says what was seen."""
+    """The importer does not support the form of a cache or attention; the message says what was seen."""
 
 
 class UnknownError(RecognizeError):
-    """The integer input named by the first argument has no known meaning; it may hold positions."""
+    """The meaning of the integer input that the first argument names is unknown; it may hold positions."""
 
     def __str__(self) -> str:
-        return f"nothing says what '{self.args[0]}' holds in a step: name it with --config"
+        return f"cannot tell what the input '{self.args[0]}' holds in a step; give its role with --config"
 
 
 class FartherError(Exception):
-    """The region is too small. It must also include the node that makes one of the tensors named by the arguments."""
+    """The region is too small: it must include the node that makes one of the tensors that the arguments name."""
 
 
 class ComputedError(RecognizeError):
@@ -82,7 +86,9 @@ class ComputedError(RecognizeError):
     """
 
     def __init__(self, query: str, caches: Sequence[Cache]) -> None:
-        super().__init__(f"keys and values are computed from '{caches[0].past.name}', as of latents (MLA)")
+        super().__init__(
+            f"keys and values are computed from the cache '{caches[0].past.name}', as in latent attention (MLA)"
+        )
         self.query, self.caches = query, tuple(caches)
 
 
@@ -93,15 +99,19 @@ class Cache:
     Attributes:
         past: the graph input.
         present: the graph output.
-        axis: the axis of the rows. Other axes: the batch, heads, numbers of a head; one axis may combine the last two.
-        growing: past has one row for each token, and present S rows more. Otherwise both always have the same size.
+        axis: the axis of the rows. The other axes are the batch, the heads and the numbers of a head; one axis may
+            combine the last two.
+        growing: True if past has one row for each token, and present has S rows more. If False, both always have the
+            same size.
         window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
-        shifted: past and present always have `window_rows` rows: new rows push out the oldest; the last rows hold
-            tokens.
-        circular: token t goes to row t modulo the number of rows.
+        shifted: past and present always have `window_rows` rows. New rows push out the oldest; the newest token is in
+            the
+            last row.
+        circular: True if token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the new rows. None until the region that writes them has run. Also None for keys or values that are
-            computed from caches: then `past` and `present` are the computed tensor, with all rows.
+        update: the new rows. None until the region that writes them has run. Also None if this object stands for keys
+            or
+            values that are computed from caches: then `past` and `present` are the computed tensor, with all rows.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 
@@ -119,16 +129,17 @@ class Cache:
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that a query sees: query ``i`` sees key row ``j`` if all of the given conditions hold.
+    """Which keys a query sees: query ``i`` sees key row ``j`` if all conditions below hold.
 
     Attributes:
         causal: ``j <= write_index + i``.
-        window: ``j > write_index + i - window``: a query sees this many keys, its own included; None: no limit.
+        window: ``j > write_index + i - window``: a query sees this many keys, including its own; None: no limit.
         own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: no
             mask.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
-        slopes: float32 ``[H]``; slope times (key position minus query position) is added to scores; None: nothing.
-        bias: float32 ``[L, H]``, added to scores, for key minus query positions ``-(L - 1) .. 0``; None: nothing.
+        slopes: float32 ``[H]``; slope times (key position minus query position) is added to scores; None: no slopes.
+        bias: float32 ``[L, H]``, added to scores, for the differences of key and query position ``-(L - 1) .. 0``;
+            None: no bias.
     """
 
     causal: bool = True
@@ -146,7 +157,7 @@ class Attention:
     Attributes:
         name: name of the node that makes the result.
         query, result: tensors, in `query_layout` and `result_layout`.
-        sizes: heads of keys (n), query heads for each of them (g), numbers of a head of queries (d) and of values (v).
+        sizes: key heads (n), query heads for each key head (g), numbers of a query head (d) and of a value head (v).
         scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
         sinks: float32 ``[H]``, one more logit in each head's softmax; None: no sinks.
         query_type, result_type: ONNX element types.

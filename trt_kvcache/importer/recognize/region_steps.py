@@ -1,10 +1,11 @@
-"""Run a region in one step: make its inputs, with the rows of tokens at their places in caches and masks.
+"""Run a region in one step. The inputs have the rows of each token at the right place in caches and masks.
 
-grows      past [.., P, ..]: token t in row t; if the cache keeps K rows only, the newest K tokens
+growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
 fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
 shifted    past [.., L, ..]: the newest token in the last row
 
-`read_updates` finds out how a step writes a cache: it runs the step on numbered rows, and looks them up.
+`read_updates` finds how a step writes a cache: it gives rows unique numbers, runs the step, and looks for these rows in
+the present.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Runner:
 
     Args:
         region: the region to run.
-        caches: all caches, by the name of their past.
+        caches: all caches; maps the name of a past to its cache.
         interface: inputs and outputs of the model.
 
     Raises:
@@ -59,7 +60,9 @@ class Runner:
         try:
             self._session = UnfusedSession(open_types(region.model, wide=True))
         except RunError as error:
-            raise RecognizeError(f"the region of '{self._name}' does not load: {error}") from None
+            raise RecognizeError(
+                f"ONNX Runtime does not load the part of the model that computes '{self._name}': {error}"
+            ) from None
         self._names = [v.name for v in region.model.graph.input]
         self.rng = np.random.default_rng(0)
 
@@ -69,12 +72,14 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """The caller's own masks that the region reads."""
+        """Names of mask inputs that the region reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
     def feeds(self, sample: Sample) -> Feeds:
-        """Make a step's inputs: sampled lengths, positions and masks, else random numbers (0 in rows without a token).
+        """Make the inputs of a step.
+
+        Lengths, positions and masks come from the sample. Other inputs are random, with 0 in rows without a token.
 
         Raises:
             UnknownError: an integer input has no known value.
@@ -83,7 +88,7 @@ class Runner:
         for name in self._names:
             value, shape = sample.probe.value(name), sample.probe.shape(name)
             if value is None and shape is None:
-                raise RecognizeError(f"nothing says how large '{name}' is in a step")
+                raise RecognizeError(f"cannot tell the shape of '{name}' in a step")
             if value is None and name in self._region.inputs and sample.probe.elem_type(name) in INTEGERS:
                 raise UnknownError(name)
             feeds[name] = self.rng.standard_normal(shape).astype(np.float32) if value is None else value
@@ -106,10 +111,13 @@ class Runner:
             if misfit := _MISFIT.search(str(error)):
                 op, name, one, other = misfit.groups()
                 raise RecognizeError(
-                    f"{op} '{name}' takes sizes {one} and {other}, which do not fit each other, in a step of several "
-                    "tokens after others; if one of them is a mask, export it over all tokens of the text"
+                    f"{op} '{name}' gets sizes {one} and {other}, which do not fit each other, in a step of several "
+                    "tokens after earlier tokens; if one of them is a mask, export it so that it covers all tokens of "
+                    "the text"
                 ) from None
-            raise RecognizeError(f"the region of '{self._name}' does not run: {error}") from None
+            raise RecognizeError(
+                f"ONNX Runtime cannot run the part of the model that computes '{self._name}': {error}"
+            ) from None
 
     def held(self, cache: Cache, sample: Sample) -> int:
         """The number of tokens in the past of a cache."""
@@ -118,7 +126,7 @@ class Runner:
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """Take the rows that hold tokens from a past, the oldest first."""
+        """Return those rows of a past that hold tokens, the oldest first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
@@ -132,16 +140,16 @@ class Runner:
         return past
 
     def columns(self, cache: Cache, sample: Sample, width: int) -> Array:
-        """Numbers of the columns that belong to tokens in a mask of `width` columns, the oldest token first."""
+        """Return which columns of a mask with `width` columns belong to tokens, the oldest token first."""
         keys = self.held(cache, sample) + sample.length
         if width == keys:
             return np.arange(keys)
         if width < keys:
-            raise RecognizeError(f"a mask has {width} columns for {keys} keys")
+            raise RecognizeError(f"a mask has {width} columns, but there are {keys} keys")
         return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
 
     def shown(self, mask: str, sample: Sample) -> Array:
-        """A value for the caller's own mask, bool, that shows some tokens, and no rows without a token."""
+        """Return a bool value for a mask input: it shows some of the tokens, and hides all rows without a token."""
         shown = np.zeros_like(sample.own[mask])
         caches = [self._caches[n] for n in self._region.caches]
         if not caches:
@@ -155,7 +163,7 @@ class Runner:
     def _size(self, cache: Cache, sample: Sample) -> int:
         shape = sample.probe.shape(cache.past.name)
         if shape is None:
-            raise RecognizeError(f"nothing says how large '{cache.past.name}' is in a step")
+            raise RecognizeError(f"cannot tell the shape of '{cache.past.name}' in a step")
         return shape[cache.axis]
 
     def _places(self, cache: Cache, sample: Sample) -> Array:
@@ -178,14 +186,14 @@ def read_updates(
     Args:
         runner: runs the region.
         region: a region that writes the caches.
-        caches: guessed caches, by the name of their past.
+        caches: guessed caches; maps the name of a past to its cache.
         tensors: all tensors of the graph, by name.
-        sample: a step of several tokens after others.
-        beyond: a step that begins two rows after the last row of a fixed cache; None: no test for circular caches.
+        sample: a step of several tokens after earlier tokens.
+        beyond: a step that starts two rows after the last row of a fixed cache; None: do not test for circular caches.
 
     Raises:
         RecognizeError: a cache has no supported update; the message says what was seen.
-        FartherError: the new rows are several short tensors; a larger region may have them as one tensor.
+        FartherError: the new rows are several short tensors. In a larger region they may be one tensor.
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -198,13 +206,14 @@ def read_updates(
             cache, new = _written(caches[past], feeds[past], outputs[present], sample)
         except RecognizeError:
             rows = outputs[present].shape[caches[past].axis]
-            spread = [t for t in region.texts if rows in feeds[t].shape]  # of all rows: 0 except in new ones
+            # has all rows of the cache; only the new ones are not 0
+            spread = [t for t in region.texts if rows in feeds[t].shape]
             if spread:
                 raise FartherError(*spread) from None
             raise
         sources = [t for t in region.texts if np.isin(feeds[t], new).any()]
         if not sources:
-            raise RecognizeError(f"'{present}' gets no new rows of '{past}'")
+            raise RecognizeError(f"'{present}' should hold new rows of the cache '{past}', but holds none")
         orders = permutations(range(new.ndim)) if feeds[sources[0]].ndim == new.ndim else ()
         rows = new.shape[cache.axis]  # fewer than S if the cache keeps fewer rows
         turned = ((p, feeds[sources[0]].transpose(p)) for p in orders)
@@ -220,7 +229,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Find out how a step wrote a cache; returns the corrected cache, and the new rows in the cache's layout."""
+    """Find how a step wrote a cache. Return the corrected cache, and the new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole
@@ -228,10 +237,12 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
         old = whole.shape[axis] - length
         same = old <= before.shape[axis] and np.array_equal(_rows(whole, axis, 0, old), _rows(before, axis, -old, None))
         if old < 0 or (old and not same):
-            raise RecognizeError(f"'{cache.present.name}' does not hold the rows of '{past}' before the new ones")
+            raise RecognizeError(f"'{cache.present.name}' does not hold the rows of '{past}' followed by the new rows")
         return replace(cache, growing=True), _rows(whole, axis, old, None)
     if before.shape != whole.shape:
-        raise RecognizeError(f"'{cache.present.name}' {list(whole.shape)} is not as large as '{past}'")
+        raise RecognizeError(
+            f"'{cache.present.name}' {list(whole.shape)} and '{past}' {list(before.shape)} must have the same shape"
+        )
     axes = sorted(range(1, whole.ndim), key=lambda a: a != axis)
     for a in axes:
         old = whole.shape[a] - length
@@ -240,7 +251,7 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
             return replace(cache, axis=a, growing=True, shifted=True, window_rows=kept), _rows(whole, a, old, None)
     changed = np.argwhere(whole != before)
     if not len(changed):
-        raise RecognizeError(f"'{cache.present.name}' comes back as '{past}' went in")
+        raise RecognizeError(f"'{cache.present.name}' is the same as '{past}': the step writes no new rows")
     rows = list(range(sample.past, sample.total))
     for a in axes:
         if rows == sorted({*changed[:, a]}) and len(rows) < whole.shape[a]:
@@ -248,8 +259,8 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
             return fixed, np.take(whole, rows, a)
     seen = sorted({*map(int, changed[:, axis])})
     raise RecognizeError(
-        f"a step of {length} tokens after {sample.past} changes rows {seen[:9]} of '{past}' {list(whole.shape)}; "
-        f"supported are rows {rows[0]} to {rows[-1]} along one axis"
+        f"a step of {length} tokens after {sample.past} tokens changes rows {seen[:9]} of '{past}' "
+        f"{list(whole.shape)}; it must change rows {rows[0]} to {rows[-1]} along one axis"
     )
 
 
@@ -261,7 +272,7 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
         whole = runner.run(feeds)[str(cache.present.name)]
     except RecognizeError:
         return False
-    if whole.shape != feeds[name].shape:  # the update consists of slices, and made the cache longer
+    if whole.shape != feeds[name].shape:  # the model appends slices, so the cache became longer
         return False
     changed = np.argwhere(whole != feeds[name])[:, axis]
     rows = np.arange(beyond.past, beyond.total) % whole.shape[axis]

@@ -1,16 +1,18 @@
-"""Cut the regions of attentions out of a graph. Only dependences on caches and shapes matter, not operators.
+"""Cut the regions of attentions out of a graph. The cuts depend on what each tensor is computed from, not on operators.
 
 This module uses these words for tensors:
 
-    short     its shape depends on batch and new tokens alone
+    short     its shape depends only on the batch and the number of new tokens
     text      depends on the tokens; depends on caches only through the results of earlier attentions
     long      depends on a cache, and is not short
     front     short, computed from long tensors, and no long tensor is computed from it before the next weight:
-              the result of an attention, or a part of it
+              the result of an attention, or a part of the result
 
-The region of a front begins at text tensors (queries and new rows) and caches. Fronts over one cache that do not depend
-on each other are parts of one attention, such as single heads, or weighted values and the sum of weights. The result of
-this attention is the first short tensor that depends on all parts.
+The region of a front starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and
+do
+not depend on each other are parts of one attention, such as single heads, or the weighted values and the sum of
+weights.
+The result of this attention is the first short tensor that depends on all parts.
 """
 
 from __future__ import annotations
@@ -33,26 +35,26 @@ from trt_kvcache.importer.recognize.records import Cache, RecognizeError
 from trt_kvcache.importer.recognize.sample_steps import Samples
 from trt_kvcache.importer.steps.runnable import runnable
 
-_PASTS = (6, 8)  # small; neither these nor sums with them are products of batch and new tokens
-_MOST = 1 << 22  # the most numbers in the constants of a region
+_PASTS = (6, 8)  # small sizes; no sum with them equals a product of batch and new tokens
+_MOST = 1 << 22  # the most numbers that a region's constants may have
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """The part of a model from queries, new rows and caches to the attention's result and the presents.
+    """The part of a model that computes an attention's result and the presents from queries, new rows and caches.
 
     Attributes:
-        model: the part as a model, without shapes. Its outputs are `result`, if there is one, and `presents`.
+        model: the part as a model, without shapes. Its outputs are `result` (if not empty) and `presents`.
         key: equal for regions that compute the same.
-        result: name of the attention's result; empty: the region only writes caches.
+        result: name of the attention's result; empty if the region only writes caches.
         presents: names of the presents, in the order of `caches`.
-        texts: names of the text tensors at which the region begins, in the order of the graph.
+        texts: names of the text tensors that are inputs of the region, in the order of the graph.
         caches: names of the pasts.
         inputs: names of other graph inputs whose numbers the region reads.
-        integers: sizes in its constants. The region may behave differently for lengths above them.
-        wide: names of caches that have another type than float32, and are cast to it before products.
-        wide_weights: True if some long tensor is float32 or double.
-        computed: names of keys and values that are computed from caches, if the region begins at them.
+        integers: sizes in the region's constants. The region may behave differently for lengths above one of them.
+        wide: names of caches that are not float32, and that the region casts to float32 before products.
+        wide_weights: True if any long tensor is float32 or double.
+        computed: names of keys and values that are computed from caches and are inputs of the region.
     """
 
     model: onnx.ModelProto
@@ -69,7 +71,7 @@ class Region:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all tensors at the region's ends. Regions with equal keys list them in the same order."""
+        """Names of all inputs and outputs of the region. Regions with equal keys list them in the same order."""
         return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
 
 
@@ -82,7 +84,7 @@ class Cutter:
     Args:
         model: a model without functions.
         samples: makes steps of the model.
-        caches: guessed caches, by the name of their past.
+        caches: guessed caches; maps the name of a past to its cache.
         tokens: name of the input of the new tokens.
         weights: the detached weights, by name.
         folder: folder of the external data.
@@ -113,7 +115,7 @@ class Cutter:
         self._split(tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
-        """The lengths of a cache, and of its present, if they do not depend on the number of tokens."""
+        """Yield the lengths of a cache and its present that do not depend on the number of tokens."""
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
         if shape is not None and (cache.shifted or not cache.growing):
             yield from (shape[cache.axis], shape[cache.axis] + 1)  # a sink adds one column to the scores
@@ -132,7 +134,7 @@ class Cutter:
                 self._fixed.update(node.output)
         self._text, presents = {tokens}, set(self._presents.values())
         reached = {past: frozenset([past]) for past in self._presents}  # long tensors, and the caches that reach them
-        after: dict[str, int] = {}  # a bit for each front on which a tensor depends
+        after: dict[str, int] = {}  # for each tensor, one bit for each front that it depends on
         fronts: dict[str, frozenset[str]] = {}
         for node in self._graph.nodes:
             read = self._reads(node)
@@ -165,7 +167,10 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
-        """The result behind the one reader that chooses by the lengths of caches, such as zeros if no key is seen."""
+        """Return the output of a node that selects the result by the lengths of caches; empty if there is none.
+
+        Such a node gives zeros, for example, if the queries see no key. It must be the only reader of the result.
+        """
         if len(readers) != 1 or len(readers[0].output) != 1:
             return ""
         (guard,) = readers[0].output
@@ -177,7 +182,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """The first short tensor that depends on all of these fronts, and the tensors between the fronts and it."""
+        """Return the first short tensor that depends on all these fronts, and the tensors on the way to it."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -188,10 +193,15 @@ class Cutter:
                 (result,) = live
                 return result, between
             between |= live
-        raise RecognizeError(f"'{parts[0]}' is not the result of one attention")
+        raise RecognizeError(
+            f"'{parts[0]}' and other results over the same cache do not join to the result of one attention"
+        )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a long tensor is computed from a short one without a weight in between, as from a sum of scores."""
+        """True if a long tensor is computed from this short one without a weight in between.
+
+        A sum of scores is an example.
+        """
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -207,7 +217,7 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """The region of an attention. It does not end at the short tensors `passed`.
+        """Return the region of an attention. The region includes the nodes that make the short tensors in `passed`.
 
         Raises:
             RecognizeError: the region reads large weights.
@@ -215,7 +225,7 @@ class Cutter:
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """The region that writes a cache; see `front`."""
+        """Return the region that writes a cache; see `front`."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -244,7 +254,7 @@ class Cutter:
         )
 
     def computed(self, region: Region, query: str) -> Region:
-        """The part of a region after keys and values that the model computes from caches alone."""
+        """Return the part of a region that starts at keys and values that the model computes from caches."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:
@@ -271,7 +281,9 @@ class Cutter:
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
         if sum(math.prod(t.dims) for t in constants) > _MOST:
-            raise RecognizeError(f"the region of '{outputs[0]}' reads large weights")
+            raise RecognizeError(
+                f"the part of the model that computes '{outputs[0]}' from queries and caches reads large weights"
+            )
         inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
         return Region(
             model=runnable(part_of(graph.model, nodes, inputs, outputs, constants)),
@@ -287,13 +299,16 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Key of a tensor at which a region begins. Its name counts only if the tensor is not in `ends`."""
+        """Return the key of an input of a region.
+
+        The key contains the tensor's name only if the tensor is not in `ends`.
+        """
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
 
     def _below(self, texts: Collection[str]) -> set[str]:
-        """The texts that the graph computes from other texts without an attention between them."""
+        """Return the text tensors that the graph computes from others of them without an attention in between."""
         if not texts:
             return set()
         first, last = (f(self._order[n] for n in texts) for f in (min, max))
@@ -305,7 +320,7 @@ class Cutter:
         return below
 
     def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
-        """True if operators that read only a cache and constants cast it to another float type."""
+        """True if operators that read only this cache and constants cast the cache to another float type."""
         alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
@@ -329,14 +344,14 @@ class Cutter:
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if a region begins at this tensor: a size, or a computed float text tensor of known shapes."""
+        """True if a region may start at this tensor: a size, or a computed float text tensor of known shapes."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
         return kind in FLOATS and None not in shapes
 
     def _is_short(self, name: str) -> bool:
-        """True if a shape depends on batch and new tokens alone, and no axis is as long as a cache."""
+        """True if the shape depends only on the batch and the new tokens, and no axis is as long as a cache."""
         kind, shapes = self._described(name)
         if kind == TensorProto.BOOL or terms(*shapes) is None:
             return False
@@ -352,14 +367,14 @@ class Cutter:
         constant: TensorProto = copied(tensor)
         if tensor.data_location == TensorProto.EXTERNAL:
             if self._folder is None or math.prod(tensor.dims) > _MOST:
-                raise RecognizeError(f"the region of an attention reads the weight '{name}'")
+                raise RecognizeError(f"an attention reads the weight '{name}', which is large or not available")
             constant = copied(held(tensor, self._folder))
         constant.name = name
         return constant
 
 
 class _Stops:
-    """The tensors at which a region begins, except the tensors in `taken`."""
+    """The tensors that can be inputs of a region, except the tensors in `taken`."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken
@@ -369,7 +384,10 @@ class _Stops:
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
-    """Dimensions of constants, and integers in small constants. Each may be a length, such as a window."""
+    """Return dimensions of constants, and rounded numbers of small constants.
+
+    Each may be a length, such as a window.
+    """
     sizes: set[int] = set()
     for tensor in constants:
         sizes.update(tensor.dims)

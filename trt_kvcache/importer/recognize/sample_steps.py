@@ -1,4 +1,4 @@
-"""Makes the steps that recognizers look at: a shape and a value for each input of the model as exported."""
+"""Make sample steps for the recognizers: a shape and a value for each input of the exported model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.steps.probe import Array, Blueprint, Probe, Shape
 
-_LONG = 512  # the most new tokens in the longest update: the size of masks grows with its square
+_LONG = 512  # the most new tokens of a step: the size of masks grows with the square
 _OTHER_SIZE = 6  # size of axes of unknown meaning, such as the length of an encoder's output
 _FEW_SIZES = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
-_HIDDEN_SHARE = 0.3
-_MOST = 1 << 28  # the most numbers of an input in a step
+_HIDDEN_SHARE = 0.3  # of the keys, in random masks
+_MOST = 1 << 28  # the most numbers that an input may have
 _VALUED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
 
 
@@ -30,7 +30,7 @@ class Sample:
     Attributes:
         batch, past, length, capacity: the sizes B, P, S and L.
         probe: evaluates the model in this step.
-        own: bool arrays in the shape of the caller's own masks, by name of the input: True for keys that a query sees.
+        own: maps the name of each mask input to a bool array of its shape: True for keys that a query sees.
         wrapped: True if P is beyond the capacity, which only circular caches support.
     """
 
@@ -48,19 +48,19 @@ class Sample:
         return self.past + self.length
 
     def rows_in_cache(self, kept: int | None) -> int:
-        """Rows that a growing past holds, if it keeps at most `kept` rows."""
+        """Return the number of rows of a growing past that keeps at most `kept` rows (None: all rows)."""
         return self.past if kept is None else min(self.past, kept)
 
 
 class Samples:
-    """Samples of one model.
+    """Makes sample steps of one model.
 
     Attributes:
-        plain: steps in which every query sees all tokens up to its own; the last step ends at the capacity.
-        few: the first and the last of `plain`; recognizers make guesses on these two.
+        plain: steps in which every query sees all tokens up to its own; after the last step, the capacity is full.
+        few: the first and the last of `plain`; recognizers guess from these two.
         wrapped: steps beyond the capacity, for caches that may be circular.
-        twins: two steps that differ only in P, or are equal if the model's caches fit one P only.
-        blueprint: the model.
+        twins: two steps that differ only in P. They are equal if the caches allow only one P.
+        blueprint: evaluates the model.
         capacity: tokens per sequence.
         fixed_length: S if the model fixes it, else 0.
     """
@@ -88,7 +88,7 @@ class Samples:
     def step(
         self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int | None = _OTHER_SIZE
     ) -> Sample:
-        """Make a step of these sizes, or of the model's own sizes where the model fixes them.
+        """Make a step of these sizes. Where the model fixes a size, the step has the fixed size.
 
         `other` is the size of axes of unknown meaning. If it is None, inputs with such an axis have no known shape.
         """
@@ -128,7 +128,7 @@ class Samples:
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
 
     def _mask(self, shape: Shape) -> Array:
-        """Make a random mask, as a caller could give it: True for keys that queries see."""
+        """Make a random bool mask that a caller could pass: True for keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
         if seen.all() and shape[-1] > 1:  # a mask that hides nothing would not show how the model uses it
@@ -137,26 +137,26 @@ class Samples:
 
 
 def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
-    """Refuse inputs whose sizes do not fit: one position for each token, and one row for each sequence.
+    """Refuse inputs of wrong sizes. There must be one position for each token, and one row for each sequence.
 
     Raises:
-        UnsupportedModelError: an input does not fit, or is too large for any machine; the message names it.
+        UnsupportedModelError: an input has a wrong size, or is too large for any machine; the message names it.
     """
     shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
     if math.prod(shape) > _MOST:
         raise UnsupportedModelError(
-            f"{shown} has {math.prod(shape)} numbers in one step; supported are up to {_MOST}: export it with smaller "
-            "sizes"
+            f"{shown} has {math.prod(shape)} numbers in one step; the importer supports at most {_MOST}: export the "
+            "model with smaller sizes"
         )
     rows = [size for size, axis in zip(shape, tensor.axes, strict=True) if axis == "batch"]
     if tensor.role is OriginalRole.POSITIONS and shape[-1] != length:
         raise UnsupportedModelError(
-            f"{shown} are {shape[-1]} for a step of {length} tokens; supported is one for each token: export tokens "
-            "and positions with the same length"
+            f"{shown} has {shape[-1]} positions for a step of {length} tokens; it must have one for each token: export "
+            "tokens and positions with the same length"
         )
     alike = (batch,) if tensor.role is OriginalRole.PADDING_MASK else (1, batch)
     if tensor.role in (OriginalRole.POSITIONS, OriginalRole.PADDING_MASK) and any(size not in alike for size in rows):
         raise UnsupportedModelError(
-            f"{shown} has {rows[0]} rows for a batch of {batch}; supported is a row for each sequence: export it with "
-            "the same batch as the tokens"
+            f"{shown} has {rows[0]} rows for a batch of {batch}; it must have one row for each sequence: export it "
+            "with the same batch as the tokens"
         )

@@ -1,26 +1,27 @@
 """Rewrite a prepared graph into one that TensorRT builds with the same meaning, as the plan says.
 
-Each rewrite keeps the graph standard ONNX: ONNX Runtime computes the original's numbers. `cache_updates` and
-`attention_nodes` rewrite caches and attention. This module adds two inputs of which only the shape counts, and replaces
-Tile and Expand before a Scan.
+Each rewrite keeps the graph standard ONNX, so ONNX Runtime computes the numbers of the original. `cache_updates` and
+`attention_nodes` rewrite caches and attention. This module adds two inputs of which only the shape matters, and
+replaces Tile and Expand before a Scan.
 
-The number of cache rows that a step reads is the *shape* of an added input ``attention_span``, int64 ``[span]``, which
-holds 0, 1, ... span - 1. So the number reaches the Slice nodes as a shape tensor, without a copy from the device; a
-CUDA graph captured for one span stays valid for every step of that span; and one constant buffer serves all spans.
+The *shape* of an added input ``attention_span`` says how many cache rows a step reads. The input is int64 ``[span]``
+and holds 0, 1, ... span - 1. This has three effects. The number reaches the Slice nodes as a shape tensor, without a
+copy from the device. A CUDA graph that was captured for one span stays valid for every step with that span. One
+constant buffer serves all spans.
 
-The shape ``[K]`` of another added input asks for the logits of the last K positions: a Slice cuts the tensor before the
+The shape ``[K]`` of another added input requests the logits of the last K positions: a Slice cuts the tensor before the
 last product.
 
     x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 
-Repeats before a Scan become copies side by side:
+Repeats before a Scan become a Concat of copies:
 
     Tile(x, [1, 1, n, 1, 1]), Expand(x, [1, 1, n, 1, 1])   ->   Concat(x, ..., x), n times
 
-Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan the tokens of an update. A Tile repeats their keys
-and queries for every head. Measured on TensorRT for RTX 1.7.1: if a Scan over a dynamic number of tokens depends on a
-Tile, or on an Expand by constants, building fails with ``value.h:884: CHECK(is_const()) failed``. The same graph with
-Concat builds. Repeats beside or after a Scan build, too, and all repeats if the number of tokens is fixed.
+Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan over the tokens of an update. A Tile repeats their
+keys and queries for every head. Measured on TensorRT for RTX 1.7.1: if a Scan over a dynamic number of tokens depends
+on a Tile, or on an Expand by constants, the build fails with ``value.h:884: CHECK(is_const()) failed``. The same graph
+with Concat builds. Repeats beside or after a Scan also build. If the number of tokens is fixed, all repeats build.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ __all__ = ["rewrite_graph"]
 
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
-    """Apply `plan` to its graph, in place."""
+    """Rewrite a graph as its plan says, in place."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
@@ -54,7 +55,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
-    """Allow mask inputs shorter than the cache, as planned: ONNX pads a short mask with "masked"."""
+    """Allow the planned mask inputs to be shorter than the cache. ONNX hides the keys after a short mask."""
     shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
     for tensor in graph.inputs:
         if tensor.name in shapes:
@@ -62,7 +63,7 @@ def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Add the plan's logits span to the graph, and slice the tensor from which the logits are computed."""
+    """Add the input for the logits span, and cut the tensor from which the logits are computed."""
     span = plan.logits_span
     if span is None:
         return
@@ -80,7 +81,7 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
-    """Declare the planned shape of the logits. If a caller binds a buffer, ONNX Runtime refuses any other shape."""
+    """Declare the planned shape of the logits. If a caller binds a buffer, ONNX Runtime refuses other shapes."""
     planned = plan.tensor(Role.LOGITS, "output")
     for tensor in graph.outputs:
         if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
@@ -88,7 +89,7 @@ def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
-    """Replace each Tile and constant Expand on which a Scan over a dynamic number of steps depends with a Concat."""
+    """If a Scan over a dynamic number of steps depends on a Tile or constant Expand, replace that with a Concat."""
     for node in list(nodes_before_scans(graph)):
         counts = _counts(node)
         if counts is None:
@@ -101,7 +102,7 @@ def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
 
 
 def _counts(node: gs.Node) -> list[int] | None:
-    """The number of repeats of a Tile or Expand along each axis of its input; None if it is no constant."""
+    """Return the number of repeats of a Tile or Expand along each axis of its input; None if not constant."""
     if not is_op(node, "Tile", "Expand"):
         return None
     repeats = small_constant(node.inputs[1])

@@ -1,4 +1,4 @@
-"""Rewrite Attention nodes: TensorRT then builds IAttention layers, or plain operators, with the operator's meaning.
+"""Rewrite Attention nodes, so that TensorRT builds IAttention layers or plain operators with the same meaning.
 
 Attention(Q [B, N, S, H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
 becomes
@@ -7,23 +7,23 @@ y = Where(row sees a key, y, 0)
 
 Plain operators compute attentions that IAttention cannot express:
 
-    scores  = (Q * sqrt(scale)) @ (K * sqrt(scale))^T       G query heads share one K/V head, which is not repeated
+    scores  = (Q * sqrt(scale)) @ (K * sqrt(scale))^T       G query heads share one K/V head; heads are not repeated
               one K/V head: (K @ (Q * scale)^T)^T, see `_over_one_head`
     scores  = softcap * tanh(scores / softcap)
     scores  = Where(mask, scores, -inf)  or  scores + bias
-    weights = softmax(scores) in softmax_precision; rows that see no key become 0
+    weights = softmax(scores) in softmax_precision; rows without a visible key become 0
     y       = weights @ V
 
-Order and types follow the ONNX operator: https://onnx.ai/onnx/operators/onnx__Attention.html.
+Order and types are those of the ONNX operator: https://onnx.ai/onnx/operators/onnx__Attention.html.
 
-The graph computes each mask once; all layers with the same geometry share it:
+The graph computes each mask once. All layers with the same geometry share it:
 
     key position  k = 0 .. keys - 1                       [1, 1, 1, K]
     frontier      f = lengths - S_q + i   (i without lengths)   [B, 1, S_q, 1]
-    visible         = k <= f and k >= f - left and ... and the model's own mask
+    visible         = k <= f and k >= f - left and ... and the mask of the model
 
-TensorRT drops `nonpad_kv_seqlen` and aligns `is_causal` to the upper left corner. So the rewrite makes the mask that
-ONNX defines (aligned bottom right, with lengths per sequence) an explicit input. Every supported TensorRT version
+TensorRT ignores `nonpad_kv_seqlen`, and aligns `is_causal` to the upper left corner. So the rewrite makes an explicit
+mask as ONNX defines it (aligned to the bottom right, with lengths per sequence). Every supported TensorRT version
 computes explicit masks correctly.
 """
 
@@ -46,7 +46,7 @@ from trt_kvcache.importer.rewrite.cache_updates import CacheView
 
 
 def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views: dict[str, CacheView]) -> None:
-    """Rewrite every Attention node as planned."""
+    """Rewrite every Attention node as the plan says."""
     nodes = {node.name: node for node in graph.nodes}
     masks = {mask.name: mask for mask in plan.masks}
     queries: Counter[str] = Counter()
@@ -58,20 +58,23 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
 
 
 def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
-    """Scale Q of attentions that share Q or K differently, so that TensorRT cannot merge their scaled Q and K.
+    """If attentions share Q or K, scale each Q differently, so that TensorRT cannot merge the scaled Q and K.
 
-    TensorRT's importer multiplies Q and K by the square root of the scale. If two attentions then have an equal
-    product, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share Q, or parts of it, each multiplies Q by another power of four, and its scale is divided by this power.
+    TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
+    attentions,
+        the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If they
+        share Q, or parts of Q, each attention multiplies Q by another power of four, and divides its scale by this
+        power.
 
-    `queries` counts the readers of each Q so far, `keys` all readers of each K.
+    `queries` counts the attentions so far that read each Q. `keys` counts all attentions that read each K.
     """
     node = facts.node
     query, key = node.inputs[:2]
     whole = whole_query(node).name
     turn = queries[whole]
     queries[whole] += 1
-    power = 4.0 ** ((turn + 1) // 2 * (1 if turn % 2 else -1))  # 1, 4, 1/4, 16, 1/16, ...: near 1 for any real model
+    # 1, 4, 1/4, 16, 1/16, ...; real models need only the first
+    power = 4.0 ** ((turn + 1) // 2 * (1 if turn % 2 else -1))
     factor, scale = (power * facts.scale, 1 / power) if keys[key.name] > 1 else (power, facts.scale / power)
     if factor == 1:
         return replace(facts, scale=scale)
@@ -105,10 +108,10 @@ def _rewrite(
 
 
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
-    """Keep the first `end` keys of K or V, slicing the cache itself where only shapes change in between.
+    """Keep the first `end` keys of K or V. If only views lie between, cut the cache itself.
 
-    The Slice comes before any transpose, so that only rows in use are transposed. All readers of a cache share its
-    Slices.
+    The Slice is placed before any Transpose, so that only rows in use are transposed. All readers of a cache share its
+        Slices.
     """
     if end is None:
         return tensor
@@ -147,7 +150,7 @@ def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views
 
 
 def _splits_heads(node: gs.Node) -> bool:
-    """True if a node reshapes ``[B, S, N*H]`` to ``[B, S, N, H]`` for any S."""
+    """True if a node reshapes ``[B, S, N*H]`` to ``[B, S, N, H]`` for every S."""
     target = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
     return target is not None and target.size == 4 and not target[:2].any()
 
@@ -175,8 +178,8 @@ def lower_attention(
     """Emit an attention in plain operators. Q, K and V are 4-D; the result ``[B, N, S_q, H_v]`` has Q's type."""
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
-            f"Attention '{facts.node.name}' needs plain operators, and its number of heads is not in the model: "
-            "export it with shapes"
+            f"Attention '{facts.node.name}' needs plain operators, but its number of heads is unknown: export the "
+            "model with shapes"
         )
     plain = _Plain(emitter, facts, facts.query_heads, facts.kv_heads)
     raw = plain.scores(query, key)
@@ -191,10 +194,10 @@ def lower_attention(
 
 
 class _Plain:
-    """One attention in plain operators, step by step.
+    """Emits the parts of one attention in plain operators.
 
-    If G query heads share a K/V head, both products have operands ``[B, N_kv, G*S, ...]``: query head h reads K/V head
-    h // G, so the G heads of a group are neighbors. The operators between the products work on ``[B, N, S, K]``.
+    If G query heads share a K/V head, both products have operands ``[B, N_kv, G*S, ...]``. Query head h reads K/V head
+        h // G, so the G heads of a group are next to each other. Operators between the products have ``[B, N, S, K]``.
     """
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, query_heads: int, kv_heads: int) -> None:
@@ -202,11 +205,11 @@ class _Plain:
         self.kv_heads, self.groups = kv_heads, query_heads // kv_heads
 
     def scores(self, query: gs.Tensor, key: gs.Tensor) -> gs.Variable:
-        """Emit the scores Q K^T, scaled, ``[B, N, S, K]``."""
+        """Emit the scaled scores Q K^T, ``[B, N, S, K]``."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         is_shared = self.kv_heads == 1 and self.groups > 1
-        # TensorRT has kernels for products of dequantized numbers if no operator lies between: scale the product
-        # instead.
+        # TensorRT has kernels for products of dequantized numbers only if no operator lies between. So scale the
+        # product.
         is_rounded = _is_rounded(key)
         factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
         if not is_rounded:
@@ -232,7 +235,7 @@ class _Plain:
         return scores
 
     def capped(self, scores: gs.Variable) -> gs.Variable:
-        """Apply the softcap to scores, if there is one."""
+        """Apply the softcap to scores, if the attention has one."""
         if not self.facts.softcap:
             return scores
         limit = self.emitter.scalar(self.facts.softcap, self.dtype)
@@ -241,7 +244,7 @@ class _Plain:
         return self.emitter.op("Mul", [within, limit], "softcapped", self.dtype)
 
     def weights(self, scores: gs.Variable, mask: BuiltMask) -> gs.Variable:
-        """Emit the softmax of masked scores; rows that see no key become 0."""
+        """Emit the softmax of masked scores. Rows without a visible key become 0."""
         emitter, facts, dtype = self.emitter, self.facts, self.dtype
         precision = facts.softmax_precision or dtype
         if precision != dtype:
@@ -278,11 +281,12 @@ def _is_rounded(tensor: gs.Tensor) -> bool:
 
 
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
-    """The scores ``[B, 1, R, T]`` of scaled rows of queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
+    """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
-    Keys are the left operand, so that queries are transposed, not the rows of a cache: TensorRT for RTX 1.7.1 makes two
-    copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns), each
-    part has its own product, and the scores are the sum of these.
+    Keys are the left operand, so that the queries are transposed, and not the rows of a cache: TensorRT for RTX 1.7.1
+        makes
+        two copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns),
+        each part has a separate product. The scores are the sum of these products.
     """
     parts, start = [], 0
     columns = _columns(key)
@@ -301,7 +305,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """The parts that a Concat joins to K ``[B, N, T, H]`` along its last axis, with widths; K alone if unknown."""
+    """If a Concat joins parts to K ``[B, N, T, H]`` along the last axis, return parts and widths; else return K."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]
@@ -325,8 +329,8 @@ class BuiltMask:
 
     Attributes:
         bias: bool (True = visible) or float (added to the scores), ``[B or 1, N or 1, S_q or 1, K]``; None: no mask.
-        row_visible: bool, broadcastable to ``[B, N, S_q, 1]``: the query sees at least one key; None: it always does.
-        end: int64 ``[1]``: attention reads this many first keys; None: all keys.
+        row_visible: bool, broadcastable to ``[B, N, S_q, 1]``; True if the query sees a key. None: every query does.
+        end: int64 ``[1]``, the number of first keys that attention reads; None: all keys.
     """
 
     bias: gs.Tensor | None
@@ -335,14 +339,14 @@ class BuiltMask:
 
 
 def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask | None) -> BuiltMask:
-    """Emit the mask of one Attention node; nodes with the same geometry share it."""
+    """Emit the mask of one Attention node. Nodes with the same geometry share the mask."""
     if geometry is None:
         return BuiltMask(None, None, None)
     return emitter.once(("mask", geometry.name), _Builder(emitter, facts, plan, geometry).build)
 
 
 class _Builder:
-    """Emits one mask, part by part."""
+    """Emits the parts of one mask."""
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask) -> None:
         self.emitter, self.facts, self.plan, self.geometry = emitter, facts, plan, geometry
@@ -351,7 +355,7 @@ class _Builder:
         self.end: gs.Tensor | None = None
 
     def build(self) -> BuiltMask:
-        """All of the mask."""
+        """Emit the whole mask."""
         emitter, facts, geometry = self.emitter, self.facts, self.geometry
         self.end = self._end()
         bias, row_visible = self._by_position()
@@ -375,7 +379,7 @@ class _Builder:
         return BuiltMask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
-        """The number of keys that attention reads: the span, the length of a shorter mask, or the minimum of both."""
+        """Emit the number of keys to read: the span, the length of a shorter mask, or the minimum of both."""
         emitter, facts, span = self.emitter, self.facts, self.span
         ends: list[gs.Tensor] = []
         if span is not None:
@@ -392,7 +396,7 @@ class _Builder:
         return ends[0] if len(ends) == 1 else emitter.op("Min", ends, "end", INT64)
 
     def _by_position(self) -> tuple[gs.Tensor | None, gs.Tensor | None]:
-        """Emit which keys are visible by position, and whether a row sees any key (None: the mask has to tell)."""
+        """Emit which keys are visible by position, and which rows see any key (None: this depends on the mask)."""
         emitter, geometry = self.emitter, self.geometry
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:
@@ -420,13 +424,13 @@ class _Builder:
         return visible, None if self.windowed else row_visible
 
     def _hidden_where_not(self, visible: gs.Tensor, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a bias of minus infinity for hidden keys; other keys keep the given bias."""
+        """Emit a bias that is minus infinity for hidden keys. Other keys keep `bias`."""
         dtype = self.facts.dtype
         hidden = self.emitter.scalar(float("-inf"), dtype)
         return self.emitter.op("Where", [visible, bias, hidden], "bias", dtype)
 
     def _length(self) -> gs.Tensor | None:
-        """The valid lengths, int64 ``[B, 1, 1, 1]``."""
+        """Emit the valid lengths, int64 ``[B, 1, 1, 1]``; None without lengths."""
         lengths = self.facts.lengths
         if lengths is None:
             return None
@@ -442,7 +446,7 @@ class _Builder:
         return shape is not None and (len(shape) < 2 or shape[-2] == 1)
 
     def _query_count(self) -> gs.Tensor:
-        """The number of queries, int64 ``[1]``."""
+        """Emit the number of queries, int64 ``[1]``."""
         emitter, query = self.emitter, self.facts.node.inputs[0]
         source = sequence_source(emitter.graph, self.facts)
         if isinstance(source, int):
@@ -453,7 +457,7 @@ class _Builder:
         return emitter.once(("queries", source), shape)
 
     def _frontier(self) -> gs.Tensor:
-        """The last key that each query sees under bottom-right alignment: ``i + lengths - S_q``; no lengths: ``i``."""
+        """Emit the last key that each causal query sees: ``i + lengths - S_q``, or ``i`` without lengths."""
         emitter, length = self.emitter, self._length()
         source = sequence_source(emitter.graph, self.facts)
 
@@ -481,7 +485,7 @@ class _Builder:
         return self.emitter.once(("keys", self.geometry.name), make)
 
     def _key_positions(self) -> gs.Tensor:
-        """Emit 0, 1, ... up to the number of keys that attention reads."""
+        """Emit 0, 1, ... n - 1, where n is the number of keys that attention reads."""
         emitter, facts, end = self.emitter, self.facts, self.end
         if self.span is not None and facts.mask is None:
             return self.span
@@ -499,7 +503,7 @@ class _Builder:
         return self.emitter.op("Range", [self.emitter.ints(0), number, self.emitter.ints(1)], name, INT64)
 
     def _own_mask(self, mask: gs.Tensor) -> gs.Tensor:
-        """Emit the model's own mask as 4-D, sliced to the keys that attention reads."""
+        """Emit the mask of the model as 4-D, cut to the keys that attention reads."""
         emitter = self.emitter
         rank = len(dims(mask) or (0,) * 4)
         dtype = self.facts.dtype if self.geometry.additive else BOOL
@@ -514,7 +518,7 @@ class _Builder:
         return mask
 
     def _row_visible(self, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a bool that is True for the rows of a finished mask that show any key."""
+        """Emit a bool that is True for the rows of a complete mask that show any key."""
         emitter, dtype = self.emitter, self.facts.dtype if self.geometry.additive else INT32
         scores = bias if self.geometry.additive else emitter.op("Cast", [bias], "flags", INT32, to=INT32)
         best = emitter.op("ReduceMax", [scores, emitter.ints([-1])], "best", dtype, keepdims=1)

@@ -1,9 +1,9 @@
-"""Rewrite cache updates into the form that IKVCacheUpdateLayer takes: 4-D, axis 2, linear.
+"""Rewrite cache updates into the form that IKVCacheUpdateLayer supports: 4-D, axis 2, linear.
 
-view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], update reshaped, readers get the logical shape back
-heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update transposed instead of the cache
+view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], the update is reshaped, readers get the logical shape
+heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update is transposed instead of the cache
 circular:    TensorScatter(mode=circular, w) -> TensorScatter(w mod S_max)
-functional:  ScatterElements(past, Expand((write_indices + arange(S_new)) [mod S_max]), update) instead
+functional:  ScatterElements(past, Expand((write_indices + arange(S_new)) [mod S_max]), update) replaces the update
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from trt_kvcache.plugins.operators import NAMESPACE
 
 @dataclass(frozen=True)
 class CacheView:
-    """A cache, and the shape in which readers expect it. A reader can so slice the cache before the reshape.
+    """A cache, and the shape that readers expect. With it, a reader can cut the cache before the Reshape.
 
     Attributes:
         present: the updated cache in its physical shape.
-        axis: its sequence axis.
-        logical: operand of a Reshape from any number of rows to the model's logical shape; None if the shapes are
+        axis: the sequence axis of the physical shape.
+        logical: operand of a Reshape from any number of rows to the logical shape of the model; None if both shapes are
             equal.
         logical_axis: the sequence axis of the logical shape.
     """
@@ -38,7 +38,7 @@ class CacheView:
 
 
 def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every update as planned; returns views by the names of the tensors from which readers get a cache."""
+    """Rewrite every update as planned. Return views; maps the name of a tensor that readers read to its view."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
@@ -63,7 +63,7 @@ def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
 
 
 def first_rows(emitter: Emitter, node: gs.Node) -> None:
-    """Give an update without write indices the indices 0."""
+    """If an update has no write indices, give it zeros."""
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
@@ -72,7 +72,7 @@ def first_rows(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
-    """Replace TensorRT's own padded update with an equal TensorScatter: linear, on axis -2, with int64 indices."""
+    """Replace TensorRT's own padded update with an equivalent TensorScatter: linear, on axis -2, int64 indices."""
     node.op, node.domain, node.attrs = "TensorScatter", None, {"axis": -2}
     node.inputs = node.inputs[:3]
     if len(node.inputs) > 2 and elem_type(node.inputs[2]) == INT32:
@@ -82,7 +82,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Make a circular update linear. Exact if no update crosses the end of the ring, which the plan ensures."""
+    """Make a circular update linear. This is exact if no update crosses the end of the ring, as the plan ensures."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return
@@ -94,7 +94,7 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
 
 
 def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Replace an update with ScatterElements. It supports any rank, axis and target, but writes a whole new cache."""
+    """Replace an update with ScatterElements. That supports any rank, axis and target, but writes a new cache."""
     past, update, indices = node.inputs[0], node.inputs[1], input_or_none(node, 2)
     axis, rank = cache.sequence_axis, len(cache.logical_shape)
     count = emitter.op("Shape", [update], f"{cache.past}_rows", INT64, start=axis, end=axis + 1)
@@ -115,7 +115,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Make an update write a 4-D view; returns name and Reshape operand of the tensor that readers get."""
+    """Make an update write a 4-D view. Return name and Reshape operand of the tensor that readers read."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip
@@ -146,13 +146,13 @@ def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None
         elif split_heads(reader, cache.logical_shape) is not None:
             for transpose in consumers(reader.outputs[0]):
                 _bypass(transpose, present)
-    # 0 copies the batch, which may be open; all other sizes are fixed.
+    # 0 copies the batch, which may be dynamic; all other sizes are fixed.
     logical = tuple(0 if i == 0 else int(d) for i, d in enumerate(cache.logical_shape))
     _keep_shape_readers(emitter, node, cache, logical)
 
 
 def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
-    """Let the readers of a node's output read `tensor`."""
+    """Make the readers of a node's output read `tensor` instead."""
     output = node.outputs[0]
     node.outputs.clear()
     replace_uses(output, tensor)
@@ -168,7 +168,7 @@ def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
 
 
 def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
-    """Let Shape nodes that read the past cache still see its logical shape."""
+    """Make Shape nodes that read the past still return its logical shape."""
     past = node.inputs[0]
     readers = [n for n in consumers(past) if is_op(n, "Shape")]
     if not readers:

@@ -1,11 +1,11 @@
-"""Steps of a decode loop for the original and the rewritten model; `check` and `verify` run both models with these.
+"""Steps of a decode loop for the original and the rewritten model. `check` and `verify` run both models with them.
 
-drawn_inputs        steps, the limits that a model sets them, and values for their inputs; roles decide them
-cache_contents      values for its caches, with garbage in rows without a token
-original_interface  translates a step of the rewritten model for the original
-later_tokens        models whose tokens see later tokens of their step
-probe               types, shapes and values of tensors in one step, by ONNX's own means
-runnable            models in operators and types that ONNX Runtime supports
-element_types       element types that a model declares
-sessions            run a model on the CPU
+drawn_inputs        steps, the limits of a model for steps, and values for the inputs of a step
+cache_contents      values for the caches of a step, with garbage in rows without a token
+original_interface  translates a step of the rewritten model for the original model
+later_tokens        finds models whose tokens see later tokens of their step
+probe               evaluates types, shapes and values of tensors in one step, with ONNX's own functions
+runnable            converts models to operators and types that ONNX Runtime supports
+element_types       finds and replaces the element types that a model declares
+sessions            runs a model on the CPU
 """

@@ -1,6 +1,7 @@
 """Makes cache contents for steps, and converts them between the layouts of the original and the rewritten model.
 
-If the rewrite made a window a ring, the original holds a row for every token, and the rewritten model the newest rows.
+If the rewrite made a window a ring, caches of the original hold all tokens, and caches of the rewritten model the
+newest.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from trt_kvcache.importer.plan import (
 
 Array = npt.NDArray[Any]
 
-_POOL = 1 << 19  # random numbers; larger caches repeat them
-_SHIFT = 7  # distance in the pool between the contents of one cache and of the next
+_POOL = 1 << 19  # random numbers in a pool; larger caches repeat them
+_SHIFT = 7  # the contents of the caches start this far apart in the pool
 
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One cache as the caller sees it: a graph input, and the graph output that becomes the next step's input.
+    """One cache as the caller sees it: a graph input, and the graph output that is the input of the next step.
 
     Attributes:
-        output: name of the graph output; None: no output returns this cache, and it keeps its first value.
-        update: how the cache is written; None: no single update writes it.
+        output: name of the graph output. None: no output returns this cache, so it always keeps its first value.
+        update: says how a step writes the cache; None if no single update writes it.
     """
 
     role: TensorRole
@@ -74,20 +75,23 @@ class CacheTensor:
         return physical.reshape(self.logical_shape(len(physical)))
 
     def rows(self, logical: Array) -> Array:
-        """View a logical array as ``[B, S_max, ...]``, one entry per row of the cache; no data is copied."""
+        """View a logical array as ``[B, S_max, ...]``, with one entry per row of the cache. No data is copied."""
         if self.update is None:
             return logical.reshape(len(logical), 1, -1)
         return np.moveaxis(logical, self.update.sequence_axis, 1)
 
     def physical_rows(self, physical: Array) -> Array:
-        """View a physical array as ``[B, S_max, ...]``. Each entry has the values of `rows`, in the same order."""
+        """View a physical array as ``[B, S_max, ...]``.
+
+        Each entry has the same values in the same order as in `rows`.
+        """
         if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
             return np.moveaxis(physical, 2, 1)
         return self.rows(self.to_logical(physical))
 
 
 def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """Return every cache input, with the output that becomes its next value."""
+    """Return every cache input, with the output that is its next value."""
     inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
     outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
     updates = {c.past: c for c in plan.caches}
@@ -101,7 +105,7 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
     taken = {c.output for c in caches}
     free = [t for name, t in outputs.items() if name not in taken]
     for i, cache in enumerate(caches):
-        # Views beside the update hide which output belongs to an input: then they are paired in their order.
+        # If views hide which output belongs to an input, inputs and outputs are paired in order.
         match = next((t for t in free if cache.output is None and t.shape == cache.role.shape), None)
         if match is not None:
             free.remove(match)
@@ -110,7 +114,7 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
 
 
 def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """Return the states, such as those of convolutions. Each step replaces a state as a whole."""
+    """Return the states, such as those of convolutions. Each step replaces the whole state."""
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     return tuple(
         CacheTensor(
@@ -127,22 +131,22 @@ def drawn_contents(
 ) -> Array:
     """Draw logical contents before a step: plausible numbers in rows of history, garbage or 0 in other rows.
 
-    Numbers are drawn once for each seed, and each step takes a slice of them. bfloat16 becomes float32.
+    Numbers are drawn once for each seed, and each step takes a slice of these numbers. bfloat16 becomes float32.
 
     Args:
-        cache: a cache, or state, which starts from zeros.
+        cache: a cache or a state. A state without history holds zeros.
         seed: seed of the random numbers.
-        histories: tokens written to each row of the batch so far. Linear caches never hold more tokens than rows;
-            circular ones keep the newest.
-        garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. It is
-            finite, because ONNX's own Attention returns NaN for a masked NaN.
+        histories: tokens written so far, for each row of the batch. Linear caches never hold more tokens than they have
+            rows; circular caches keep the newest tokens.
+        garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros instead of
+            garbage. Garbage is finite, because ONNX's own Attention returns NaN for a masked NaN.
         shift: index of the first drawn entry to take.
-        wide: float16 becomes float32, too.
+        wide: True if float16 becomes float32, too.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype)
     contents = np.zeros(cache.logical_shape(len(histories)), kind)
-    histories = [*histories, *(0,) * (len(contents) - len(histories))]  # the fixed batch may be larger
+    histories = [*histories, *(0,) * (len(contents) - len(histories))]  # a fixed batch may have more rows
     if cache.update is None:
         text = _pool((_POOL,), dtype, kind, seed, 0.0)
         for row, values in enumerate(contents):
@@ -161,8 +165,8 @@ def drawn_contents(
         first = shift + row * max(1, count // len(histories))
         used = min(tokens, len(target))
         _repeat(target[:used], text, first)
-        # Every other row stays 0, as at the start of a session: a division by the norm of a row would show. In one
-        # batch row the last cache row gets garbage, in the next one it is 0: an output may be this row alone.
+        # Every other row of the garbage rows stays 0, as at the start of a session: so a division by the norm of a row
+        # shows. An output may be the last cache row alone: in one batch row it has garbage, in the next one it is 0.
         if rest is not None:
             _repeat(target[used + (len(target) - 1 - used + row) % 2 :: 2], rest, first)
     return contents
@@ -171,7 +175,7 @@ def drawn_contents(
 def all_contents(
     caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
 ) -> Iterator[tuple[str, Array]]:
-    """Yield `drawn_contents` of each cache and state before an episode, by name. Each takes different numbers."""
+    """Yield name and `drawn_contents` of each cache and state before an episode. Each gets other numbers."""
     for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
         yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 
@@ -182,7 +186,7 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
     rng = np.random.default_rng([number, int(garbage)])
     if kind.kind == "b" and garbage:  # all True: a few random booleans may all be False
         return np.ones(shape, kind)
-    if kind.kind in "iub":  # quantized and raw bytes: the whole range is both plausible and garbage
+    if kind.kind in "iub":  # quantized and raw bytes: plausible numbers and garbage both have the whole range
         low, high = (0, 2) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
         return rng.integers(low, high, shape, dtype=np.int8 if kind.kind == "b" else kind).astype(kind)
     values = rng.random(shape, np.float32) * 2 - 1
@@ -193,7 +197,7 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
 
 
 def _repeat(target: Array, source: Array, start: int) -> None:
-    """Fill an array with the entries of another one, from `start` on; the entries repeat."""
+    """Fill `target` with entries of `source`, from entry `start` on. After the last entry, the first one follows."""
     place = 0
     while place < len(target):
         taken = source[(start + place) % len(source) :][: len(target) - place]
@@ -202,7 +206,7 @@ def _repeat(target: Array, source: Array, start: int) -> None:
 
 
 def drawn_normal(shape: Sequence[int], place: int) -> Array:
-    """Take float32 normal numbers from a pool that is drawn once, starting at `place`."""
+    """Take float32 normal numbers from a pool that is drawn once. They start at `place`."""
     numbers = np.empty(math.prod(shape), np.float32)
     _repeat(numbers, _normal(), place % _POOL)
     return numbers.reshape(shape)
@@ -214,7 +218,7 @@ def _normal() -> Array:
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
-    """Return the number of rows of each cache input with a fixed length, by name of the past."""
+    """For caches of fixed length, return the number of rows; maps the name of the past to it."""
     rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
@@ -225,7 +229,7 @@ def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[s
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
-    """Return the rows of a cache in the original (`fixed` comes from `fixed_rows`); None if the cache grows."""
+    """Return the number of rows of a cache in the original; None if it grows. `fixed` comes from `fixed_rows`."""
     bound = plan.options.capacity or update.capacity
     if not plan.original:
         return fixed.get(update.past, bound)
@@ -236,9 +240,9 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 
 
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
-    """If the rewrite made a cache a ring, return the cache with a row for every token; else the cache itself.
+    """If the rewrite made a cache a ring, return the cache with a row for every token. Else return the cache itself.
 
-    `fixed` comes from `fixed_rows`; a growing cache holds `longest` tokens.
+    `fixed` comes from `fixed_rows`. A cache that grows in the original gets `longest` rows.
     """
     update = cache.update
     if update is None or update.mode is not UpdateMode.CIRCULAR:
@@ -253,12 +257,12 @@ def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longe
 
 
 def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float) -> Array:
-    """Return the newest tokens of a text at their places in a ring, ``[B, ..., capacity, ...]``.
+    """Return a ring ``[B, ..., capacity, ...]`` that holds the newest tokens of a text at their places.
 
     Args:
         text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
         cache: the ring.
-        ends: number of tokens of each row of the batch.
+        ends: the number of tokens in each row of the batch.
         garbage: magnitude of garbage in rows without a token.
     """
     assert cache.update is not None
@@ -272,21 +276,21 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
 
 
 def size_of(dim: Dim) -> int | None:
-    """Return the size of a dimension, even if an exporter wrote the number as a symbol; None if it is open."""
+    """Return the size of a dimension, even if an exporter wrote the number as a symbol; None for other symbols."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype for an ONNX dtype name such as ``"float16"``; float32 for bfloat16.
+    """Return the NumPy dtype for an ONNX dtype name such as ``"float16"``. For bfloat16, return float32.
 
     Raises:
-        UnsupportedModelError: ONNX Runtime takes no inputs of this type.
+        UnsupportedModelError: ONNX Runtime has no inputs of this type.
     """
     if name == "bfloat16":
         return np.dtype(np.float32)
     if name not in PLAIN:
         raise UnsupportedModelError(
-            f"verification runs on ONNX Runtime, which computes nothing in {name}; it can run {', '.join(PLAIN)}, and "
+            f"verification uses ONNX Runtime, which does not support {name}; it supports {', '.join(PLAIN)}, and "
             "bfloat16 as float32: verify a float16 or float32 export of the same model"
         )
     return array_dtype(name)

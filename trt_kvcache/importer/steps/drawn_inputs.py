@@ -1,4 +1,4 @@
-"""Steps of a decode loop, the limits that a model puts on them, and values for their inputs, except caches.
+"""Steps of a decode loop, the limits of a model for steps, and values for the inputs of a step except caches.
 
 The role of an input decides its values.
 """
@@ -21,21 +21,21 @@ from trt_kvcache.importer.steps.cache_contents import numpy_dtype, size_of
 
 Array = npt.NDArray[Any]
 
-_HIDDEN_SHARE = 0.2  # share of visible keys that a mask input hides, to detect a rewrite that drops the mask
+_HIDDEN_SHARE = 0.2  # a mask input hides this share of visible keys, to detect a rewrite that drops the mask
 
 ENCODER_TOKENS = 6  # length of an encoder's output in verification
 
 SPAN_KINDS = ("tight", "bucketed", "full")
-"""Kinds of spans: how many of the cache rows a step reads; see `span_inputs`."""
+"""Kinds of spans: they say how many cache rows a step reads; see `span_inputs`."""
 
 _FAINT = -20.0  # a float mask's bias for hidden tokens: finite, and exp(-20) is nearly 0
 
-_ANY_LENGTH = 1 << 20  # tokens of an update, if no cache limits it
+_ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: `length` tokens per row, written from `starts`; `valid` tokens per row count afterwards."""
+    """One step: each row writes `length` tokens from row `starts` of the cache on, and then has `valid` tokens."""
 
     length: int
     starts: tuple[int, ...]
@@ -51,16 +51,16 @@ class Limits:
     """The steps that a model allows.
 
     Attributes:
-        batch: number of rows.
+        batch: number of rows of the batch.
         length: the fixed number of tokens of an update, or None.
-        longest: most tokens of an update.
+        longest: the largest number of tokens of an update.
         linear: capacity of the shortest linear cache, or None.
         circular: capacities of the circular caches.
-        no_straddle: capacities of the circular caches whose contract forbids updates across the wrap.
-        indexed: steps write rows at write indices; if False, always from row 0.
-        ragged: rows may start at different places.
-        lengths: the model has an input for valid lengths.
-        fixed_batch: the model fixes the batch at `batch`.
+        no_straddle: capacities of the circular caches whose contract forbids updates across the end of the ring.
+        indexed: True if steps write at write indices; if False, they always write from row 0 on.
+        ragged: True if the rows of a batch may start at different places.
+        lengths: True if the model has an input for valid lengths.
+        fixed_batch: True if the model fixes the batch to `batch`.
     """
 
     batch: int
@@ -79,7 +79,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
     """Return the limits of a model's steps.
 
     Raises:
-        OptionError: a circular cache is shorter than the model's fixed update.
+        OptionError: a circular cache has fewer rows than the model's fixed update.
     """
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     together = rows_together(plan.original)
@@ -90,13 +90,14 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
     too_short = [c for c in plan.caches if c.contract and c.capacity < max(fixed_lengths, default=1)]
     if too_short:
         raise OptionError(
-            f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, and the model's updates are fixed at "
-            f"{max(fixed_lengths)} tokens: none fits without straddling the wrap; plan with --fallback functional"
+            f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, but the model always updates "
+            f"{max(fixed_lengths)} tokens, so every update would cross the end of the ring; plan with --fallback "
+            "functional"
         )
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
     roles = {Role.WRITE_INDICES, Role.VALID_LENGTHS}
-    if plan.original:  # the model as exported runs row by row, with its own positions and masks for each row
+    if plan.original:  # the exported model runs each row separately, with positions and masks of that row
         roles |= {Role.POSITIONS, Role.MASK}
     driven = [t for t in plan.tensors if t.io == "input" and t.role in roles]
     return Limits(
@@ -114,7 +115,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
 
 
 def rows_together(original: Iterable[OriginalTensor]) -> int | None:
-    """Return how many rows of one length a run of the exported model takes; None: one row per run, for any batch."""
+    """Return how many rows of the same length one run of the exported model has; None: each row runs separately."""
     batches = {
         n
         for t in original
@@ -130,11 +131,12 @@ class DrawnInputs:
     Args:
         plan: plan of the model.
         limits: limits of token ids and positions.
-        named: given values of inputs by name; they override the values for roles.
-        rng: random generator of tokens, masks and unexplained inputs.
-        unknown: size of unexplained axes; None: refuse models with such axes.
-        rings: True if windows became rings: valid lengths count all tokens, which the original holds.
-        plain: masks hide later tokens only, as in a session.
+        named: given values; maps the names of inputs to values that are used instead of drawn ones.
+        rng: random generator for tokens, masks and inputs of unknown role.
+        unknown: size of axes of unknown meaning; None: refuse models with such axes.
+        rings: True if windows became rings. Then valid lengths count all tokens, because the original holds all of
+            them.
+        plain: True if masks hide only later tokens, as in a session.
     """
 
     def __init__(
@@ -195,7 +197,7 @@ class DrawnInputs:
         return arrange(values, names, shape, tensor.axes).astype(dtype)
 
     def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an adapter input: zeros in slot 0, which all sequences choose; large numbers in all other slots."""
+        """Return an adapter input: zeros in slot 0, which all sequences choose, and large numbers in other slots."""
         if name not in self._adapters:
             self._adapters[name] = np.full(shape, 10, dtype)
             self._adapters[name][0] = 0
@@ -210,8 +212,8 @@ class DrawnInputs:
             return self._unknown
         if meaning not in sizes:
             raise OptionError(
-                f"nothing says how long axis {axis} of input '{tensor.name}' {list(tensor.shape)} is; give values for "
-                "it in an .npz file (VerifyOptions.inputs), or name its role in a config"
+                f"cannot tell how long axis {axis} of input '{tensor.name}' {list(tensor.shape)} is; give values for "
+                "this input in an .npz file (VerifyOptions.inputs), or name its role in a config"
             )
         return sizes[meaning]
 
@@ -219,28 +221,28 @@ class DrawnInputs:
         values = self._named[tensor.name]
         if values.ndim != len(shape) or any(have < need for have, need in zip(values.shape, shape, strict=True)):
             raise OptionError(
-                f"the values given for '{tensor.name}' have shape {list(values.shape)}, and a step needs {list(shape)}"
+                f"the values given for '{tensor.name}' have shape {list(values.shape)}, but a step needs {list(shape)}"
             )
         return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
-        """Return the rows of the smallest cache that attention reads with this input (lengths or mask)."""
+        """Return the rows of the smallest cache that attention reads together with this input (lengths or mask)."""
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
         return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
 
     def _fixed_keys(self) -> int:
-        """Return the most rows of an input that may hold keys, in a model without caches."""
+        """In a model without caches, return the largest number of rows of an input that may hold keys."""
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         return max((n for n in rows if isinstance(n, int)), default=1)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a causal mask over the newest token of each cache row; it also hides a share of the visible keys."""
+        """Return a causal mask over the tokens in the rows of a cache. It also hides a share of the visible keys."""
         keys = shape[-1] if shape else 1
         starts, after = np.array(step.starts)[:, None, None], np.array(step.starts)[:, None, None] + step.length
         query = starts + np.arange(step.length)[None, :, None]
-        # The newest token that lies in row j of a cache of `keys` rows; for linear caches that is j itself.
+        # The newest token in row j of a cache of `keys` rows; in linear caches it is token j.
         newest = after - 1 - (after - 1 - np.arange(keys)) % keys
         written = newest >= 0
         if not any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches):
@@ -252,22 +254,23 @@ class DrawnInputs:
         placed = arrange(visible, names, shape, tensor.axes)
         if dtype.kind != "f":
             return placed.astype(dtype)
-        # Hidden rows that hold a token get a finite bias: if lengths or causality leave a query no other key, a softmax
-        # of only the lowest values would depend on the order in which they were added.
+        # Hidden rows that hold a token get a finite bias. If lengths or causality leave a query no other key, a softmax
+        # of
+        # only the lowest values would depend on the order in which they were added.
         token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
         bias = np.where(placed, 0 if self._plain else self._rng.uniform(-1, 1, shape), _FAINT)
-        # Not the lowest finite number: ONNX Runtime treats it as -inf, but ONNX's definition adds it as a number.
+        # -inf, not the lowest finite number: ONNX Runtime treats the latter as -inf, but ONNX's definition adds it.
         return np.where(token, bias, -np.inf).astype(dtype)
 
 
 def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCODER_TOKENS) -> dict[str, Array]:
-    """Draw values for constants: inputs that the caller gives once, such as an encoder's output and its mask.
+    """Draw values for constants: inputs that the caller gives once, such as an encoder's output and mask.
 
     Args:
         plan: plan of the model.
-        batch: number of rows.
+        batch: number of rows of the batch.
         seed: seed of the values.
-        length: length of an encoder's output, if the model leaves it open.
+        length: length of an encoder's output, if the model does not fix it.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])
     named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
@@ -286,13 +289,13 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCO
 
 
 def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = None) -> dict[str, Array]:
-    """Return the rewritten model's span inputs.
+    """Return the span inputs of the rewritten model; maps names to values.
 
     Args:
         plan: plan of the model.
         step: the step.
-        kind: one of `SPAN_KINDS`; bucketed: up to the next multiple of 16.
-        length: number of last positions whose logits are computed; None: all.
+        kind: one of `SPAN_KINDS`; "bucketed" rounds up to the next multiple of 16.
+        length: the number of last positions whose logits are computed; None: all positions.
     """
     spans = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
     logits = plan.logits_span
@@ -305,10 +308,12 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 
 
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Convert values with named axes to a tensor of `shape` whose axes are called `axes`.
+    """Convert values with the axes `names` to a tensor of `shape` with the axes `axes`.
 
-    An axis without a name takes the first unused name whose size fits. Axes without a matching name repeat the values.
-    If the tensor has no axis for a name, one entry of it is taken: the last one of `sequence`, else the first.
+    An axis without a name takes the first unused name whose size fits. Along axes without a matching name, the values
+    are
+        repeated. If the tensor has no axis for a name, the last entry of `sequence`, or the first entry of other axes,
+        is taken.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]
@@ -320,7 +325,7 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     for name in names:
         if name not in order:
             values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
-    # Axes that the tensor lacks are of size 1 now: they may go to the end, where the reshape drops them.
+    # Axes that the tensor does not have are of size 1 now. They go to the end, where the reshape drops them.
     named = [names.index(n) for n in order if n is not None]
     values = values.transpose([*named, *(i for i, n in enumerate(names) if n not in order)])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])

@@ -1,4 +1,4 @@
-"""Finds and replaces the element types that a model declares: in tensors, value infos and attributes."""
+"""Find and replace the element types that a model declares in tensors, value infos and attributes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def has_bfloat16(model: ModelProto) -> bool:
 
 
 def state_type(model: ModelProto, old: Container[int], new: int) -> None:
-    """Replace element types in value infos and attributes; tensors keep their types."""
+    """Replace the element types `old` with `new` in value infos and attributes. Tensors keep their types."""
     for attribute in _attributes(model):
         if attribute.i in old:
             attribute.i = new

@@ -1,8 +1,8 @@
-"""Finds models whose tokens see later tokens of their step. Splitting a prompt of such a model changes its result.
+"""Find models whose tokens see later tokens of their step. If a prompt of such a model is split, its result changes.
 
-    causal      query i sees keys up to its own                any steps give the same numbers
-    no mask     query i sees all keys of its step              a prompt has to come in one step
-    a prefix    every query sees the first N tokens            the same, as long as these come in one step
+    causal      query i sees keys up to its own                any split gives the same numbers
+    no mask     query i sees all keys of its step              the whole prompt must be in one step
+    a prefix    every query sees the first N tokens            the first N tokens must be in one step
 
 The plan describes most masks. If the graph computes a mask itself, this module computes it in two steps.
 """
@@ -22,15 +22,15 @@ from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_cons
 from trt_kvcache.importer.steps.probe import Array, Blueprint, Probe
 
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
-_LONGEST = 4  # tokens of a step
-_HIDDEN = -15.0  # a mask adds at most this to hidden scores; float masks of `DrawnInputs` add -20
+_LONGEST = 4  # the most tokens of a step
+_HIDDEN = -15.0  # a score counts as hidden if a mask adds this or less; float masks of `DrawnInputs` add -20
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
     """True if a query sees a later token of its own step.
 
     Args:
-        model: the planned model, canonical, with shapes inferred.
+        model: the planned model in canonical form, with inferred shapes.
         plan: plan of the model.
     """
     lengths = {c.update_length for c in plan.caches if c.carried}
@@ -48,26 +48,27 @@ def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: Mask) -> bool:
         return True
     tensor = next((t for t in plan.tensors if t.name == mask.mask and t.io == "input"), None)
     if tensor is not None and tensor.role is Role.MASK:
-        return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))  # else sessions make it causal
+        # else the caller's mask can be causal, as in sessions
+        return "sequence" not in tensor.axes and tensor.shape[-2:-1] in ((), (1,))
     return any(_is_open(values, step) for step, values in _values(model, plan, mask.mask))
 
 
 def _is_open(values: Array, step: Step) -> bool:
-    """True if a mask ``[..., S, keys]`` shows a later token of a step."""
+    """True if a mask ``[..., S, keys]`` shows a later token of the step to a query."""
     visible = values if values.dtype == np.bool_ else values > _HIDDEN
     start = step.starts[0]
     keys = min(visible.shape[-1], start + step.length)
-    if visible.ndim < 2 or visible.shape[-2] == 1:  # one row for all queries
+    if visible.ndim < 2 or visible.shape[-2] == 1:  # all queries share one row
         return bool(visible[..., start + 1 : keys].any())
     queries = np.arange(visible.shape[-2])[:, np.newaxis] + start
     return bool((visible[..., :keys] & (np.arange(keys) > queries)).any())
 
 
 def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
-    """Yield a tensor's values in some steps; nothing if it depends on weights or on an unknown operator."""
+    """Yield the values of a tensor in some steps. Yield nothing if it depends on weights or on an unknown operator."""
     blueprint, limits = Blueprint(model, {}), index_limits(model, plan)
     caches = {c.role.name: c for c in find_caches(plan)}
-    # In inputs without a role, such as token types, the value 1 may make tokens visible that 0 hides.
+    # In inputs without a role, such as token types, the value 1 may show tokens that the value 0 hides.
     ones = {
         t.name: np.ones([d if isinstance(d, int) else _LONGEST for d in t.shape])
         for t in plan.tensors

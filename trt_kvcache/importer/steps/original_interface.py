@@ -1,18 +1,19 @@
-"""Translates between the interfaces of an exported model and of its rewritten form.
+"""Translate between the interfaces of an exported model and of its rewritten form.
 
-Normalization changes the inputs: caches of a fixed capacity with write indices replace growing caches. Padding masks
-and counters disappear. `OriginalInterface` computes the original's inputs from the new inputs, and the
-new outputs from the original's outputs. So code that runs the rewritten model can run the original, too:
+The rewrite changes the inputs: caches of a fixed capacity with write indices replace growing caches, and padding masks
+and counters disappear. `OriginalInterface` computes the inputs of the original from the new inputs, and the new outputs
+from the outputs of the original. So code that runs the rewritten model can also run the original:
 
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
-    shifted cache of W rows, masks over W   <->  the newest rows, at its end; masks that hide all rows before them
+    shifted cache of W rows, masks over W   <->  the newest rows at the end of W rows; masks that hide the rows before
+    them
   past of the newest rows only            <->  these rows of the cache; other rows unchanged
     float32 cache that the model casts      <->  cache of the type that it casts to
 
-A growing past has one length for all rows of a batch. So each row runs alone, unless the model was exported for a
-fixed batch larger than one: then all rows must start together.
+A growing past has one length for all rows of a batch. So each row runs separately. If the model was exported for a
+fixed batch larger than one, all rows run together, and must start at the same position.
 """
 
 from __future__ import annotations
@@ -38,27 +39,27 @@ COUNTED = {
     OriginalRole.PADDING_MASK: None,
     OriginalRole.MASK: Role.MASK,
 }
-"""Roles of original inputs whose values follow from lengths, and the role of an input of the same name in the rewritten
-model that gives these values. In another role only its shape is used, and its values may be anything."""
+"""Roles of original inputs whose values follow from lengths. Each is mapped to the role of an input in the rewritten
+model that has the same name and the same values. If that input has another role, only its shape is used."""
 
 
 class OriginalInterface:
     """Translates one step between the interfaces of the original and of the rewritten model.
 
     Attributes:
-        together: rows that one run of the original takes; None: one row per run, for any batch.
-        ragged: True if the original's inputs give a start for each row of a batch.
-        past_rows: the most rows of pasts that keep only the newest rows, by name.
+        together: the number of rows in one run of the original; None: each row runs separately.
+        ragged: True if the original's inputs can give a different start for each row of a batch.
+        past_rows: for each past input that keeps only its newest rows, their largest number; by input name.
 
     Raises:
-        UnsupportedModelError: the plan does not say where rows are written.
+        UnsupportedModelError: the plan does not say at which rows a step writes.
     """
 
     def __init__(self, plan: CachePlan) -> None:
         self._plan = plan
         self._inputs = [t for t in plan.original if t.io == "input"]
         names = {t.name for t in plan.tensors if t.io == "output"}
-        # The rewritten model lacks the other outputs, such as counters.
+        # The rewritten model does not have the other outputs, such as counters.
         self._outputs = [
             t for t in plan.original if t.io == "output" and (t.role is not OriginalRole.OTHER or t.name in names)
         ]
@@ -72,8 +73,8 @@ class OriginalInterface:
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
         if starts is None or tokens is None:
             raise UnsupportedModelError(
-                "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
-                "says at which position a step of the original starts"
+                "cannot tell at which position a step of the original starts: the rewritten model must have exactly "
+                "one input for write indices, and the original one for tokens"
             )
         self._starts = starts.name
         self._counted = (tokens.name, tokens.axes.index("sequence") if "sequence" in tokens.axes else 1)
@@ -90,9 +91,9 @@ class OriginalInterface:
         return int(feeds[name].shape[axis])
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
-        """Return groups of rows that the original runs together, and how many tokens they hold before the step.
+        """Return groups of rows that the original runs together, and the tokens in their caches before the step.
 
-        `together`: form groups as large as one run can take, even if the original could take each row alone.
+        If `together`, groups are as large as one run allows, even if the original could run each row separately.
         """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if together and (self.ragged or len(set(starts)) == 1):
@@ -100,21 +101,25 @@ class OriginalInterface:
         if self.together is None:
             return [(slice(row, row + 1), past) for row, past in enumerate(starts)]
         if len(set(starts)) > 1:
-            raise OptionError(f"the model was exported for {self.together} rows that start together, not at {starts}")
+            raise OptionError(
+                f"the model was exported for {self.together} rows that start at the same position, but these rows "
+                f"start at {starts}"
+            )
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
-        """Return the original's inputs for some rows of a step, which hold `past` tokens before it.
+        """Return the original's inputs for some rows of a step; the rows hold `past` tokens before the step.
 
-        `feeds` are the rewritten model's inputs by name, with caches in their logical shape; inputs `without` are left
-        out.
+        `feeds` are the rewritten model's inputs by name, with caches in their logical shape. The inputs in `without`
+        are
+                omitted.
         """
         length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs if t.name not in without}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
-        """Return a size that fits the other inputs: from the axis name, from the same symbol in another input, or 1."""
+        """Return a size that fits the other inputs: of the axis, or of the same symbol in another input, or 1."""
         if isinstance(dim, int) or axis in sizes:
             return dim if isinstance(dim, int) else sizes[axis]
         known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)
@@ -132,10 +137,11 @@ class OriginalInterface:
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             taken = _take(feeds[tensor.name], axes, rows)
-            if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":  # a mask over the capacity is longer
+            # the rewritten model's mask covers the whole capacity
+            if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
                 taken = np.ascontiguousarray(taken[..., : sizes["total"]])
             return taken.astype(dtype)
-        if tensor.role not in COUNTED:  # normalization dropped this input, because only a copy reads it
+        if tensor.role not in COUNTED:  # the rewrite dropped this input, because only a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
             )
@@ -149,7 +155,7 @@ class OriginalInterface:
                 return arrange(values, ("batch", "sequence"), shape, tensor.axes).astype(dtype)
             case OriginalRole.PAST_LENGTH:
                 return arrange(starts, ("batch",), shape, tensor.axes).astype(dtype)
-        # If the past keeps only the newest rows, the last column belongs to the newest token.
+        # If the past keeps only the newest rows, the last column of a mask belongs to the newest token.
         places = np.arange(shape[-1]) + (0 if tensor.window_rows is None else past + length - shape[-1])
         if tensor.role is OriginalRole.PADDING_MASK:
             return np.broadcast_to((places >= 0) & (places < past + length), shape).astype(dtype)
@@ -160,7 +166,7 @@ class OriginalInterface:
     def _past(self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, past: int) -> Array:
         if tensor.name not in feeds:
             raise UnsupportedModelError(
-                f"the rewritten model has no cache input '{tensor.name}', which the original has"
+                f"the original has a cache input '{tensor.name}', but the rewritten model does not"
             )
         whole, dtype = feeds[tensor.name][rows], numpy_dtype(tensor.dtype)
         if tensor.role is OriginalRole.FIXED_CACHE:
@@ -169,7 +175,7 @@ class OriginalInterface:
         first = 0 if tensor.window_rows is None else max(0, past - tensor.window_rows)
         values = _cast(whole[(slice(None),) * axis + (slice(first, past),)], dtype)
         size = tensor.shape[axis]
-        if isinstance(size, int):  # a shifted cache has a fixed number of rows: rows without a token come first
+        if isinstance(size, int):  # in a shifted cache of fixed length, rows without a token come first
             values = np.pad(values, [(size - values.shape[a], 0) if a == axis else (0, 0) for a in range(values.ndim)])
         return np.ascontiguousarray(values)
 
@@ -183,20 +189,20 @@ class OriginalInterface:
             size = size_of(dim)
             size = known.get(axis) if size is None else size
             if size is None:
-                raise OptionError(f"nothing says how long axis {place} of the original's input '{tensor.name}' is")
+                raise OptionError(f"cannot tell how long axis {place} of the original's input '{tensor.name}' is")
             shape.append(size)
         return tuple(shape)
 
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
-        """Build the rewritten model's outputs; caches have the shape of the feeds.
+        """Build the outputs of the rewritten model from those of the original. Caches have the shape of the feeds.
 
-        `ran`: for each run, its rows, the tokens before the step, and the original's outputs.
+        `ran` has, for each run: the rows, the tokens before the step, and the outputs of the original.
         """
         runs, results = list(ran), Feeds()
         for tensor in self._outputs:
             name, axes = tensor.name, tensor.axes
             if tensor.role in _CACHES and name in self._past_of:
-                # Rows after the tokens have no meaning: operators that write a new cache may leave any numbers there.
+                # Rows after the tokens have no meaning. Operators that write a new cache may leave any numbers there.
                 results[name] = feeds[self._past_of[name]].copy()
                 for rows, before, outputs in runs:
                     self._place(tensor, results[name], outputs[name], rows, before + self._length(feeds))
@@ -204,9 +210,10 @@ class OriginalInterface:
             values = [outputs[name] for _, _, outputs in runs]
             if len({np.delete(v.shape, axes.index("batch")).tobytes() for v in values if "batch" in axes}) > 1:
                 raise UnsupportedModelError(
-                    f"the original's output '{name}' is as long as the text of each sequence (here "
-                    f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), and its rewritten form has one "
-                    "length for all; supported are outputs that do not show how much a cache holds: leave it out"
+                    f"the original's output '{name}' has the length of each sequence's text (here "
+                    f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), but the rewritten model has one "
+                    "length for all sequences. Outputs must not show how many tokens a cache holds: export without "
+                    "this output"
                 )
             results[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
         return results
@@ -229,7 +236,7 @@ class OriginalInterface:
 
 
 def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
-    """Cast a cache to the original's type; numbers beyond float16 become its largest number."""
+    """Cast a cache to the original's type. Numbers beyond the range of float16 become the largest float16."""
     if dtype == np.float16 and cache.dtype == np.float32:
         largest = np.finfo(dtype).max
         cache = cache.clip(-largest, largest)
@@ -237,7 +244,7 @@ def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
-    """True if an input can serve rows of different lengths in one run."""
+    """True if an input allows rows of different lengths in one run."""
     if tensor.role not in COUNTED:
         return tensor.role is not OriginalRole.GROWING_CACHE
     open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]
@@ -245,7 +252,7 @@ def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
-    """Take some rows of the batch; values that are the same for all rows stay whole."""
+    """Take some rows of the batch. Values without a batch axis, or with a batch of 1, stay whole."""
     if "batch" not in axes or values.shape[axes.index("batch")] == 1:
         return values
     return values[(slice(None),) * axes.index("batch") + (rows,)]

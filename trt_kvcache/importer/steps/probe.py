@@ -1,15 +1,15 @@
-"""Evaluate parts of a model in one step, lazily, by ONNX's own means.
+"""Evaluate parts of a model in one step, only when they are requested, with ONNX's own functions.
 
 Recognizers ask for the shapes of tensors, and for the values of masks and positions; the check asks for shapes. A step
-fixes the shape of every graph input, and the values of some. `Probe` derives the type of each tensor, and the value of
-each tensor that depends on no weight and no token. A caller may also set the value of any tensor, in place of its
-producer's result, to feed numbers into a chain of operators and compare the result.
+fixes the shape of every graph input, and the values of some graph inputs. `Probe` derives the type of each tensor, and
+the values of tensors that do not depend on weights or tokens. A caller may also set the value of any tensor; it
+replaces the result of the node. So a caller can feed numbers into a chain of operators and compare the result.
 
-ONNX shape inference gives the types, and ONNX's reference evaluator gives the values: one operator at a time, and only
-for requested tensors. Equal operators with equal inputs, as in the layers of a decoder, are evaluated once:
+ONNX shape inference gives the types. ONNX's reference evaluator gives the values: one operator at a time, and only for
+requested tensors. Equal operators with equal inputs, as in the layers of a decoder, are evaluated only once:
 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
-    layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
+    layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found in the results of layer 0
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ from trt_kvcache.importer.protos import is_op, may_be_bias, names_read, sliced_s
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
-_SMALL = 1 << 12  # bytes; larger values are compared as objects
+_SMALL = 1 << 12  # bytes; larger values are compared by identity, not by contents
 _FEW = 64  # the most elements of a value that may decide a shape
-_LARGEST = 1 << 26  # the most elements of a value: an untrusted model runs here in the caller's process
+_LARGEST = 1 << 26  # the most elements of a value, because untrusted models run here in the caller's process
 _SHARED = 1 << 12  # the most results that all steps share
-_SLOW = {"Conv", "ConvTranspose", "Einsum"}  # no mask and no position is computed by these
-_COUNTING = {"NonZero", "Compress", "Unique"}  # the size of their output depends on values, and is at most the input's
+_SLOW = {"Conv", "ConvTranspose", "Einsum"}  # masks and positions are never computed with these
+# the size of their output depends on values, but is at most the size of the input
+_COUNTING = {"NonZero", "Compress", "Unique"}
 _RANDOM = {"RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial"}
-_READABLE = {  # masks kept as buffers, and rows counted over a capacity
+_READABLE = {  # types of masks that are stored as buffers, and of row numbers
     onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
     onnx.TensorProto.INT64,
 }  # fmt: skip
@@ -49,7 +50,7 @@ class _Fact(NamedTuple):
     """Facts about a tensor.
 
     Attributes:
-        kind: a serialized onnx.TypeProto: element type and shape as one hashable value. None: unknown.
+        kind: element type and shape as a serialized onnx.TypeProto, which is hashable. None: unknown.
         value: the value; None if it depends on weights, tokens or an unknown operator.
     """
 
@@ -66,8 +67,8 @@ class Maker:
 
     Attributes:
         node: the node.
-        place: index of the node in the graph; the makers of its inputs have lower ones.
-        op: its operator, with the domain if it is not ONNX's.
+        place: index of the node in the graph. Makers of its inputs have lower indices.
+        op: the node's operator; with the domain if it is not ONNX's domain.
         form: a number that is equal for nodes with the same operator and attributes.
         inputs: names of the inputs; an omitted input has an empty name.
     """
@@ -80,16 +81,18 @@ class Maker:
 
 
 class Blueprint:
-    """A model in the form that probes read. All steps share one blueprint.
+    """A model in a form that probes read quickly. The probes of all steps share one blueprint.
 
     Attributes:
-        makers: nodes by the names of their outputs; constants have no maker.
-        results: facts about outputs, by a node's form and the facts about its inputs. All steps share them.
+        makers: maps the name of a tensor to the node that makes it; constants have no maker.
+        results: maps the form of a node, with facts about its inputs, to facts about its outputs. All steps share
+            these.
 
     Args:
-        model: a model without functions, with named tensors. The blueprint does not follow later edits.
-        weights: large inline initializers that were detached from `model`, by name. Only integers, masks and tensors
-            with the shape of a bias are read.
+        model: a model without functions, with named tensors. Later edits of the model do not change the blueprint.
+        weights: large inline initializers that were detached from `model`; maps names to tensors. Only integers, masks
+            and
+            tensors with the shape of a bias are read.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
@@ -119,7 +122,7 @@ class Blueprint:
         return Maker(node, place, op, self._forms.setdefault(form, len(self._forms)), inputs)
 
     def stated(self, name: str) -> _Fact:
-        """Facts about a constant: its value if it is small or may be a mask."""
+        """Return facts about a constant. They include the value if the constant is small or may be a mask."""
         if name not in self._stated:
             tensor = self.initializers[name]
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
@@ -132,7 +135,7 @@ class Blueprint:
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
         """Derive facts about the outputs of a node from facts about its inputs (None for an omitted input)."""
-        if maker.op == "Range":  # ONNX Runtime accepts [1] in the place of a scalar, and exporters rely on this
+        if maker.op == "Range":  # ONNX Runtime accepts [1] instead of a scalar, and exporters rely on this
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
             ]
@@ -143,7 +146,7 @@ class Blueprint:
     def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
         """Infer the types of a node's outputs with ONNX's shape inference."""
         known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
-        own = {*maker.node.input}  # bodies read names that they define
+        own = {*maker.node.input}  # bodies also read names of other graphs
         types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items() if f.kind or n in own}
         data = {
             n: numpy_helper.from_array(v) for n, f in known.items() if (v := f.value) is not None and _may_decide(v)
@@ -161,7 +164,7 @@ class Blueprint:
     def _evaluate(
         self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
     ) -> Sequence[Array | None]:
-        """Compute a node's outputs with ONNX's reference implementation; None for an unknown output."""
+        """Compute the outputs of a node with ONNX's reference implementation; None for each unknown output."""
         values = [None if f is None else f.value for f in facts]
         nothing = [None] * len(kinds)
         if maker.op in ("Shape", "Size"):
@@ -184,7 +187,7 @@ class Blueprint:
         return _run(maker, self._operators[maker.form], values) or nothing
 
     def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
-        """The reference implementation of a node, with its attributes."""
+        """Return the reference implementation of a node, with the node's attributes; None if there is none."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or node.op_type in _RANDOM:
             return None
@@ -197,25 +200,26 @@ class Blueprint:
 
 
 class Probe:
-    """The tensors of a model in one step.
+    """Evaluates the tensors of a model in one step.
 
     Args:
         blueprint: the model.
-        shapes: shape of every graph input. Not copied.
-        values: values of graph inputs or any other tensors, by name.
+        shapes: maps each graph input to its shape. The mapping is not copied.
+        values: maps graph inputs, or other tensors, to given values.
     """
 
     def __init__(self, blueprint: Blueprint, shapes: Mapping[str, Shape], values: Mapping[str, Array]) -> None:
         self._blueprint = blueprint
         self._shapes = shapes
         self._values = dict(values)
-        self._other: Probe | None = None  # lacks these values; its facts hold for all tensors before them
+        self._other: Probe | None = None  # a probe without the new values; its facts hold for all tensors before these
         self._first = 0
         self._facts = {name: _fact(value) for name, value in values.items()}
-        self._large: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
+        # results with large values, by identity; kept as long as the probe
+        self._large: dict[Hashable, Sequence[_Fact]] = {}
 
     def with_values(self, values: Mapping[str, Array]) -> Probe:
-        """Return a probe of the same step in which these tensors also have these values."""
+        """Return a probe of the same step, in which these tensors also have the given values."""
         probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
         probe._other = self
         makers = self._blueprint.makers
@@ -223,23 +227,23 @@ class Probe:
         return probe
 
     def shape(self, name: str) -> Shape | None:
-        """The shape of a tensor, or None if an operator is unknown or the shape depends on weights or tokens."""
+        """Return the shape of a tensor; None if an operator is unknown, or the shape depends on weights or tokens."""
         return _shape(self._fact(name).kind)
 
     def elem_type(self, name: str) -> int | None:
-        """The ONNX element type of a tensor, or None where it is unknown."""
+        """Return the ONNX element type of a tensor; None if unknown."""
         kind = self._fact(name).kind
         return None if kind is None else _elem_type(kind)
 
     def value(self, name: str) -> Array | None:
-        """The value of a tensor; None if it depends on weights, tokens or an unknown operator.
+        """Return the value of a tensor; None if it depends on weights, tokens or an unknown operator.
 
         The caller must not change the array: other tensors may share it.
         """
         return self._fact(name).value
 
     def _fact(self, name: str) -> _Fact:
-        """Derive facts about a tensor and its producers. A loop instead of recursion allows chains of any length."""
+        """Derive facts about a tensor and its producers. A loop instead of a recursion allows chains of any length."""
         pending = [name]
         while pending:
             name = pending[-1]
@@ -270,7 +274,7 @@ class Probe:
         return results
 
     def _stated(self, name: str) -> _Fact:
-        """Facts about a weight or a graph input."""
+        """Return facts about a weight or a graph input."""
         if name in self._blueprint.initializers:
             return self._blueprint.stated(name)
         if name in self._shapes:
@@ -283,7 +287,10 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """A key for the cache of results. It compares types and small values by contents, large values by identity."""
+    """Return a key for the table of results.
+
+    Types and small values are compared by contents, large values by identity.
+    """
     value = fact.value
     if value is None:
         return fact.kind
@@ -295,7 +302,7 @@ def _is_small(value: Array | None) -> bool:
 
 
 def _may_decide(value: Array) -> bool:
-    """True if a value may decide a shape: sizes, axes, bounds."""
+    """True if a shape may depend on a value, such as sizes, axes or bounds."""
     return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
 
 
@@ -317,9 +324,9 @@ def _run(
 
 
 def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
-    """Crop the input of Pad by its negative pads, and set these pads to 0; the reference implementation fails on them.
+    """Crop the input of Pad by its negative pads, and set these to 0: the reference implementation fails with them.
 
-    torch.onnx writes them where it cuts a padding mask to the length of a window.
+    torch.onnx writes negative pads where it cuts a padding mask to the length of a window.
     """
     data, pads, value, axes = (*inputs, *[None] * 4)[:4]
     if data is None or pads is None or pads.min(initial=0) >= 0:

@@ -1,4 +1,4 @@
-"""Converts models to operators and types that run on the CPU, with the same meaning.
+"""Convert models to operators and types that run on the CPU, with the same meaning.
 
 Each function returns a copy, or the model itself if it needs no change.
 """
@@ -29,8 +29,9 @@ _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 def with_exact_products(model: ModelProto) -> ModelProto:
     """Compute products with quantized weights as the operator defines them, without rounding activations.
 
-    MatMulNBits lets ONNX Runtime compute with activations of 8 bits (``accuracy_level=4``, which onnxruntime-genai sets
-    for the CPU). This moves logits by percents of their scale, which would hide differences.
+    MatMulNBits lets ONNX Runtime round activations to 8 bits (``accuracy_level=4``, which onnxruntime-genai sets for
+    the
+        CPU). This changes logits by some percent of their scale, which would hide differences.
     """
 
     def edit(node: NodeProto, _: str) -> list[NodeProto]:
@@ -43,7 +44,7 @@ def with_exact_products(model: ModelProto) -> ModelProto:
 def _edited(
     model: ModelProto, wanted: Callable[[NodeProto], bool], edit: Callable[[NodeProto, str], list[NodeProto]]
 ) -> ModelProto:
-    """Copy the model and edit the wanted nodes. New nodes from `edit` come before each; their names have a prefix."""
+    """Return a copy of the model with edited nodes. New nodes from `edit` are placed before the edited node."""
     if not any(wanted(node) for scope in iter_scopes(model) for node in scope.node):
         return model
     copy = copied(model)
@@ -66,8 +67,8 @@ def rounds(node: NodeProto) -> bool:
 def with_expanded_masks(model: ModelProto) -> ModelProto:
     """Repeat attention masks for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
 
-    ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses masks without an axis of queries. The reference evaluator of ONNX
-    1.23.2 gives all queries of such a mask the causal frontier of the first query.
+    ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses masks without an axis of queries. With such a mask, the reference
+        evaluator of ONNX 1.23.2 wrongly hides the same keys from all queries as from the first one.
     """
 
     def edit(node: NodeProto, prefix: str) -> list[NodeProto]:
@@ -85,12 +86,14 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
 
 
 def with_norms_in_front(model: ModelProto) -> ModelProto:
-    """Move GroupQueryAttention's norms of queries and keys into nodes before it.
+    """Replace the norms of queries and keys inside GroupQueryAttention with nodes before it.
 
-    Only the CUDA kernel of ONNX Runtime 1.31.1 has these norms. They normalize each head before its rotation, as
-    onnxruntime-genai writes them if it does not fuse them: SimplifiedLayerNormalization over ``[B, S, heads, head
-    size]``. Measured with its exports of one Qwen3 in fp16: the one for CUDA (fused), spelled out like this, and the
-    one for DirectML (not fused) give the same bits.
+    Only the CUDA kernel of ONNX Runtime 1.31.1 supports these norms. They normalize each head before its rotation, as
+        onnxruntime-genai writes them without fusion: SimplifiedLayerNormalization over ``[B, S, heads, head size]``.
+        Measured
+        with exports of the same Qwen3 in fp16: the export for CUDA (fused) with these nodes, and the export for
+            DirectML (not
+        fused), give the same bits.
     """
     return _edited(model, _has_norms, _norms)
 
@@ -101,7 +104,10 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """Make the nodes that normalize queries and keys. The operator then reads their results, and no norm weights."""
+    """Make nodes that normalize queries and keys.
+
+    The attention reads their results, and has no norm weights any more.
+    """
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
@@ -132,14 +138,14 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
 
 
 def runnable(original: ModelProto) -> ModelProto:
-    """Convert the original to operators that ONNX Runtime runs."""
+    """Convert the original to operators that ONNX Runtime can run."""
     return with_expanded_masks(with_norms_in_front(with_exact_products(original)))
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """Replace cache types that NumPy or ONNX Runtime do not support with int8 in a plan.
+    """Return the plan with int8 instead of cache types that NumPy or ONNX Runtime do not support.
 
-    Operators that only move rows work alike with any type.
+    Operators that only move rows work in the same way with any type.
     """
 
     def known(dtype: str) -> str:
@@ -152,11 +158,12 @@ def as_bytes(plan: CachePlan) -> CachePlan:
 
 
 def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
-    """Replace float16 and bfloat16 with float32, so that rounding hides no difference.
+    """Return the model in float32 instead of float16 and bfloat16, so that rounding hides no difference.
 
-    Cache types that operators only move become int8, as in `as_bytes`; QuantizeLinear around zero writes int8, too.
+    Cache types that operators only move become int8, as in `as_bytes`. QuantizeLinear with zero point 0 writes int8,
+    too.
 
-    If `wide` is False, float16 replaces bfloat16, in which ONNX Runtime cannot compute; float16 stays.
+    If `wide` is False, float16 stays, and replaces bfloat16, which ONNX Runtime cannot compute with.
     """
     copy = copied(model)
     moved = [value for value in copy.graph.input if value.type.tensor_type.elem_type in _MOVED]
@@ -175,7 +182,7 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
 
 def _quantize_to_bytes(graph: GraphProto) -> None:
-    """Make QuantizeLinear nodes write int8 around zero, since the caches now hold int8."""
+    """Make QuantizeLinear nodes write int8 with zero point 0, because the caches now hold int8."""
     points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
     for tensor in graph.initializer:
         zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
@@ -188,12 +195,12 @@ def _quantize_to_bytes(graph: GraphProto) -> None:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if text or caches are float16 or bfloat16, so that casts to these types add no rounding."""
+    """True if an input is float16 or bfloat16. Then casts to these types add no rounding."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 
 
 def is_half(models: Iterable[ModelProto]) -> bool:
-    """True if the region uses float16 and no bfloat16: ONNX Runtime can run it as exported."""
+    """True if the models use float16 and no bfloat16, so that ONNX Runtime can run them in their own types."""
     types = {kind for model in models for kind in all_types(model)}
     return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types

@@ -1,4 +1,4 @@
-"""Runs models on the CPU: in ONNX Runtime without optimizations, or else in ONNX's reference evaluator."""
+"""Run models on the CPU: in ONNX Runtime without optimizations, or, if that fails, in ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ModelSession(Protocol):
     """A loaded part of a model.
 
     Attributes:
-        backend: name of the library that runs it.
+        backend: name of the library that runs the model.
     """
 
     backend: str
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name.
+        """Run the model; return a map from output names to values.
 
         Raises:
             RunError: the model does not run.
@@ -45,7 +45,7 @@ class ReferenceSession:
     backend = f"ONNX reference evaluator {onnx.__version__}"
 
     def __init__(self, model: onnx.ModelProto) -> None:
-        # Imported here: it loads every operator of ONNX, and few models need it.
+        # Imported only here: the import loads every operator of ONNX, and few models need it.
         from onnx.reference import ReferenceEvaluator
 
         self._kinds = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
@@ -55,10 +55,10 @@ class ReferenceSession:
             raise RunError(one_line(error)) from None
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name."""
+        """Run the model; return a map from output names to values."""
         dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in self._kinds.items()}
         try:
-            with np.errstate(all="ignore"):  # numbers that are not finite are compared, without warnings
+            with np.errstate(all="ignore"):  # numbers that are not finite must not cause warnings
                 values = self._evaluator.run(None, {n: np.asarray(feeds[n], dtype) for n, dtype in dtypes.items()})
         except _REFERENCE_ERRORS as error:
             raise RunError(one_line(error)) from None
@@ -72,13 +72,14 @@ def open_session(
 
     Args:
         model: the model to run.
-        trial: inputs of a step.
-        beside: the original's session, if the model is a rewritten one. The reference evaluator accepts mixed types,
-            negative sizes and too many indices. So if ONNX Runtime runs the original, it must also run the rewritten
-            model, unless it lacks an operator; then ONNX's shape inference must accept the model.
+        trial: inputs of a step; None: no trial.
+        beside: the session of the original, if `model` is rewritten. The reference evaluator accepts mixed types,
+            negative
+            sizes and too many indices. So if ONNX Runtime runs the original, it must also run the rewritten model. If
+            ONNX Runtime does not have an operator, ONNX's shape inference must accept the rewritten model.
 
     Raises:
-        RunError: no session runs it; the message is ONNX Runtime's.
+        RunError: no session can run the model. The message is that of ONNX Runtime.
     """
     session: UnfusedSession | None = None
     try:

@@ -4,12 +4,12 @@
 becomes
     y = x W + (x A[slot]) B[slot]                            A [slots + 1, inputs, rank], B [slots + 1, rank, outputs]
 
-`slot` is an input ``[B]``: each sequence of a batch chooses its adapter. Slot 0 holds zeros, and is the model itself.
-W stays unchanged, quantized or not. This module edits a model after the check, which runs without adapters. It only
-adds operators, which follow the definition of LoRA.
+`slot` is an input ``[B]``: each sequence of a batch chooses its adapter. Slot 0 holds zeros, so it stands for the model
+without an adapter. W stays unchanged, quantized or not. This module edits a model after the check, which runs without
+adapters. It only adds operators, as LoRA defines them.
 
-Names in the model tell which module of the checkpoint a product is; else a comparison of weights with the
-checkpoint does (`adapter_weights`). A product may fuse several modules: each has its own columns in A and B.
+Names in the model tell to which module of the checkpoint a product belongs. If they do not, the module compares weights
+with the checkpoint (`adapter_weights`). If a product fuses several modules, each has its own columns in A and B.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["add_adapters"]
 
 @dataclass(frozen=True)
 class _Match:
-    """A product, and the modules that it computes."""
+    """A product, and the modules whose results it computes."""
 
     product: Product
     parts: tuple[AdapterPart, ...]
@@ -59,17 +59,18 @@ def add_adapters(
     folder: Path,
     weights: Mapping[str, TensorProto],
 ) -> CachePlan:
-    """Add adapters to a rewritten model in place, as the plan's options ask; returns the new plan.
+    """Add adapters to a rewritten model in place, as the plan's options say. Return the new plan.
 
     Args:
-        model: rewritten; its large weights may be stand-ins.
+        model: the rewritten model; its large weights may be stand-ins.
         plan: the plan of this model.
-        source: the exported model, whose names show modules.
+        source: the exported model; its names may tell the modules.
         folder: folder of the external data.
-        weights: the weights behind stand-ins.
+        weights: the weights that have stand-ins in the model; maps names to tensors.
 
     Raises:
-        UnsupportedModelError: no product is a target, or the rows of each sequence in a product are unknown.
+        UnsupportedModelError: no product is a target, or it is unknown which rows of a product belong to which
+            sequence.
         OptionError: the checkpoint cannot be read.
     """
     options = plan.options
@@ -96,10 +97,10 @@ def add_adapters(
             role = TensorRole(name, "input", Role.ADAPTER_WEIGHTS, product.dtype, shape, "added", ("", "", ""))
             roles.append(role)
     changes = (
-        InterfaceChange("input", "", f"{index} [B]", "slot of each sequence's adapter; 0: none"),
+        InterfaceChange("input", "", f"{index} [B]", "for each sequence, the slot of its adapter; 0: no adapter"),
         InterfaceChange(
             "input", "", f"lora.MODULE.a, lora.MODULE.b ({len(planned)} of each)",
-            "the factors of the adapters, in slots; zeros in slot 0",
+            "factors of the adapters, one adapter in each slot; slot 0 holds zeros",
         ),
     )  # fmt: skip
     return replace(
@@ -109,7 +110,7 @@ def add_adapters(
 
 
 def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
-    """Match products to modules by name. Of several products with one name, the one with the most inputs is taken."""
+    """Match products to modules by name. If several products have the same name, take the one with the most inputs."""
     names = module_names(source)
     best: dict[str, list[Product]] = {}
     said: dict[str, str] = {}
@@ -134,7 +135,7 @@ def _compared(
     folder: Path,
     weights: Mapping[str, TensorProto],
 ) -> list[_Match]:
-    """Match products to modules by comparing weights with a checkpoint."""
+    """Match products to modules by comparing their weights with a checkpoint."""
     matches = []
     for product in products:
         root = graph.constants[product.root]
@@ -151,7 +152,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
-    """Join matches by weights with matches by names for all other products."""
+    """Return all matches by weights, and matches by names for the remaining products."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -185,14 +186,14 @@ def _is_wanted(module: str, targets: Sequence[str]) -> bool:
 
 
 def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
-    """True if every target has a product by its name."""
+    """True if a product of the same name exists for every target."""
     names = {_last(p.module) for one in matches for p in one.parts}
     names |= {part for name in names for part in FUSED.get(name, ())}
     return "all" not in targets and names >= set(targets)
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """Replace targets that an exporter split with their parts."""
+    """Replace targets whose product the exporter split into parts with these parts."""
     known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
     split: dict[str, None] = {}
     for target in targets:
@@ -214,22 +215,27 @@ def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequenc
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
     if missing:
         near = get_close_matches(missing[0], known, 3, 0.5) or known
-        said = f"no product of the model is a module '{missing[0]}': there are {list_names(near)}"
+        said = f"the model has no product for the module '{missing[0]}'; it has products for {list_names(near)}"
         if not near or missing[0] == "all":
-            said = "no product of the model is known to be a module of the checkpoint, so that nothing takes an adapter"
-        advice = "" if compared else "; give --checkpoint, the checkpoint that it was exported from, to compare weights"
+            said = (
+                "cannot tell which products of the model belong to modules of the checkpoint, so no product can "
+                "have an adapter"
+            )
+        advice = (
+            "" if compared else "; give the checkpoint of the model with --checkpoint, to find modules by their weights"
+        )
         raise UnsupportedModelError(said + advice)
     keys: dict[object, str] = {}
     for part in (part for one in chosen for part in one.parts):
         key = module_key(part.module)
         if key is None:
             raise UnsupportedModelError(
-                f"module '{part.module}' is not one of a decoder; leave it out of --lora-targets"
+                f"the module '{part.module}' is not a module of a decoder; remove it from --lora-targets"
             )
         if key in keys:
             raise UnsupportedModelError(
-                f"several products are taken for module '{part.module}': its adapter cannot be placed; leave it out of "
-                "--lora-targets"
+                f"several products match the module '{part.module}', so its adapter has no unique place; remove it "
+                "from --lora-targets"
             )
         keys[key] = part.module
 
@@ -280,11 +286,11 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
-    """Make the nodes that add an adapter's change to a product; the product's own result is renamed."""
+    """Make the nodes that add an adapter's change to a product. The product's own result gets a new name."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
-    flat = product.rows != x  # sequences and tokens are one axis of the operand
+    flat = product.rows != x  # the operand has one axis for sequences and tokens
     nodes = []
     if flat:
         sizes = numpy_helper.from_array(np.array([-1, product.inputs]), f"{stem}/sizes")
@@ -315,21 +321,22 @@ _KEEPS_ROWS = {
     "RMSNormalization", "Reciprocal", "ReduceMean", "Relu", "Sigmoid", "Softplus", "Sqrt", "Sub", "Swish", "Tanh",
     "Where",
 }  # fmt: skip
-"""Operators whose result keeps the first axis of any operand of the same rank."""
+"""Operators whose result has the same first axis as any operand of the same rank."""
 _OF_WEIGHTS = {"Cast", "DequantizeLinear", "Identity", "Reshape", "Transpose"}
 
 
 @dataclass(frozen=True)
 class Product:
-    """A product with a weight.
+    """A product (MatMul or Gemm) with a weight.
 
     Attributes:
         node: the node.
-        rows: name of the other operand ``[B, S, inputs]``, or of its source if the operand merges the first two axes.
-        root: name of the weight's initializer.
+        rows: name of the other operand ``[B, S, inputs]``. If the operand merges the first two axes, the name of its
+            source.
+        root: name of the initializer that holds the weight.
         turned: True if the initializer is ``[outputs, inputs]``.
         scales: name of the initializer ``[outputs, blocks]`` with the scales of a quantized weight ``[outputs,
-            inputs]``.
+            inputs]``; None if the weight is not quantized.
     """
 
     node: NodeProto
@@ -360,8 +367,8 @@ class ProductGraph:
         packed = tokens is not None and "tokens" in tokens.axes
         if packed or not caches:
             raise UnsupportedModelError(
-                "adapters are chosen for each sequence, and the model takes the tokens of all sequences in one axis: "
-                "export it with tokens [batch, sequence]"
+                "each sequence chooses its adapter, but the model has the tokens of all sequences in one axis: export "
+                "it with tokens [batch, sequence]"
             )
         self.batch: Dim = caches[0]
         if tokens is not None and "batch" in tokens.axes:
@@ -388,7 +395,7 @@ class ProductGraph:
                 yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """Name of a weight's initializer, True if it is transposed, and name of its scales; None for other tensors."""
+        """Return the name of a weight's initializer, whether it is transposed, and the name of its scales."""
         turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)
@@ -401,7 +408,7 @@ class ProductGraph:
         return name, turned, scales
 
     def _with_rows(self, name: str) -> str | None:
-        """Find the tensor of three or more axes behind a flattened operand, whose rows lie sequence by sequence."""
+        """Return the source of an operand before Reshape and Cast if it has three or more axes, else None."""
         most, shape = 3, self.shapes.get(name)
         while shape is not None and len(shape) == 2:
             node = self._makes.get(name)
@@ -416,8 +423,9 @@ class ProductGraph:
         if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
-                f"{list(self.shapes.get(product.rows) or ())}, and nothing says that its first axis is the batch, "
-                f"'{self.batch}', so no adapter can be chosen there: leave the module out of --lora-targets"
+                f"{list(self.shapes.get(product.rows) or ())}, but the model does not show that the first axis is the "
+                f"batch '{self.batch}', so a sequence cannot choose an adapter there: remove the module from "
+                "--lora-targets"
             )
 
     def _by_sequence(self, name: str) -> bool:
@@ -443,7 +451,7 @@ class ProductGraph:
         return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
 
     def _meets_sequences(self, name: str) -> bool:
-        """True if a result, after at most a bias, is added to a tensor whose first axis is the batch."""
+        """True if a result is added to a tensor whose first axis is the batch. A bias may be added before."""
         for _ in range(3):
             readers = self.readers.get(name, [])
             if len(readers) != 1 or readers[0].op_type not in ("Add", "Cast", "Identity"):
@@ -455,7 +463,7 @@ class ProductGraph:
         return False
 
     def split_of(self, product: Product) -> list[int] | None:
-        """The sizes of a Split that follows a product, after at most a bias; None without such a Split."""
+        """Return the sizes of a Split after a product (a bias may come between them); None without such a Split."""
         name = product.node.output[0]
         for _ in range(3):
             readers = self.readers.get(name, [])

@@ -1,12 +1,12 @@
-"""Find which modules of a checkpoint products compute: compare weights, or read names that exporters keep.
+"""Find the module of a checkpoint for each product: compare weights, or read names that exporters keep.
 
-A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
-by side. The first numbers of a column find a candidate tensor; then the corners of both are compared. So the search
-does not read the whole checkpoint.
+A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several such tensors
+side by side. The first numbers of a column find a candidate tensor. Then two corners of the weight and the candidate
+are compared. So the search does not read the whole checkpoint.
 
-A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. Its rows are close to the rows of its
-source tensor, except for a zero point in each block. So two rows are compared by their angle, after subtracting the
-mean of each block.
+A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. After dequantization, its rows are close
+to the rows of the source tensor, except for an unknown zero point in each block. So the search subtracts the mean of
+each block, and compares the angle between two rows.
 
 weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
 nodes      /model/layers.0/self_attn/q_proj/MatMul
@@ -35,9 +35,9 @@ from trt_kvcache.stored_tensors import StoredTensors
 __all__ = ["Contents"]
 
 Array = npt.NDArray[Any]
-_FEW = 16  # the first numbers of a column, which find a tensor
-_CORNER = 64
-_NEAR = 0.8  # least cosine; the same row in 4 bits has 0.99, rows of other tensors 0.1
+_FEW = 16  # this many first numbers of a column are the key of a tensor
+_CORNER = 64  # the most rows and columns of a corner that is compared
+_NEAR = 0.8  # least cosine; measured: 0.99 for the same row in 4 bits, 0.1 for rows of other tensors
 _BITS: dict[int, int] = {TensorProto.UINT4: 4, TensorProto.INT4: 4, TensorProto.UINT8: 8, TensorProto.INT8: 8}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
@@ -47,7 +47,7 @@ class _Tensor:
     """A weight of the checkpoint.
 
     Attributes:
-        turned: the tensor is stored as ``[inputs, outputs]``, as by Conv1D of transformers.
+        turned: True if the tensor is stored as ``[inputs, outputs]``, as in Conv1D of transformers.
     """
 
     module: str
@@ -68,13 +68,16 @@ class Contents:
         folder: a folder with ``.safetensors`` files.
 
     Raises:
-        OptionError: the folder has no such files, or they cannot be read.
+        OptionError: the folder has no ``.safetensors`` files, or a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise OptionError(f"{folder}: no checkpoint: there is no .safetensors file; give its folder (--checkpoint)")
+            raise OptionError(
+                f"{folder}: not a checkpoint: it has no .safetensors file; give a folder with .safetensors "
+                "files to --checkpoint"
+            )
         self.name = folder.name or str(folder)
         self._tensors = [*_tensors(files)]
         self._index: dict[np.dtype[Any], dict[bytes, list[_Tensor]]] = {}
@@ -82,7 +85,7 @@ class Contents:
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
-        """Open `checkpoint` if it is given, else the checkpoint in the model's folder; None if the folder has none."""
+        """Open `checkpoint` if it is given, else the checkpoint in the model's folder. None if there is none."""
         if checkpoint is not None:
             return cls(Path(checkpoint))
         is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
@@ -91,13 +94,13 @@ class Contents:
     def parts_of(
         self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """The modules whose weights lie side by side in a weight: name, first column, and the column after the last.
+        """Return the modules whose weights a weight joins: for each, its name, first column and end column (exclusive).
 
         Args:
             tensor: a weight of the model.
             turned: True if the weight is ``[outputs, inputs]``.
             folder: folder of the external data.
-            weights: the weights behind stand-ins.
+            weights: the weights that have stand-ins in the model; maps names to tensors.
         """
         if tensor.data_type not in _FLOATS or len(tensor.dims) != 2:
             return []
@@ -119,13 +122,13 @@ class Contents:
     def parts_near(
         self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """The modules whose weights lie side by side in a quantized weight ``[outputs, inputs]``; see `parts_of`.
+        """Return the modules whose weights a quantized weight ``[outputs, inputs]`` joins; see `parts_of`.
 
         Args:
             tensor: a weight of the model.
             scales: its scales ``[outputs, blocks]``.
             folder: folder of the external data.
-            weights: the weights behind stand-ins.
+            weights: the weights that have stand-ins in the model; maps names to tensors.
         """
         if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
             return []
@@ -154,7 +157,7 @@ class Contents:
         return parts
 
     def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
-        """Normalized first columns of the candidate tensors, ``[n, inputs]``; see `_direction`."""
+        """Return the directions of the candidates' first columns, ``[n, inputs]``; see `_direction`."""
         key = inputs, blocks
         if key not in self._near:
             ones = np.ones(blocks, np.float32)
@@ -163,7 +166,7 @@ class Contents:
         return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
-        """Index the tensors by their first numbers, cast to `dtype`."""
+        """Return an index that maps the first numbers of a tensor, cast to `dtype`, to tensors."""
         if dtype not in self._index:
             index: dict[bytes, list[_Tensor]] = {}
             for tensor in self._tensors:
@@ -183,7 +186,7 @@ def _tensors(files: list[Path]) -> Iterator[_Tensor]:
 
 
 def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
-    """True if two corners of a tensor equal those of the weight's columns from `at` on."""
+    """True if the first and the last corner of a tensor equal those of the weight's columns that start at `at`."""
     wanted = tensor.array()
     stop = at + wanted.shape[1]
     if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:
@@ -212,7 +215,7 @@ def _numbers(data: Array, data_type: int) -> Array:
 
 
 def _direction(row: Array, scales: Array) -> Array:
-    """Scale a row ``[inputs]`` by block, subtract each block's mean, and normalize it to length 1."""
+    """Subtract each block's mean from a row ``[inputs]``, multiply by the block's scale, and normalize to length 1."""
     blocks = row.reshape(len(scales), -1)
     flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
     unit: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
@@ -220,7 +223,7 @@ def _direction(row: Array, scales: Array) -> Array:
 
 
 def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """The bytes of a weight; external data are memory-mapped."""
+    """Return the bytes of a weight. External data are memory-mapped."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return np.frombuffer(raw_bytes(tensor), np.uint8)
@@ -230,7 +233,7 @@ def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
 
 
 def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """The numbers of a weight; external data are memory-mapped."""
+    """Return the numbers of a weight. External data are memory-mapped."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return numpy_helper.to_array(tensor)
@@ -244,7 +247,7 @@ _SCOPES = "pkg.torch.onnx.name_scopes"
 _NO_MODULE = re.compile(
     r"(?:q?weight\w*|MatMul\w*|Gemm\w*|output_\d+|kernel|linear|matmul|addmm|t|[a-z]+_\d+|node_\w+|Transpose\w*|u?int\d+\[.*)?"
 )
-"""Last parts of a name that say how a product is computed, not which module it belongs to."""
+"""Matches last parts of a name that tell only how a product is computed, not to which module it belongs."""
 
 
 @dataclass(frozen=True)
@@ -254,7 +257,7 @@ class ModuleNames:
     scopes: Mapping[str, str]
 
     def of(self, weight: str, node: str) -> tuple[str, str] | None:
-        """The module of a product, and what showed it; None if unknown."""
+        """Return the module that a product belongs to, and the evidence for it; None if unknown."""
         for name, by in ((weight, "its weight's name"), (node, "its node's name")):
             if (module := _module(name)) is not None:
                 return module, by
@@ -272,7 +275,7 @@ def module_names(source: ModelProto) -> ModuleNames:
 
 
 def _module(name: str) -> str | None:
-    """Extract a module's name from the name of a weight or a node; None if it has none."""
+    """Extract the name of a module from the name of a weight or a node; None if the name contains no module."""
     parts = [part for part in re.split(r"[./]+", name.removeprefix("trt_kvcache/")) if part]
     while parts and _NO_MODULE.fullmatch(parts[-1]):
         parts.pop()
@@ -281,7 +284,7 @@ def _module(name: str) -> str | None:
 
 
 def _in_scopes(text: str) -> str | None:
-    """The innermost module in a textual list of module paths; None if the list names no module."""
+    """Return the innermost module in a list of module paths that is written as text; None if it names no module."""
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

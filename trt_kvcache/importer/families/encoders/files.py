@@ -1,14 +1,14 @@
-"""Find the files of an encoder, and of the decoder's first step, beside a decoder.
+"""Find the files of an encoder, and of a decoder's first step, beside a decoder.
 
 Encoders:
 
     encoder_model.onnx     optimum, beside decoder_with_past_model.onnx; both may have an ending such as _fp16.onnx
-    genai_config.json      onnxruntime-genai: the file that "encoder" names there
+    genai_config.json      onnxruntime-genai: the entry "encoder" names the file
     encoder.onnx           onnxruntime-genai without a config
     encoder/model.onnx     mobius-onnx, beside decoder/model.onnx
 
-A first step computes keys and values from the encoder's output: decoder_model.onnx and decoder_model_merged.onnx of
-optimum. Other exporters compute these keys and values in the encoder or in the decoder.
+A first step is a decoder that computes keys and values from the encoder's output: decoder_model.onnx or
+decoder_model_merged.onnx of optimum. Other exporters compute these keys and values in the encoder or in the decoder.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ _START = "decoder_start_token_id"
 
 
 def find_encoder(model: Path) -> Path | None:
-    """The encoder beside a decoder or engine (or in its folder), or None."""
+    """Return the encoder beside a decoder or engine, or in the folder `model`; None if there is no encoder."""
     return next((path for path in _encoders(model) if path.is_file()), None)
 
 
 def named_encoder(path: Path) -> Path | None:
-    """The encoder at a path: the file itself, or the encoder in a folder. None if the folder has no encoder."""
+    """Return the encoder at a path: the file itself, or the encoder in a folder. None if there is no encoder."""
     return path if path.is_file() else find_encoder(path) if path.is_dir() else None
 
 
 def find_first_step(model: Path) -> Path | None:
-    """The first step beside an encoder, a decoder or an engine (or in its folder), or None."""
+    """Return the first step beside an encoder, decoder or engine, or in the folder `model`; None if there is none."""
     suffixes = dict.fromkeys((export_suffix(model), ""))
     names = [f"decoder_model{merged}{suffix}.onnx" for suffix in suffixes for merged in ("", "_merged")]
     return next((path for name in names if (path := _folder(model) / name).is_file()), None)
 
 
 def decoder_start(model: Path) -> int | None:
-    """The first token of every decoder text, from the export's configs; None if they have none."""
+    """Return the first token of every text of the decoder, from the export's configs; None if no config names it."""
     folder = _folder(model)
     for place in (folder, folder.absolute().parent) if folder.absolute().name == "decoder" else (folder,):
         for name in _CONFIGS:
@@ -74,7 +74,7 @@ def _folder(model: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a config; an empty one if the file is missing or unreadable."""
+    """Read a config. If the file is missing or unreadable, return an empty config."""
     try:
         return read_object(file)
     except (OSError, ValueError):

@@ -2,11 +2,11 @@
 
     encoder_model.onnx       source -> hidden                     one model:
     decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
-                             of every layer, and much else
+                             of every layer, and other outputs
 
 Operators of ONNX Runtime become standard ones, and attention is rewritten for TensorRT, as in a decoder. A step has one
-sequence, without padding. A first step also takes token ids. It gets a single id, 0. If the outputs that are kept
-depend on more than the shape of the ids, the model is refused.
+sequence, without padding. A first step also has an input for token ids. Here this input is one id, 0. If the outputs
+that are kept depend on the values of the ids, and not only on their shape, the model is refused.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from trt_kvcache.importer.steps.probe import Blueprint, Probe
 __all__ = ["EncoderModel", "import_encoder"]
 
 _STEP = "first_step/"  # prefix of all names in a first step
-_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # lengths of sources that are tried; some encoders refuse short ones
-_ENOUGH = 3
+_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # lengths of sources to try; some encoders cannot run short sources
+_ENOUGH = 3  # a size is constant if it is the same for at least this many lengths
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ class EncoderModel:
 
     Attributes:
         sources: the model files of encoder and first step.
-        plan: a plan without caches: attention, inputs and outputs. The axis ``"encoder"`` of an input has the length of
-            the encoder's output.
-        model: the model for TensorRT; external data are relative to the folder of the first of `sources`.
+        plan: a plan of attention, inputs and outputs, without caches. If an axis of an input has the meaning
+            ``"encoder"``,
+            it is as long as the encoder's output.
+        model: the model for TensorRT. Paths of external data are relative to the folder of the first file in `sources`.
     """
 
     sources: tuple[SourceModel, ...]
@@ -71,17 +72,18 @@ def import_encoder(
     constants: Sequence[TensorRole],
     options: PlanOptions,
 ) -> EncoderModel:
-    """Read an encoder, and the first step that computes keys and values from its output.
+    """Build an encoder model from an encoder, and from the first step that computes keys and values from its output.
 
     Args:
         path: path of the encoder.
-        first_step: path of the first step, if the encoder itself does not compute keys and values.
+        first_step: path of the first step; needed if the encoder itself does not compute keys and values.
         constants: the constants of the decoder.
-        options: the decoder's options, of which only the target is used.
+        options: the decoder's options. Only the target is used.
 
     Raises:
-        InvalidModelError, UnsupportedModelError: a file cannot be read, or one model cannot compute the decoder's
-            constants.
+        InvalidModelError, UnsupportedModelError: a file cannot be read, or the models cannot compute all constants of
+            the
+            decoder.
     """
     source = load_source(path, first_step=True)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
@@ -121,7 +123,7 @@ def import_encoder(
 
 
 def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
-    """The symbol or size of the length of an encoder's output; empty if unknown."""
+    """Return the length of an encoder's output, as a symbol or a number; empty if unknown."""
     shapes = {v.name: shape_of(v) or () for v in graph.output}
     places = [(parts.hidden, 1)] if parts.hidden else []
     places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants
@@ -131,16 +133,16 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
 
 
 def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
-    """Refuse models with external data in two folders."""
+    """Refuse an encoder and a first step with external data in two different folders."""
     if step.external_files and step.path.parent != encoder.path.parent:
         raise UnsupportedModelError(
-            f"{encoder.path} and {step.path} lie in two folders, and the weights of the second beside it; put the "
-            "files of the export into one folder"
+            f"{encoder.path} and {step.path} are in different folders, and the second has weights in separate files; "
+            "put all files of the export into one folder"
         )
 
 
 def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """A model in standard operators of opset 24, flat, with named nodes; and the weights behind its stand-ins."""
+    """Convert a model to standard operators of opset 24, flat, with named nodes; also return weights with stand-ins."""
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _ = flatten(model)
@@ -152,10 +154,10 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:
-    """The inputs of the remaining part of a first step, with their types.
+    """Return the inputs of a first step that the kept outputs need; maps names to types.
 
     Raises:
-        UnsupportedModelError: it needs more than the encoder's output.
+        UnsupportedModelError: the kept outputs need other inputs than the encoder's output.
     """
     graph = step.proto.graph
     inputs = {v.name: elem_type_of(v) for v in graph.input}
@@ -164,14 +166,14 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
         reads = "the text"
     if reads:
         raise UnsupportedModelError(
-            f"{step.path}: the encoder's keys and values depend on {reads}; supported are those of the encoder's "
-            "output alone: compute them yourself, and give them as constants"
+            f"{step.path}: the encoder's keys and values depend on {reads}; they must depend only on the encoder's "
+            "output. Compute them yourself, and give them as constants"
         )
     return inputs
 
 
 def _prefix_added(step: onnx.GraphProto) -> None:
-    """Prefix all names in a first step, in place, so that they differ from the encoder's."""
+    """Prefix all names in a first step, in place, so that they differ from the names in the encoder."""
 
     def own(names: Iterable[str]) -> list[str]:
         return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
@@ -184,7 +186,10 @@ def _prefix_added(step: onnx.GraphProto) -> None:
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
-    """Append a first step to `model`, in place. It reads the encoder's `hidden`, one token, and a mask of ones."""
+    """Append a first step to `model`, in place.
+
+    Its inputs become the encoder's `hidden`, one token and a mask of ones.
+    """
     graph, nodes = model.graph, []
     if HIDDEN in inputs:
         nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
@@ -204,7 +209,7 @@ def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, 
 
 
 def _by_value(graph: onnx.GraphProto) -> set[str]:
-    """The tensors whose values, not only shapes, the outputs depend on."""
+    """Return the tensors on whose values, not only shapes, the outputs depend."""
     read = {v.name for v in graph.output}
     for node in reversed(graph.node):
         if read & {*node.output} and node.op_type not in ("Shape", "Size"):
@@ -213,10 +218,11 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Replace sizes with constants, in place, if their tensor is computed only for its shape, and no source changes it.
+    """Replace Shape nodes with constants, in place, if their input is needed only for a shape that is always the same.
 
-    Keys and values of a layer often take the batch size from the previous layer's output; without this function, the
-    model would keep the whole decoder.
+    Keys and values of a layer often take the batch size from the output of the previous layer. Without this function,
+    the
+        model would have to keep the whole decoder.
     """
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
@@ -234,7 +240,7 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
-    """Make the tensors of `outputs` the graph's outputs, with the names and types of the decoder's constants."""
+    """Make the tensors in `outputs` the outputs of the graph, with the names and types of the decoder's constants."""
     emitter, tensors = Emitter(graph), graph.tensors()
     sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
     for name in sources:

@@ -2,7 +2,7 @@
 
 encoder_hidden_states              the encoder's output [B, S_enc, H]
 past_key_values.0.encoder.key ...  an output of the encoder or the first step with the matching present name
-encoder_attention_mask             no output: ones, or the encoder's own mask
+encoder_attention_mask             no output: the session gives ones, or the encoder's mask
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"
-"""Inputs of a first step, as optimum names them."""
+"""Names that optimum gives to the inputs of a first step."""
 
 _MASK = "mask"
 _HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
@@ -40,12 +40,12 @@ _HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
 
 @dataclass(frozen=True)
 class EncoderParts:
-    """The sources of a decoder's constants.
+    """Says which output or model provides each constant of a decoder.
 
     Attributes:
-        own: name of the constant -> name of the encoder's output that provides it.
-        hidden: the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
-        masks: constants ``[B, S_enc]`` that show which positions the decoder sees.
+        own: maps the name of a constant to the name of the encoder's output that provides it.
+        hidden: name of the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
+        masks: constants ``[B, S_enc]`` that say which positions of the source the decoder sees.
         rest: constants that the first step must provide.
     """
 
@@ -59,7 +59,7 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
     """Match an encoder's outputs to the decoder's constants.
 
     Raises:
-        UnsupportedModelError: several outputs may be the encoder's hidden states, or none.
+        UnsupportedModelError: not exactly one output can be the encoder's hidden states.
     """
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
@@ -71,28 +71,28 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
 
 
 def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
-    """Match the first step's outputs to the remaining constants, by name.
+    """Match outputs of the first step to the remaining constants; return a map from constants to outputs.
 
     Raises:
-        UnsupportedModelError: no output provides one of them.
+        UnsupportedModelError: no output provides one of these constants.
     """
     later = {t.name: name for t in rest if (name := _among(names, t.name))}
     if lacking := [t.name for t in rest if t.name not in later]:
-        others = "and there is no decoder_model.onnx beside it" if first is None else f"nor does {first}"
+        others = "and there is no decoder_model.onnx beside it" if first is None else f"and {first} does not, either"
         raise UnsupportedModelError(
-            f"the decoder takes '{lacking[0]}', which {encoder} does not give, {others}; give the "
-            "decoder's inputs as constants"
+            f"the decoder reads '{lacking[0]}', but {encoder} does not compute it, {others}; give it to the session as "
+            "a constant"
         )
     return later
 
 
 def present_names(constant: str) -> tuple[str, ...]:
-    """The names that exporters give to the output for a past input."""
+    """Return the names that exporters may give to the output that provides a constant."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
 
 
 def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
-    """Keep only the wanted outputs and their nodes, in place; returns the wanted outputs that exist."""
+    """Keep only the wanted outputs and the nodes that they need, in place. Return the wanted outputs that exist."""
     replace_field(graph.output, [v for v in graph.output if v.name in wanted])
     drop_dead(graph)
     read = {v.name for v in graph.output}.union(*map(names_read, graph.node)) - {t.name for t in graph.initializer}
@@ -102,15 +102,17 @@ def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
 
 
 def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
-    """The encoder's output ``[B, S_enc, H]``, by name if there are several."""
+    """Return the name of the encoder's output ``[B, S_enc, H]``. If several have this rank, known names decide."""
     candidates = [name for name, rank in outputs.items() if rank == 3]
     named = [name for name in candidates if name in _HIDDEN_NAMES] or candidates
     if len(named) != 1:
         shown = ", ".join(f"'{name}' of rank {rank}" for name, rank in outputs.items())
-        raise UnsupportedModelError(f"{path}: an encoder gives float [batch, length, width]; it gives {shown}")
+        raise UnsupportedModelError(
+            f"{path}: an encoder must have one output float [batch, length, width], but this model has {shown}"
+        )
     return named[0]
 
 
 def _among(outputs: Collection[str], constant: str) -> str | None:
-    """The output that provides a constant, by name; None without one."""
+    """Return the output whose name matches a constant; None if there is no such output."""
     return next((name for name in present_names(constant) if name in outputs), None)

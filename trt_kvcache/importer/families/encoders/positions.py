@@ -20,15 +20,15 @@ from trt_kvcache.importer.steps.probe import Blueprint, Probe
 __all__ = ["check_positions", "count_positions", "most_ids"]
 
 _IDS = (0, 1, 2, 3)
-"""Token ids with which a whole source is filled. One of the first ids pads, and gets other positions."""
+"""Token ids of which whole sources are made. One of the first ids is padding, whose positions differ."""
 
 _PAIRS, _LARGEST = 1 << 20, 1 << 24
-"""Limits of elements of indices. More than `_PAIRS` are relative positions, for each pair of tokens; `_LARGEST` is
-enough for the pairs of 4,096 tokens."""
+"""Limits on the number of indices. More than `_PAIRS` indices are relative positions, one for each pair of tokens.
+`_LARGEST` is enough for the pairs of 4,096 tokens."""
 
 
 def most_ids(model: onnx.ModelProto) -> int | None:
-    """The exclusive upper bound of token ids; None if no input is known to index a table."""
+    """Return the exclusive upper bound of token ids; None if no input indexes a table of known size."""
     rows = [table_rows(model, v.name) for v in model.graph.input if len(shape_of(v) or ()) == 2]
     return min((n for n in rows if n is not None), default=None)
 
@@ -36,7 +36,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def count_positions(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """The number of positions that an encoder computes from a source; None if its output shapes are unknown."""
+    """Return how many positions an encoder computes from a source; None if the shapes of its outputs are unknown."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
     counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
@@ -70,9 +70,9 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
             rows = probe.value(index) if count <= _LARGEST else None
             if count <= _LARGEST and (rows is None or not rows.size or int(rows.max()) < tables[table][axis]):
                 continue
-            takes = f"takes {count} rows, too many to look at," if rows is None else f"takes row {int(rows.max())}"
+            takes = f"reads {count} rows (too many to check)" if rows is None else f"reads row {int(rows.max())}"
             sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
             raise OptionError(
-                f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]}: allow shorter ones "
-                "(--max-encoder, --maxShapes)"
+                f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]} rows: allow only shorter "
+                "sources (--max-encoder, --maxShapes)"
             )
