@@ -152,16 +152,16 @@ def test_a_capacity_beyond_the_models_texts_is_refused(export: Path, tmp_path: P
     result = CliRunner().invoke(app, [name, str(export), *more, "--capacity", "128"])
     assert result.exit_code == 1
     assert result.stderr == (
-        "error: --capacity is 128, and the model was made for texts of at most 96 tokens (max_position_embeddings in "
-        "config.json): its text is unreliable beyond them; give at most --capacity 96, or --beyond-length on\n"
+        "error: --capacity is 128, but the model was made for texts of at most 96 tokens (max_position_embeddings in "
+        "config.json); longer texts are unreliable. Give at most --capacity 96, or --beyond-length on\n"
     )
 
 
 def test_a_capacity_beyond_the_models_texts_is_allowed_and_warned_of(export: Path) -> None:
     said = run("plan", export, "--capacity", 128, "--beyond-length", "on").stderr
     assert said == (
-        "warning: caches hold 128 tokens, and the model was made for texts of at most 96 (max_position_embeddings in "
-        "config.json): its text is unreliable beyond them\n"
+        "warning: caches hold 128 tokens, but the model was made for texts of at most 96 tokens "
+        "(max_position_embeddings in config.json); longer texts are unreliable\n"
     )
     assert run("plan", export, "--capacity", 96).stderr == ""
     assert plan_model(export, PlanOptions(capacity=97, beyond_length="on")).warnings

@@ -49,7 +49,7 @@ def test_operators_of_later_versions_pass() -> None:
 
 
 def test_an_old_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="opset 12; supported are 13 and later"):
+    with pytest.raises(UnsupportedModelError, match="opset 12; the importer supports 13 and later"):
         raise_opset(parser.parse_model(OLD.replace(": 17", ": 12")))
 
 
@@ -61,7 +61,7 @@ def test_what_the_converter_cannot_raise_is_refused_by_name(monkeypatch: pytest.
         )
 
     monkeypatch.setattr(version_converter, "convert_version", refuse)
-    words = r"opset 17 to 24 \(Split writing 'z, rest': No Adapter From Version \$19 for Split\): export it"
+    words = r"opset 17 to 24 \(Split writing 'z, rest': No Adapter From Version \$19 for Split\): export the"
     with pytest.raises(UnsupportedModelError, match=words):
         raise_opset(parser.parse_model(OLD))
 

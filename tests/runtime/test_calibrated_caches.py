@@ -223,8 +223,8 @@ def test_ranges_that_are_refused(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, layers=1))
     right = {"key_cache.0": 1.0, "value_cache.0": 1.0}
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"cache_ranges": right}, "cache_ranges are given, and no cache_dtype: give the type as well"),
-        ({"cache_dtype": "int8", "cache_ranges": [1.0]}, "cache_ranges is .1.0.; give a mapping, as calibrate_caches"),
+        ({"cache_ranges": right}, "cache_ranges are given without cache_dtype: give cache_dtype"),
+        ({"cache_dtype": "int8", "cache_ranges": [1.0]}, "cache_ranges is .1.0.; it must be a mapping, such as the"),
         (
             {"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": 0}},
             r"cache_ranges\['key_cache.0'\] is 0; it",

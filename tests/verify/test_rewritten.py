@@ -160,7 +160,7 @@ def test_without_its_record_one_is_planned_as_what_it_is(tmp_path: Path, edit: C
 def test_forged_options_make_another_model(tmp_path: Path) -> None:
     source, made = _written(tmp_path)
     _edit_record(made, lambda record: record.update(logits="all"))
-    with pytest.raises(InvalidModelError, match="'logits_span' is .* and missing in a rewrite of"):
+    with pytest.raises(InvalidModelError, match="'logits_span' is .* but missing in a rewrite of"):
         _verify(source, made)
 
 
@@ -184,7 +184,7 @@ def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
 
 def test_no_record_is_refused(tmp_path: Path) -> None:
     source, made = _written(tmp_path)
-    with pytest.raises(InvalidModelError, match="has no record of the options"):
+    with pytest.raises(InvalidModelError, match="the file does not record the options"):
         _verify(source, source)
     _edit_record(made, lambda record: record.update(logits=7))
     with pytest.raises(InvalidModelError, match="its record of options cannot be read"):

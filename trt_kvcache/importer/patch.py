@@ -39,6 +39,6 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
     expected = {a.node for a in plan.attention if a.kind is not AttentionKind.LOWERED}
     if names != expected:
         raise BuildError(
-            f"the parsed network has attention layers {sorted(names - expected)} that the plan does not name and lacks "
-            f"{sorted(expected - names)}: this TensorRT version names layers differently; please report it"
+            f"the parsed network has attention layers {sorted(names - expected)} that are not in the plan, and does "
+            f"not have {sorted(expected - names)}: this TensorRT version names layers differently; please report this"
         )

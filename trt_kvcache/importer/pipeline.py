@@ -203,7 +203,8 @@ def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except MemoryError:
         raise UnsupportedModelError(
-            f"{model}: its fixed sizes need more memory than there is; export it with smaller sizes, or with symbols"
+            f"{model}: the fixed sizes of the model need more memory than this machine has; export it with smaller "
+            "sizes, or with symbols"
         ) from None
 
 
@@ -215,7 +216,7 @@ def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
     except OptionError as error:
         if capacity is not None or f"--capacity is {usual}" not in error.message:
             raise
-        raise OptionError(f"{error.message} ({usual} is the default where --capacity is left out)") from None
+        raise OptionError(f"{error.message} ({usual} is the default if --capacity is not given)") from None
 
 
 def _plan_and_rewrite(
@@ -244,9 +245,8 @@ def _refuse_beyond(folder: Path, options: PlanOptions) -> None:
     capacity, longest = options.capacity, longest_text(folder)
     if capacity is not None and longest is not None and capacity > longest[0] and not options.beyond_length:
         raise OptionError(
-            f"--capacity is {capacity}, and the model was made for texts of at most {longest[0]} tokens "
-            f"({longest[1]}): its text is unreliable beyond them; give at most --capacity {longest[0]}, or "
-            "--beyond-length on"
+            f"--capacity is {capacity}, but the model was made for texts of at most {longest[0]} tokens "
+            f"({longest[1]}); longer texts are unreliable. Give at most --capacity {longest[0]}, or --beyond-length on"
         )
 
 
@@ -255,8 +255,8 @@ def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
     if capacity is None or longest is None or capacity <= longest[0]:
         return []
     return [
-        f"caches hold {capacity} tokens, and the model was made for texts of at most {longest[0]} ({longest[1]}): its "
-        "text is unreliable beyond them"
+        f"caches hold {capacity} tokens, but the model was made for texts of at most {longest[0]} tokens "
+        f"({longest[1]}); longer texts are unreliable"
     ]
 
 
@@ -335,8 +335,8 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
 
 
 _WHOLE = (
-    "tokens of one step see each other, later ones too: a session writes a prompt in one step, of --max-chunk tokens "
-    "at most, and has no prefix cache and no drafts for this model; a causal mask in the export would allow both"
+    "tokens see later tokens of the same step; so a session processes a prompt in one step of at most --max-chunk "
+    "tokens, and uses no prefix cache and no drafts with this model; export with a causal mask to allow both"
 )
 
 
@@ -362,10 +362,10 @@ def analyze(
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack)
         raise UnsupportedModelError(
-            f"{path}: no supported cache update was found "
-            f"(found: {foreign or _holder(graph) or 'no cache that a step writes'}); supported are "
-            "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
-            "that give Concat(past, new), or an equivalent"
+            f"{path}: found no supported cache update (found: "
+            f"{foreign or _holder(graph) or 'no cache that a step writes'}). Caches must be inputs and outputs of the "
+            "model, and each must be read as a whole: export with a past, and with outputs that are Concat(past, new) "
+            "or equivalent"
         )
     caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
@@ -403,9 +403,9 @@ def _check_operators(model: onnx.ModelProto) -> None:
     for node in all_nodes(model.graph):
         if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
             raise UnsupportedModelError(
-                f"NonZero '{node.name or node.output[0]}' gives as many indices as it finds, and TensorRT for RTX has "
-                f"no such operator; supported are sizes that do not depend on tokens: {EXPERTS}, or plan for TensorRT "
-                "(--target tensorrt)"
+                f"NonZero '{node.name or node.output[0]}' returns a number of indices that depends on values, but "
+                f"TensorRT for RTX does not support this operator; sizes must not depend on tokens: {EXPERTS}, or plan "
+                "for TensorRT (--target tensorrt)"
             )
 
 
@@ -417,8 +417,8 @@ def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
-        f"'{name}' looks up a table of {count} positions, and the caches hold {longest} tokens: no text may be longer "
-        f"than {count}"
+        f"'{name}' looks up a table of {count} positions, but the caches hold {longest} tokens: no text may have more "
+        f"than {count} tokens"
         for name, count in rows.items()
         if count < longest
     ]
@@ -427,9 +427,9 @@ def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
 def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
     """Return notes about inputs with several positions per token."""
     return [
-        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width): a session gives "
-        "a token the same one in all planes, which is right for text; tokens of images need positions of their own, "
-        "which only a caller that drives the engine itself can give"
+        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width). A session gives "
+        "a token the same position in all planes, which is correct for text. Tokens of images need different "
+        "positions, which only a caller that runs the engine itself can give"
         for r in roles
         if r.role is Role.POSITIONS and len(r.shape) == 3 and r.shape[r.axes[0] == "batch"] != 1
     ]
@@ -458,12 +458,12 @@ def _holder(graph: gs.Graph) -> str:
     """Return a text about the first operator that may contain a cache or decoder, or is not in ONNX; empty if none."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
-            contents = "its cache itself, if there is one"
+            contents = "its own cache, if there is one"
             if node.op in _GENERATORS:
-                contents = "the decoder in itself: give the decoder alone, without the search"
-            return f"{node.domain}::{node.op} '{node.name}', which holds {contents}"
+                contents = "the decoder: give only the decoder, without the search"
+            return f"{node.domain}::{node.op} '{node.name}', which contains {contents}"
         if node.domain in ONNX_DOMAINS and not onnx.defs.has(node.op):
-            return f"{node.op} '{node.name}', which is no operator of ONNX: the exporter did not convert it"
+            return f"{node.op} '{node.name}', which is not an ONNX operator: the exporter did not convert it"
     return ""
 
 
@@ -529,19 +529,19 @@ def _rewritten_roles(
 
 
 def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
-    warnings = [] if caches else ["the model updates no cache: only its attention is made right"]
+    warnings = [] if caches else ["the model updates no cache; only its attention is rewritten"]
     for cache in caches:
         if cache.route is Route.FUNCTIONAL:
             warnings.append(
-                f"cache '{cache.past}' is not updated in place, the whole cache is written each step: {cache.reason}"
+                f"cache '{cache.past}' is not updated in place, so each step writes the whole cache: {cache.reason}"
             )
         elif cache.contract is not None:
             limit = cache.contract.max_update_length
             most = f" of at most {limit} tokens" if limit else ""
             warnings.append(
-                f"cache '{cache.past}' is circular: no update{most} may straddle the end of its {cache.capacity} rows "
-                "(TensorRT drops such a write silently); the caller must split it there, or plan with --fallback "
-                "functional"
+                f"cache '{cache.past}' is circular: no update{most} may cross the end of its {cache.capacity} rows "
+                "(TensorRT drops such a write without a message); the caller must split such an update, or plan with "
+                "--fallback functional"
             )
     return warnings
 
@@ -555,5 +555,7 @@ def check_unique_outputs(graph: gs.Graph) -> None:
     seen: set[str] = set()
     for tensor in graph.outputs:
         if tensor.name in seen:
-            raise InvalidModelError(f"the model lists output '{tensor.name}' twice; export it once")
+            raise InvalidModelError(
+                f"the model lists the output '{tensor.name}' twice; export the model with one output of this name"
+            )
         seen.add(tensor.name)

@@ -117,9 +117,9 @@ class PlanOptions:
     capacity: Annotated[
         int | None,
         Setting(
-            "Tokens per sequence, for caches that grow or have a symbolic length. Default: those of the model's "
-            "longest text, at most 4096; generate takes more if its texts need them.",
-            "The longest text is that of config.json or genai_config.json; see the options of a plan.",
+            "Tokens per sequence, for caches that grow or have a symbolic length. Default: the length of the model's "
+            "longest text, at most 4096; generate uses more if its texts need it.",
+            "config.json or genai_config.json gives the longest text; see the options of a plan.",
             short="c",
             metavar="TOKENS",
             unit="tokens",
@@ -129,7 +129,7 @@ class PlanOptions:
     beyond_length: Annotated[
         bool,
         Setting(
-            "Allow a capacity beyond the model's longest text, where its text is unreliable.",
+            "Allow a capacity beyond the model's longest text. Longer texts are unreliable.",
             choices=("on", "off"),
         ),
     ] = False
@@ -142,7 +142,7 @@ class PlanOptions:
     attention_span: Annotated[
         bool,
         Setting(
-            "Attend to the active rows only, not to the capacity.",
+            "Attend only to the rows in use, not to the whole capacity.",
             "Adds an input, see `SpanInput`.",
             choices=("on", "off"),
         ),
@@ -150,33 +150,37 @@ class PlanOptions:
     fallback: Annotated[
         Fallback,
         Setting(
-            "For updates that TensorRT's own layer does not support. contract: native; correct only if no update "
+            "Route of updates that TensorRT's own layer does not support. contract: native; correct only if no update "
             "crosses the end of the ring. functional: plain operators, not in place.",
-            "auto: `Route.PLUGIN` on TensorRT; on TensorRT for RTX contract where that is possible, else functional.",
+            "auto: `Route.PLUGIN` on TensorRT; on TensorRT for RTX, contract if that is possible, else functional.",
         ),
     ] = Fallback.AUTO
     packed_native: Annotated[
         bool,
         Setting(
-            "Packed updates by TensorRT's own layer. off: for TensorRT 10.15 and 10.16, which lack it.",
-            "Later ones and TensorRT for RTX know packed updates natively.",
+            "Use TensorRT's own layer for packed updates. off: for TensorRT 10.15 and 10.16, which do not have it.",
+            "Later versions and TensorRT for RTX have a layer for packed updates.",
             choices=("on", "off"),
         ),
     ] = True
     config: Annotated[
-        str | None, Setting("Name patterns for roles, tried before the shipped ones.", metavar="YAML", is_path=True)
+        str | None,
+        Setting(
+            "YAML file with name patterns for roles, used before the shipped patterns.", metavar="YAML", is_path=True
+        ),
     ] = None
     sliding: Annotated[
         Sliding,
         Setting(
-            "For attention that sees only a window. circular: caches hold the window and one update, not all tokens."
+            "For attention that sees only a window. circular: caches hold only the window and one update, not all "
+            "tokens."
         ),
     ] = Sliding.LINEAR
     window_chunk: Annotated[
         int,
         Setting(
-            "With --sliding circular: longest update in a step. Default: 128.",
-            "Caches hold that many rows beside the window.",
+            "With --sliding circular: the most tokens of an update. Default: 128.",
+            "Caches have this many rows more than the window.",
             metavar="TOKENS",
             unit="tokens",
             least=1,
@@ -185,7 +189,8 @@ class PlanOptions:
     logits: Annotated[
         LogitPositions,
         Setting(
-            "last: compute logits of the last positions only, as many as the caller asks for. all: as exported.",
+            "last: compute logits only for the last positions, as many as the caller requests. all: for the "
+            "positions as exported.",
             "last adds an input, see `LogitsSpan`.",
         ),
     ] = LogitPositions.LAST
@@ -193,35 +198,40 @@ class PlanOptions:
         CacheDtype | None,
         Setting(
             "Quantize the rows of float caches, with a scale for each row and head. fp8: TensorRT only.",
-            "None: caches stay in the model's type.",
+            "None: caches keep the model's type.",
         ),
     ] = None
     cache_ranges: Annotated[
         Mapping[str, float] | None,
         Setting(
-            "The largest magnitude in the rotated rows of each cache, by the name of its input, as `calibrate_caches` "
-            "finds it: one scale for the cache follows, and larger numbers become it. None: each row has its own.",
+            "For each cache, the largest magnitude in its rotated rows; maps input names to numbers, as "
+            "`calibrate_caches` "
+            "returns. Each cache then has one scale, and larger numbers are limited. None: each row has its own scale.",
             has_flag=False,
         ),
     ] = None
     lora_rank: Annotated[
         int | None,
         Setting(
-            "Take adapters (LoRA) of up to this rank as inputs; each sequence chooses one. Default: the rank of "
-            "the given adapters.",
+            "Add inputs for adapters (LoRA) of up to this rank; each sequence chooses one. Default: the rank of "
+            "the given "
+            "adapters.",
             metavar="N",
             least=1,
             most=_MOST_ADAPTERS,
         ),
     ] = None
     lora_slots: Annotated[
-        int, Setting("Adapters that a step may choose from.", metavar="N", least=1, most=_MOST_ADAPTERS)
+        int,
+        Setting(
+            "Number of adapters from which sequences of a step can choose.", metavar="N", least=1, most=_MOST_ADAPTERS
+        ),
     ] = 8
     lora_targets: Annotated[
         tuple[str, ...],
         Setting(
             "Modules that adapters may change, such as q_proj,v_proj.",
-            "They are the last parts of names; all: the linear modules of all layers.",
+            "These are the last parts of names. all: the linear modules of all layers.",
             metavar="NAME,...|all",
             unit="names of modules, such as q_proj and v_proj, or all",
             read=lambda text: text.split(","),
@@ -230,9 +240,10 @@ class PlanOptions:
     checkpoint: Annotated[
         str | None,
         Setting(
-            "For adapters: the checkpoint of the model. Needed if names in the model do not show which product "
-            "belongs to which module.",
-            "None: the model's own folder, if it holds one.",
+            "For adapters: the checkpoint of the model. Needed if names in the model do not show to which module "
+            "a product "
+            "belongs.",
+            "None: a checkpoint in the model's own folder, if there is one.",
             metavar="FOLDER",
             is_path=True,
         ),
@@ -240,15 +251,15 @@ class PlanOptions:
     check_seconds: Annotated[
         int,
         Setting(
-            "Processor time for the check of the rewritten model.",
-            "Where other work leaves it less than a fifth of a core, it takes at most five times as many seconds.",
+            "Limit of processor time for the check of the rewritten model.",
+            "The check also ends after five times as many seconds, if other processes use the cores.",
             metavar="SECONDS",
             unit="seconds",
             least=1,
         ),
     ] = 120
     check_memory: Annotated[
-        int, Setting("Address space that this check may use.", metavar="GIB", unit="GiB", least=1)
+        int, Setting("Limit of address space for this check.", metavar="GIB", unit="GiB", least=1)
     ] = 8
     recheck: Annotated[bool, Setting("Repeat checks that passed before.")] = False
 
@@ -256,7 +267,8 @@ class PlanOptions:
         check_settings(self)
         if not self.lora_targets or not all(isinstance(name, str) and name for name in self.lora_targets):
             raise OptionError(
-                f"lora_targets is {shown(self.lora_targets)}; give names of modules, such as q_proj,v_proj, or all"
+                f"lora_targets is {shown(self.lora_targets)}; it must be names of modules, such as q_proj,v_proj, or "
+                "all"
             )
         if self.cache_ranges is not None:
             object.__setattr__(self, "cache_ranges", _checked_ranges(self.cache_ranges, self.cache_dtype))
@@ -268,13 +280,17 @@ class PlanOptions:
 
 def _checked_ranges(ranges: object, dtype: CacheDtype | None) -> dict[str, float]:
     if dtype is None:
-        raise OptionError("cache_ranges are given, and no cache_dtype: give the type as well, or leave the ranges out")
+        raise OptionError(
+            "cache_ranges are given without cache_dtype: give cache_dtype, too, or leave cache_ranges out"
+        )
     if not isinstance(ranges, Mapping):
-        raise OptionError(f"cache_ranges is {shown(ranges)}; give a mapping, as calibrate_caches returns it")
+        raise OptionError(
+            f"cache_ranges is {shown(ranges)}; it must be a mapping, such as the result of calibrate_caches"
+        )
     for name, value in ranges.items():
         if not (is_number(value) and _LEAST < float(value) < _MOST):
             raise OptionError(
-                f"cache_ranges['{name}'] is {shown(value)}; it must be the largest magnitude in that cache, a number "
+                f"cache_ranges['{name}'] is {shown(value)}; it must be the largest magnitude in this cache, a number "
                 "above 0"
             )
     return {str(name): float(value) for name, value in ranges.items()}

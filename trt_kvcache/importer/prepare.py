@@ -130,8 +130,9 @@ def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
         return ()
     more = f" and {len(nodes) - 1} more" if len(nodes) > 1 else ""
     return (
-        f"{nodes[0].op_type} '{nodes[0].name}'{more}: computed in double in the model as exported, and in float32 "
-        "here, since TensorRT has no double; that rounds each number by 0.000006 % at most, and none may exceed 3.4e38",
+        f"the exported model computes {nodes[0].op_type} '{nodes[0].name}'{more} in double, but here the type is "
+        "float32, because TensorRT does not support double; this rounds each number by at most 0.000006 %, and numbers "
+        "must not exceed 3.4e38",
     )
 
 

@@ -63,18 +63,24 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
                 or not _fits(wanted[1], actual[1])
                 or (io == "input" and _is_closed(wanted[1], actual[1]))
             ):
-                return f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, planned {wanted[0]} {list(wanted[1])}"
+                return (
+                    f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, but the plan says {wanted[0]} "
+                    f"{list(wanted[1])}"
+                )
     makes = {name: node for node in model.graph.node for name in node.output}
     shapes = {v.name: shape_of(v) for v in model.graph.input}
     for cache in plan.caches:
         node, shape = makes.get(cache.present), shapes.get(cache.past, cache.physical_shape)
         if node is None or (cache.in_place and cache.past not in node.input):
-            return f"no node makes '{cache.present}' of '{cache.past}'"
+            return f"no node computes '{cache.present}' from '{cache.past}'"
         if (
             not _fits(cache.physical_shape, shape)
             or cache.physical_shape[cache.physical_sequence_axis] != cache.capacity
         ):
-            return f"the cache '{cache.past}' is planned {list(cache.physical_shape)}, with {cache.capacity} rows"
+            return (
+                f"the plan says that the cache '{cache.past}' has the shape {list(cache.physical_shape)} and "
+                f"{cache.capacity} rows"
+            )
     return ""
 
 
@@ -110,14 +116,16 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
         raise InvalidModelError(
-            f"{path}: has no record of the options of its rewrite; give a file that 'rewrite' wrote"
+            f"{path}: the file does not record the options of a rewrite; give a file that 'rewrite' wrote"
         )
     try:
         recorded = msgspec.json.decode(record, type=PlanOptions)
     except (msgspec.MsgspecError, RecursionError, OptionError) as error:
-        raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
+        raise InvalidModelError(
+            f"{path}: its record of options cannot be read ({error}): rewrite the model again"
+        ) from None
     if recorded.config is not None and options.config is None:
-        raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")
+        raise OptionError(f"{path}: was rewritten with a file of name patterns; give the same file with --config")
     own = {
         name: getattr(options, name) for name in ("config", "checkpoint", "check_seconds", "check_memory", "recheck")
     }
@@ -126,8 +134,8 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
         wanted, had = getattr(options, field.name), getattr(recorded, field.name)
         if wanted not in (had, getattr(default, field.name)):
             raise OptionError(
-                f"{path}: was rewritten with {field.name} {_text(had)}, and {_text(wanted)} is asked for: leave the "
-                "option out, or rewrite the model again"
+                f"{path}: was rewritten with {field.name} {_text(had)}, but the option now is {_text(wanted)}: leave "
+                "the option out, or rewrite the model again"
             )
     return recorded
 
@@ -138,19 +146,21 @@ def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, pat
     Raises:
         InvalidModelError: an input, an output or a function differs.
     """
-    again = "it was made of another model or by another version, or was changed since: rewrite it again"
+    again = "the file was made from another model or by another version, or was changed later: rewrite the model again"
     written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
     for function in rewritten.functions:
         if function.SerializeToString(deterministic=True) not in written:
-            raise InvalidModelError(f"{path}: defines {function.name} differently from a rewrite of {source}; {again}")
+            raise InvalidModelError(
+                f"{path}: the function {function.name} differs from that in a rewrite of {source}; {again}"
+            )
     for io in ("input", "output"):
         sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, rewritten)]
         for name in dict.fromkeys((*sides[0], *sides[1])):
             wanted, actual = (side.get(name, "missing") for side in sides)
             if wanted != actual:
                 raise InvalidModelError(
-                    f"{path}: {io} '{name}' is {actual}, and {wanted} in a rewrite of {source} with the options "
-                    f"recorded; {again}"
+                    f"{path}: {io} '{name}' is {actual}, but {wanted} in a rewrite of {source} with the recorded "
+                    f"options; {again}"
                 )
 
 

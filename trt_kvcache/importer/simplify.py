@@ -110,7 +110,9 @@ def infer_shapes(model: ModelProto) -> ModelProto:
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
-        raise InvalidModelError(f"ONNX shape inference failed: {(str(error).splitlines() or [''])[0]}") from error
+        raise InvalidModelError(
+            f"ONNX shape inference fails for this model:  {(str(error).splitlines() or [''])[0]}"
+        ) from error
 
 
 def name_nodes(graph: GraphProto) -> None:
@@ -154,9 +156,9 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
         for entry in function.opset_import:  # ONNX's inliner does not support two opsets
             if (of_model := known.get(entry.domain, entry.version)) != entry.version:
                 raise UnsupportedModelError(
-                    f"the function {function.domain}::{function.name} is of opset {entry.version} of "
-                    f"'{entry.domain or 'ai.onnx'}', and the model of {of_model}; supported are functions of the "
-                    "model's own opsets: export both with one"
+                    f"the function {function.domain}::{function.name} uses opset {entry.version} of "
+                    f"'{entry.domain or 'ai.onnx'}', but the model uses {of_model}; both must use the same: export the "
+                    "model with one opset"
                 )
     if done:
         model = inliner.inline_selected_functions(model, done)
@@ -183,7 +185,8 @@ def raise_opset(model: ModelProto) -> ModelProto:
         return model
     if version < _OLDEST:
         raise UnsupportedModelError(
-            f"the model is of opset {version}; supported are {_OLDEST} and later: export it with opset {OPSET}"
+            f"the model has opset {version}; the importer supports {_OLDEST} and later: export the model with opset "
+            f"{OPSET}"
         )
     parked = copied(model)
     parked.opset_import.add(domain=_PARKED, version=1)
@@ -195,7 +198,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
     except (RuntimeError, version_converter.ConvertError) as error:
         raise UnsupportedModelError(
             f"ONNX's version converter cannot raise the model from opset {version} to {OPSET} "
-            f"({_culprit(model, str(error))}): export it with opset {OPSET}"
+            f"({_culprit(model, str(error))}): export the model with opset {OPSET}"
         ) from error
     result = copied(model)
     metadata = {tuple(node.output): node.metadata_props for node in model.graph.node if node.metadata_props}
@@ -459,13 +462,13 @@ def _refuse_hidden(node: NodeProto) -> None:
     hidden |= {n.op_type for n in inner if n.op_type in _HIDDEN and n.domain in DEFAULT_DOMAINS}
     if not hidden:
         return
-    label = f"{describe(node)} holds {', '.join(sorted(hidden))}"
+    label = f"{describe(node)} contains {', '.join(sorted(hidden))}"
     if is_op(node, "If"):
         raise UnsupportedModelError(
-            f"{label} and its condition '{node.input[0]}' is not a constant: TensorRT's cache layer must run in every "
-            "step; export without the branch"
+            f"{label}, but its condition '{node.input[0]}' is not constant. TensorRT's cache layer must run in every "
+            "step: export the model without this branch"
         )
     raise UnsupportedModelError(
-        f"{label}: cache updates and attention inside a {node.op_type} body cannot be mapped to TensorRT's layers; "
-        "unroll it in the export"
+        f"{label}. TensorRT has no layers for cache updates and attention in the body of a {node.op_type}: export the "
+        "model without this control flow"
     )

@@ -64,7 +64,7 @@ def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequ
     """
     view = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
     if byte_size(view) != byte_size(tensor):
-        raise ValueError(f"{byte_size(tensor)} bytes are no {list(shape)} of type {data_type}")
+        raise ValueError(f"{byte_size(tensor)} bytes cannot be {list(shape)} of type {data_type}")
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         view.raw_data = raw_bytes(tensor)
         return view

@@ -451,7 +451,9 @@ def test_an_input_that_is_open_in_the_plan_alone_is_refused(tmp_path: Path) -> N
     wrong = deepcopy(imported.model)
     where = next(v for v in wrong.graph.input if v.name == "write_indices")
     where.type.tensor_type.shape.dim[0].dim_value = 2
-    with pytest.raises(UnsupportedModelError, match=r"input 'write_indices' is int64 \[2\], planned int64 \['B'\]"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"input 'write_indices' is int64 \[2\], but the plan says int64 \['B'\]"
+    ):
         check_rewrite(imported.source.proto, wrong, imported.plan, {}, tmp_path)
 
 

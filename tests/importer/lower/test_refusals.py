@@ -167,7 +167,7 @@ REFUSED: dict[str, Callable[[], onnx.ModelProto]] = {
     ),
     "has weights of 2 bits; the importer supports 4 and 8": lambda: nbits(bits=2),
     "layout of one kind of GPU": lambda: nbits(weight_prepacked=1),
-    r"weight 'w' \[24, 2, 16\] as b \(768 bytes are no \[24, 128\]": lambda: nbits(K=128),
+    r"weight 'w' \[24, 2, 16\] as b \(768 bytes cannot be \[24, 128\]": lambda: nbits(K=128),
     "has no K, N, block_size or scales": lambda: nbits(K=0),
     "g_idx": lambda: nbits("x w s - o"),
     "has the float 'x' as b; this input must be a weight of the model, of type uint8": lambda: nbits("x x s"),
