@@ -40,7 +40,7 @@ def test_the_user_is_not_argued_with(model: Path, tmp_path: Path) -> None:
 
 def test_a_name_that_does_not_fit_is_refused_until_the_user_says_more(tmp_path: Path) -> None:
     onnx.save(renamed(make_decoder(Decoder()), {"position_ids": "write_indices"}), tmp_path / "model.onnx")
-    with pytest.raises(AmbiguousRoleError, match=r"'write_indices' is; .* positions: write_indices}$"):
+    with pytest.raises(AmbiguousRoleError, match=r"'write_indices': .* positions: write_indices}$"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
     (tmp_path / "own.yaml").write_text("roles: {positions: write_indices}")
     plan = plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24, config=str(tmp_path / "own.yaml")))
@@ -76,7 +76,7 @@ def test_patterns_match_whole_names_and_the_right_side(model: Path, tmp_path: Pa
         ("roles: {tokens: '(x'}", "role 'tokens' has '(x', which is not a regular expression of RE2: "),
         (
             "roles: {tokens: 'input.*', positions: '.*_ids'}",
-            "'input_ids' matches 'input.*' of role 'tokens' and '.*_ids'",
+            "'input_ids' matches both 'input.*' of the role 'tokens' and '.*_ids'",
         ),
         ("roles: {tokens: 'key_.*'}", "gives the role 'tokens' to 'key_cache.0', which is a cache; use a narrower"),
     ],

@@ -87,11 +87,11 @@ def test_tables_and_biases_of_integers_are_refused_by_name() -> None:
     rows = graph.Gather(graph.constant(np.ones((8, 4)), np.int8), "ids")
     graph.DequantizeLinear(rows, graph.constant(0.5, np.float32), out="y")
     graph.output("y", FLOAT, ["S", 4])
-    with pytest.raises(UnsupportedModelError, match="Gather .* gathers rows of a quantized table. int8 of ONNX"):
+    with pytest.raises(UnsupportedModelError, match="Gather .* gathers rows of a quantized table. TensorRT does not"):
         refuse_integers(graph.model(21))
     graph = Graph()
     bias = graph.DequantizeLinear(graph.constant(np.ones(4), np.int32), graph.constant(0.5, np.float32))
     graph.Identity(bias, out="y")
     graph.output("y", FLOAT, [4])
-    with pytest.raises(UnsupportedModelError, match="DequantizeLinear .* dequantizes int32. int8 of ONNX"):
+    with pytest.raises(UnsupportedModelError, match="DequantizeLinear .* dequantizes int32. TensorRT does not"):
         refuse_integers(graph.model(21))
