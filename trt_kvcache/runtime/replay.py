@@ -186,8 +186,7 @@ def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
 
 def _rows_aligned(plan: CachePlan) -> bool:
     """True if each cache row lies at an address that TensorRT accepts; else an engine runs one text at a time."""
-    sizes = [math.prod(b.row_shape(b.capacity)) * b.array_dtype.itemsize for b in carried_buffers(plan)]
-    return not any(size % ALIGNMENT for size in sizes)
+    return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
 def replay(runner: Runner, proof: Proof) -> Replay:

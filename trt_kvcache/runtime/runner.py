@@ -201,8 +201,8 @@ class Runner(Protocol):
             row: row of the batch.
             start: first token; the state is copied if it is 0.
             stop: end of the tokens (exclusive).
-            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array of
-                `Carried.range_shape`.
+            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array
+                ``[planes, tokens, width]``, see `Carried`.
         """
         ...
 

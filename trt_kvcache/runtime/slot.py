@@ -52,7 +52,7 @@ class HostRows:
         for buffer in self._buffers:
             stop = start + buffer.range_bytes(0, self._tokens)
             flat = self._memory.data[start:stop].view(buffer.array_dtype)
-            arrays[buffer.past] = flat.reshape(buffer.range_shape(0, self._tokens))
+            arrays[buffer.past] = flat.reshape(buffer.row_shape(self._tokens))
             start = stop
         return arrays
 

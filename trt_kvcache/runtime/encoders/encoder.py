@@ -82,11 +82,11 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         raise OptionError(f"{file} looks like an engine, and {model} runs on the CPU; give the encoder's .onnx file")
     missing = ""
     if runner.home is not None and (file is None or is_engine):
-        from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder
+        from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder, engine_beside
         from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
         assert isinstance(runner, TensorRTRunner)
-        engine, missing = (file, "") if file is not None else runner.encoder_beside(model)
+        engine, missing = (file, "") if file is not None else engine_beside(model, runner)
         if engine is not None:
             try:
                 return TensorRTEncoder(engine, runner, constants, guard)

@@ -143,7 +143,7 @@ class OnnxRuntimeRunner:
         self.max_logits = 1 if self._logits.last_only else None
         self._carried = {c.past: c for c in carried_buffers(self.plan)}
         in_place = _updated_in_place(model_run, self._carried.values())
-        per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
+        per_row = sum(b.row_bytes * (1 if n in in_place else 2) for n, b in self._carried.items())
         self.max_batch = _admit(per_row, self.inputs.batch(max_batch))
         _admit_weights(model_run)
         session = _opened(imported, model_run, threads, self.name)
@@ -218,13 +218,13 @@ class OnnxRuntimeRunner:
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
         """See `Runner.read_row`."""
-        copied: Array = self._rows(name, row, 0, tokens).copy()
-        return copied
+        return self._rows(name, row, 0, tokens).copy().reshape(self._carried[name].row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """See `Runner.write_row`."""
         axis = self._carried[name].axis
-        self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
+        rows = self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])
+        rows[...] = data.reshape(rows.shape)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
         """See `Runner.write_adapter`."""
@@ -261,8 +261,10 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        view: Array = self._past[name][row][self._carried[name].index(start, stop)]
-        return view
+        """Return a view ``[planes, tokens, width]``, see `Carried`."""
+        buffer = self._carried[name]
+        view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
+        return view[:, slice(*buffer.places(start, stop))]
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
         """Yield the cache rows of each buffer with their place in packed memory."""
@@ -361,11 +363,6 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
     if node.op_type == OPERATOR:
         return [(node.input[3], node.output[1]), (node.input[4], node.output[2])]
     return []
-
-
-def _bytes(buffer: Carried) -> int:
-    """Return the bytes of one row, as NumPy stores it: elements of 4 bits take a byte each."""
-    return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
 
 
 def _admit(one: int, asked: int | None) -> int:
