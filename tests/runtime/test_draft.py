@@ -22,10 +22,9 @@ from runtime.hash_runner import (
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.continuation import Continuation, look_up
 from trt_kvcache.runtime.draft import DraftModel
-from trt_kvcache.runtime.events import FinishReason
-from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
+from trt_kvcache.runtime.events import FinishReason, SpeculationStats
 from trt_kvcache.runtime.runner import StepBatch
 
 RINGED = (("linear", 64), ("circular", 16))

@@ -18,8 +18,7 @@ from trt_kvcache.errors import OptionError, PromptError, SessionError
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.generation.greedy import as_scores, best
-from trt_kvcache.runtime.generation.sampling import Sampler
+from trt_kvcache.runtime.generation.sampling import Sampler, as_scores, best
 
 Logits = npt.NDArray[np.float32]
 

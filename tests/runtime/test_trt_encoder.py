@@ -252,7 +252,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
         (tmp_path / "gone").rename(tmp_path / "encoder_model.onnx")
         with pytest.raises(SessionError, match=machine_words):
             session.encode(source)
-    with pytest.raises(OptionError, match="is the engine of an encoder; open that of its decoder"):
+    with pytest.raises(OptionError, match="is the engine of an encoder; open the engine of its decoder"):
         DecodeSession.open(beside)
     engine = tmp_path / "decoder_with_past_model.onnx"
     refused("looks like an engine, and .* runs on the CPU", OptionError, encoder=beside)

@@ -14,8 +14,26 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.dtypes import array_dtype
-from trt_kvcache.importer.plan import CachePlan, Dim
-from trt_kvcache.runtime.step_inputs import carried_caches
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, UpdateMode
+
+
+def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
+    """Return the caches that the caller keeps from step to step."""
+    return tuple(c for c in plan.caches if c.carried)
+
+
+def linear_capacity(plan: CachePlan) -> int | None:
+    """Return the most tokens of a sequence in the linear caches; None if all caches are circular: they never fill up.
+
+    If every step writes a fixed number of tokens, the whole last step must fit, however few tokens it is asked for.
+    """
+    linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
+    return min((c.capacity - filled_up(c) for c in linear), default=None)
+
+
+def filled_up(cache: CacheUpdate) -> int:
+    """Return how many padding tokens a step writes beside one real token."""
+    return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class KVCache:
         The limit is the smallest linear cache, or the model's position table if it is shorter. A sequence that brings
         its own positions may need fewer positions than it has tokens.
         """
-        return self._rows.limits.capacity
+        return self._rows.capacity
 
     @property
     def window(self) -> int | None:

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
-from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.events import FinishReason, SpeculationStats, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
-from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.runner import Logits
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
@@ -224,3 +223,30 @@ class Continuation:
         if self._text.stopped:
             self.finish_reason = FinishReason.STOP
         return rest
+
+
+def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
+    """Propose up to `count` tokens that may follow `tokens`.
+
+    It searches the longest suffix, of at most `max_ngram` tokens, that occurred before. The proposal is what followed
+    its latest occurrence with `count` tokens after it; else what followed its first occurrence, which has the most
+    tokens after it.
+
+    Args:
+        tokens: int64 ``[T]``: the prompt and the generated tokens.
+        count: most tokens to propose.
+        max_ngram: longest suffix to search.
+
+    Returns:
+        int64 ``[0 .. count]``.
+    """
+    for size in range(min(max_ngram, tokens.size - 1), 0, -1):
+        # Without the last token, so that the suffix does not find itself.
+        grams = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
+        ends = np.flatnonzero((grams == tokens[tokens.size - size :]).all(axis=1)) + size
+        if ends.size:
+            full = ends[ends + count <= tokens.size]
+            start = int(full[-1] if full.size else ends[0])
+            guess: npt.NDArray[np.int64] = tokens[start : start + count].copy()
+            return guess
+    return np.empty(0, dtype=np.int64)

@@ -14,10 +14,9 @@ from trt_kvcache.arguments import as_whole
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.importer.plan import CachePlan, UpdateMode
 from trt_kvcache.machine import free_memory
-from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.buffers import carried_buffers, carried_caches
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import HostBytes, Runner
-from trt_kvcache.runtime.step_inputs import carried_caches
 
 BLOCK = 32
 """Tokens whose rows are stored, found and dropped together."""

@@ -23,10 +23,9 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants
-from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.buffers import Carried, carried_buffers, linear_capacity
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import Runner, StepBatch
-from trt_kvcache.runtime.step_inputs import linear_capacity
 from trt_kvcache.runtime.token_inputs import PositionInput
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT
 

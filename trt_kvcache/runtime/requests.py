@@ -16,9 +16,8 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
-from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.events import FinishReason, SpeculationStats, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_inputs import Array, PositionInput, read_ids
@@ -110,7 +109,7 @@ class PromptReader:
     def __init__(
         self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
     ) -> None:
-        self._vocab, self._rows, self._tokenizer, self._why = runner.vocab, rows, tokenizer, why
+        self._runner, self._rows, self._tokenizer, self._why = runner, rows, tokenizer, why
         self._constants = ConstantInputs(runner.plan, runner.home)
         self._embeddings = embeddings
         self._tensor = embedded_input(runner.plan)
@@ -119,7 +118,7 @@ class PromptReader:
     @property
     def vocab(self) -> int:
         """Size of the usable vocabulary: token ids are 0 to ``vocab - 1``."""
-        return self._vocab if self._embeddings is None else min(self._vocab, self._embeddings.rows)
+        return self._runner.vocab if self._embeddings is None else min(self._runner.vocab, self._embeddings.rows)
 
     def takes(self, token: int) -> bool:
         """Return True if prompts may have this id without an embedding from the caller."""
@@ -199,7 +198,7 @@ class PromptReader:
             CapacityError: they do not fit.
         """
         after = prompt.after(entry)
-        self._rows.limits.check(after, what)
+        self._rows.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
@@ -231,7 +230,7 @@ class PromptReader:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.text_tokenizer("a prompt").encode(prompt)
-        return read_ids(prompt, self._vocab)
+        return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
         """Return the tokenizer.

@@ -33,7 +33,10 @@ from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.open import (
+    CpuOptions,
+    GpuOptions,
     RunnerOptions,
+    Schedule,
     Unread,
     default_config,
     default_sampling,
@@ -53,7 +56,6 @@ from trt_kvcache.runtime.requests import (
     is_one,
 )
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions, Schedule
 from trt_kvcache.runtime.streams import Streams, in_a_thread
 
 _GREEDY = GenerationConfig()

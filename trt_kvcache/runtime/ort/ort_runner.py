@@ -25,13 +25,11 @@ from trt_kvcache.machine import allow_memory, memory, shortage
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
-from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
-from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.cpu_model import NOTE, OPERATOR, fuse_attention, fuse_products, in_float32, keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, asked_logits, model_identity, whole_step
 
 _DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
 _DEFAULT_CHUNK = 512

@@ -13,9 +13,8 @@ from trt_kvcache.errors import BackendError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.buffers import Carried
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
-from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits
 from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
 from trt_kvcache.runtime.trt.context import Context
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, taken

@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError
-from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
-from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
-from trt_kvcache.runtime.trt.context import Context, ContextFactory, kernel_cache_path
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, asked_logits, model_identity, whole_step
+from trt_kvcache.runtime.trt.context import Context, ContextFactory, StepGraphs, kernel_cache_path
 from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Need, Pinned, admit, cuda_bindings, taken
 from trt_kvcache.runtime.trt.device_caches import DeviceCaches
-from trt_kvcache.runtime.trt.graphs import StepGraphs
 from trt_kvcache.runtime.trt.load import TensorRT, load_tensorrt, open_engine
 from trt_kvcache.runtime.trt.step_buffers import StepBuffers, StepShapes
 
