@@ -110,3 +110,20 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
     ]
     states = [Carried(s.past, s.present, s.dtype, s.shape, None, 1, in_place=False) for s in plan.states]
     return (*caches, *states)
+
+
+def why_no_return(plan: CachePlan, *, rings: bool) -> str:
+    """Return why a text's first tokens cannot be used again once others followed them; empty if they can.
+
+    Args:
+        plan: plan of the model.
+        rings: circular caches prevent it, too: the text may be longer than they are.
+    """
+    if plan.states:
+        return f"the model keeps state ('{plan.states[0].past}') that every step replaces"
+    if plan.prefill_in_one_step:
+        return "tokens of one step see later ones in this model"
+    ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
+    if rings and ring is not None:
+        return f"circular cache '{ring.past}' holds the last {ring.capacity} tokens of a text, and not its beginning"
+    return ""

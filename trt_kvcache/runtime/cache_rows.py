@@ -13,7 +13,7 @@ from trt_kvcache.arguments import is_whole, shown
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapter
-from trt_kvcache.runtime.buffers import carried_caches, linear_capacity
+from trt_kvcache.runtime.buffers import carried_caches, linear_capacity, why_no_return
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
 from trt_kvcache.runtime.runner import Runner
@@ -217,16 +217,10 @@ class CacheRows:
         )
 
     def _check_crop(self, slot: int, entry: Slot, length: int) -> None:
-        plan, advice = self._runner.plan, "reset the slot, or fork it before it grows"
-        if plan.states and 0 < length < entry.length:
+        if 0 < length < entry.length and (why := why_no_return(self._runner.plan, rings=False)):
             raise CapacityError(
-                f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{plan.states[0].past}') "
-                f"that every step replaces, and what it was at that length is gone; {advice}"
-            )
-        if plan.prefill_in_one_step and 0 < length < entry.length:
-            raise CapacityError(
-                f"slot {slot} cannot be cropped to {length} tokens: tokens of one step see later ones in this model, "
-                f"so the remaining rows depend on the removed ones; {advice}"
+                f"slot {slot} cannot be cropped to {length} tokens: {why}, and its contents at that length are gone; "
+                "reset the slot, or fork it before it grows"
             )
         for cache in self._caches:
             wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity

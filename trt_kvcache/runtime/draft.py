@@ -7,9 +7,8 @@ from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.model_paths import engine_in, is_model
-from trt_kvcache.runtime.buffers import carried_caches
+from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
@@ -37,20 +36,12 @@ class DraftModel:
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
         self._runner = runner
         plan = runner.plan
-        ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
-        constants = ConstantInputs(plan).tensors
-        if plan.states or ring is not None:
-            name = plan.states[0].past if plan.states else ring and ring.past
+        if why := why_no_return(plan, rings=True):
             raise OptionError(
-                f"the draft cannot take back tokens that were rejected: '{name}' keeps no earlier state; use another "
-                "draft, or plan it with linear caches"
+                f"the draft cannot take back tokens that were rejected: {why}; use another draft, such as one with "
+                "linear caches"
             )
-        if plan.prefill_in_one_step:
-            raise OptionError(
-                "the draft cannot take back tokens that were rejected: tokens of one step see later ones in it; use "
-                "another draft"
-            )
-        if constants:
+        if constants := ConstantInputs(plan).tensors:
             raise OptionError(
                 f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "
                 "that reads tokens alone"
@@ -155,11 +146,7 @@ def check_target(runner: Runner) -> None:
     Raises:
         OptionError: the model cannot check guesses.
     """
-    states = runner.plan.states
-    why = why_no_drafts(runner)
-    if states:
-        why = f"the model keeps state ('{states[0].past}') that every step replaces, and takes no token back"
-    if why:
+    if why := why_no_drafts(runner):
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 
 

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import CapacityError, SessionError, TrtKvCacheError
 from trt_kvcache.runtime.adapters import AdapterSlots
+from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import Embeddings, embed_step
@@ -510,8 +511,8 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
 
 def why_no_drafts(runner: Runner) -> str:
     """Return why a model cannot verify drafts (it needs logits of several positions of one step); empty if it can."""
-    if runner.plan.prefill_in_one_step:
-        return "tokens of one step see each other, and a guess would change the scores before it"
+    if why := why_no_return(runner.plan, rings=False):
+        return why
     if runner.max_logits == 1 and runner.plan.logits_span is None:
         return "the model gives the logits of the last position only: export it with logits of all positions"
     if runner.max_logits == 1:

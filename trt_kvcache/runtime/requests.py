@@ -13,6 +13,7 @@ from trt_kvcache.arguments import as_list, is_whole, shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
@@ -294,16 +295,8 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
         else:
             said = f"{kind.__name__}; give a GenerationConfig"
         raise OptionError(f"config is {said}")
-    if config.prompt_lookup_num_tokens and plan.states:
-        raise OptionError(
-            f"prompt_lookup_num_tokens takes wrong guesses back, and the model keeps state "
-            f"('{plan.states[0].past}') that every step replaces for good; generate without it"
-        )
-    if config.prompt_lookup_num_tokens and plan.prefill_in_one_step:
-        raise OptionError(
-            "prompt_lookup_num_tokens guesses tokens, and tokens of one step see each other in this model, so that a "
-            "guess would change the scores before it; generate without it"
-        )
+    if config.prompt_lookup_num_tokens and (why := why_no_return(plan, rings=False)):
+        raise OptionError(f"prompt_lookup_num_tokens takes wrong guesses back, and {why}; generate without it")
     if config.num_assistant_tokens and not draft:
         raise OptionError(
             f"num_assistant_tokens is {config.num_assistant_tokens}, and the session has no draft model; open it with "

@@ -27,7 +27,7 @@ from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, fin
 from trt_kvcache.runtime.encoders.encoder import Encoder, Sources, open_encoder
 from trt_kvcache.runtime.encoders.source_reader import Source
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.beam import BeamSlots
+from trt_kvcache.runtime.generation.beam import beam_events
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
@@ -134,7 +134,7 @@ class DecodeSession:
         self._reader = PromptReader(runner, self._rows, opened, tokenizer, why)
         self._loop = DecodeLoop(runner, self._rows, opened, draft, schedule.prefill_budget, self._guard.pause)
         self._streams = Streams(self._guard, self._rows, self._loop, self.adapters)
-        self._beams = BeamSlots(self._rows, self._loop, self._guard, self.adapters)
+        self._beam_events = partial(beam_events, self._rows, self._loop, self._guard, self.adapters)
         self._sources = Sources(encoder, self._guard, tokenizer)
 
     @classmethod
@@ -362,7 +362,7 @@ class DecodeSession:
         checked, one = self._read(prompts, constants, inputs_embeds, positions)
         results = [Generation(prompt.tokens) for prompt in checked]
         if config.num_beams > 1:
-            for event in self._beams.events(checked, config, self._tokenizer):
+            for event in self._beam_events(checked, config, self._tokenizer):
                 results[event.sequence].take(event)
             return results[0] if one else results
         continuations = self._continuations(checked, config)
@@ -462,7 +462,7 @@ class DecodeSession:
         config = self._configured(config, settings)
         checked, _ = self._read(prompts, constants, inputs_embeds, positions)
         if config.num_beams > 1:  # a beam search knows its tokens only at the end
-            return self._beams.events(checked, config, self._tokenizer)
+            return self._beam_events(checked, config, self._tokenizer)
         return self._streams.stream(self._continuations(checked, config), checked)
 
     async def astream(
