@@ -183,11 +183,6 @@ class StepInputs:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the inputs that `arrays` fills."""
-        return tuple(t.name for t in self._inputs)
-
     def batch(self, asked: int | None) -> int | None:
         """Return the number of rows of every cache buffer, if the caller or the model fixes it; else None.
 
