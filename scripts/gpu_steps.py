@@ -285,7 +285,7 @@ def aliases(engine: Path, name: str) -> Answer:
         runner.step(_first_step(runner, 1, 1))
         planned = load_manifest(engine).aliases
         reported = {present: runner.resources.trt.engine.get_aliased_input_tensor(present) for present in planned}
-        used = [c._context for c in runner._contexts if c._context.get_tensor_address(next(iter(planned)))]
+        used = [c._context for c in runner.resources.contexts if c._context.get_tensor_address(next(iter(planned)))]
         one = all(c.get_tensor_address(a) == c.get_tensor_address(b) for c in used for a, b in planned.items())
         return {"yes": reported == planned and one, "reported": reported, "contexts": len(used)}
 

@@ -96,7 +96,7 @@ def test_past_and_present_have_one_address(workshop: Any) -> None:
     for rows, length in ((2, 8), (2, 1)):
         engine.step(walk.step(1, rows, length))
     addresses = []
-    for wrapped in engine._contexts:
+    for wrapped in engine.resources.contexts:
         context = wrapped._context
         for cache in engine.plan.caches:
             assert engine.resources.trt.engine.get_aliased_input_tensor(cache.present) == cache.past

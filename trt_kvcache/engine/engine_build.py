@@ -147,7 +147,7 @@ def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
 def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup) -> _Prepared:
     """Import the model, and choose the sizes of its engine. The check of the model goes on meanwhile."""
     # Not at the top: all other names of the engine package work without ONNX.
-    from trt_kvcache.engine.token_settings import settings_beside
+    from trt_kvcache.engine.engine_folder import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op

@@ -18,7 +18,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.runner import Array, Runner
-from trt_kvcache.runtime.slot import FileRows, Slot
+from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_inputs import read_ids
 
 
@@ -306,6 +306,8 @@ class KVCache:
             SessionError: too little memory is free.
             OutputError: the file cannot be written. In all cases, nothing has changed.
         """
+        from trt_kvcache.runtime.cache_file import FileRows
+
         with self._guard.lock, self._guard.idle:
             entry = self._rows.idle(slot)
             if path is None and entry.row < 0:

@@ -70,11 +70,6 @@ class SavedSlots:
             arrays[buffer.past] = self._file.read(name, buffer.array_dtype, buffer.row_shape(written))
         return arrays
 
-    def read(self, slot: int, row: int) -> None:
-        """Write the saved contents of a slot to a row of every cache; `contents` lists the errors."""
-        for past, data in self.contents(slot).items():
-            self._runner.write_row(past, row, data)
-
     def check(self) -> None:
         """Compare the digest of the contents that were read with the digest that was saved.
 
@@ -176,7 +171,7 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
                 names[old] = rows.take(constants=slot.constants, adapter=slot.adapter)
                 entry = rows.with_row(names[old])
                 rows.touch(entry.row, slot.written)
-                saved.read(old, entry.row)
+                _write(runner, entry.row, saved.contents(old))
                 rows.put(names[old], replace(slot.copy(entry.row), used=entry.used))
             saved.check()
         except BaseException:
@@ -184,6 +179,53 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
                 rows.drop(name)
             raise
         return names
+
+
+class FileRows:
+    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
+
+    Args:
+        path: path of the file.
+        runner: runner of the caches.
+        name: name of the slot.
+        slot: state of the slot.
+
+    Raises:
+        OutputError: the file cannot be written. Nothing has changed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], runner: Runner, name: int, slot: Slot) -> None:
+        self._digest = save_slots(path, runner, {name: slot})
+        self._path, self._runner, self._name = Path(path).absolute(), runner, name
+
+    def fill(self, row: int) -> None:
+        """See `HostRows`.
+
+        Raises:
+            CacheFileError: the file is gone, damaged, or was replaced.
+        """
+        _write(self._runner, row, self.arrays())
+
+    def arrays(self) -> Mapping[str, Array]:
+        """See `HostRows`; `fill` lists the errors."""
+        with open_slots(self._path, self._runner, None) as saved:
+            if saved.digest != self._digest:
+                raise CacheFileError(
+                    f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "
+                    "it; put the first one back, or remove the slot"
+                )
+            arrays = saved.contents(self._name)
+            saved.check()
+            return arrays
+
+    def close(self) -> None:
+        """See `HostRows`: the file belongs to the caller, and stays."""
+
+
+def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
+    """Write the contents of a slot to a row of every cache."""
+    for past, data in contents.items():
+        runner.write_row(past, row, data)
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.arguments import as_options, as_path, as_whole, shown
-from trt_kvcache.engine.token_settings import sampling_beside
+from trt_kvcache.engine.engine_folder import sampling_beside
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.model_paths import engine_in, is_model

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trt_kvcache.errors import CacheFileError, SessionError
+from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.machine import free_memory
 from trt_kvcache.runtime.adapters import Adapter
@@ -15,6 +14,9 @@ from trt_kvcache.runtime.buffers import carried_buffers, carried_caches, linear_
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.token_inputs import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
+
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.cache_file import FileRows
 
 
 class HostRows:
@@ -60,55 +62,6 @@ class HostRows:
         self._memory.close()
 
 
-class FileRows:
-    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
-
-    Args:
-        path: path of the file.
-        runner: runner of the caches.
-        name: name of the slot.
-        slot: state of the slot.
-
-    Raises:
-        OutputError: the file cannot be written. Nothing has changed.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], runner: Runner, name: int, slot: Slot) -> None:
-        from trt_kvcache.runtime.cache_file import save_slots
-
-        self._digest = save_slots(path, runner, {name: slot})
-        self._path, self._runner, self._name = Path(path).absolute(), runner, name
-
-    def fill(self, row: int) -> None:
-        """See `HostRows`.
-
-        Raises:
-            CacheFileError: the file is gone, damaged, or was replaced.
-        """
-        for past, data in self.arrays().items():
-            self._runner.write_row(past, row, data)
-
-    def arrays(self) -> Mapping[str, Array]:
-        """See `HostRows`; `fill` lists the errors."""
-        from trt_kvcache.runtime.cache_file import open_slots
-
-        with open_slots(self._path, self._runner, None) as saved:
-            if saved.digest != self._digest:
-                raise CacheFileError(
-                    f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "
-                    "it; put the first one back, or remove the slot"
-                )
-            arrays = saved.contents(self._name)
-            saved.check()
-            return arrays
-
-    def close(self) -> None:
-        """See `HostRows`: the file belongs to the caller, and stays."""
-
-
-Offloaded = HostRows | FileRows
-
-
 @dataclass
 class Slot:
     """One sequence in the cache. To change its text, the cache stores a new object.
@@ -138,7 +91,7 @@ class Slot:
     adapter: Adapter | None = None
     embeds: Embeds = NO_EMBEDS
     positions: Positions = IN_ORDER
-    offloaded: Offloaded | None = None
+    offloaded: HostRows | FileRows | None = None
     used: int = 0
     by_ids: int | None = None
     remembered: int = 0

@@ -306,20 +306,18 @@ class StepGraphs:
         """
         if self.failure:
             return False
-        if key not in self._recorded:
-            if key not in self._seen:
-                if len(self._seen) == _MOST_SEEN:
-                    self._seen.clear()
-                self._seen.add(key)
-                return False
-            return self._begin(key, make, before)
-        step = self._recorded[key]
-        self._recorded.move_to_end(key)
-        if self._native:
-            return self._enqueue(step.context, before)
-        if step.graph is None and not self._record(step, before):
+        if key not in self._recorded and key not in self._seen:
+            if len(self._seen) == _MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(key)
             return False
-        self._cuda.launch(step.graph)
+        try:
+            graph = self._recorded_or_run(key, make, before)
+        except BackendError as error:  # such as too little memory for one more context
+            self._give_up(error)
+            return False
+        if graph is not None:
+            self._cuda.launch(graph)
         return True
 
     def close(self) -> None:
@@ -328,38 +326,28 @@ class StepGraphs:
             self._drop()
         self._seen.clear()
 
-    def _begin(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        try:
+    def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
+        """Return the graph of a step; None if the step has run in its own context, without one.
+
+        If a run fails, the caller runs the step again: it writes the same.
+        """
+        is_new = key not in self._recorded
+        if is_new:
             while len(self._recorded) >= MOST_GRAPHS:
                 self._drop()
-            context = make()
-        except BackendError as error:  # such as too little memory for one more context
-            self._give_up(error)
-            return False
-        self._recorded[key] = _Recorded(context)
-        return self._enqueue(context, before)
+            self._recorded[key] = _Recorded(make())
+        self._recorded.move_to_end(key)
+        step = self._recorded[key]
 
-    def _enqueue(self, context: Context, before: Callable[[], None]) -> bool:
-        """Run a step in its own context, without a graph. If it fails, the caller runs it again: it writes the same."""
-        try:
-            before()
-            context.enqueue()
-        except BackendError as error:
-            self._give_up(error)
-            return False
-        return True
-
-    def _record(self, step: _Recorded, before: Callable[[], None]) -> bool:
         def work() -> None:
             before()
             step.context.enqueue()
 
-        try:
+        if is_new or self._native:
+            work()
+        elif step.graph is None:
             step.graph = self._cuda.capture(work)
-        except BackendError as error:
-            self._give_up(error)
-            return False
-        return True
+        return step.graph
 
     def _give_up(self, error: BackendError) -> None:
         """Turn graphs off, and warn once."""

@@ -121,8 +121,8 @@ class TensorRTRunner:
 
         self.resources.factory = factory = ContextFactory(trt, cuda, self.kernel_file(path))
         for index in range(len(manifest.profiles)):
-            self._contexts.append(factory.make(index))
-        largest = self._shapes.largest(self._contexts, self.max_batch, self.max_chunk, self.max_logits)
+            self.resources.contexts.append(factory.make(index))
+        largest = self._shapes.largest(self.resources.contexts, self.max_batch, self.max_chunk, self.max_logits)
         self._logits.settle(largest[self._logits.name][-1])
         self.vocab = min(self._logits.vocab, manifest.vocab or self._logits.vocab)
         self._buffers = StepBuffers(cuda, manifest.plan, largest, self.max_batch)
@@ -135,7 +135,7 @@ class TensorRTRunner:
         admit(needs, *cuda.free_memory(), cuda.name, self.max_batch)
         self._caches.allocate()
         self._buffers.allocate()
-        factory.allocate(self._contexts)
+        factory.allocate(self.resources.contexts)
         cuda.sync()
         self.host_choice = self._buffers.choose()
         if self.host_choice:
@@ -146,10 +146,6 @@ class TensorRTRunner:
     def graphs(self) -> StepGraphs | None:
         """The recorded steps; None if steps are not recorded."""
         return self.resources.graphs
-
-    @property
-    def _contexts(self) -> list[Context]:
-        return self.resources.contexts
 
     @property
     def device_bytes(self) -> int:
@@ -185,9 +181,9 @@ class TensorRTRunner:
             key = (batch.first_row, side, *signature)
             recorded = self.graphs is not None and batch.length == 1 and self.graphs.run(key, make, upload)
             if not recorded:
-                self._contexts[index].prepare(shapes, addresses)
+                self.resources.contexts[index].prepare(shapes, addresses)
                 upload()
-                self._contexts[index].enqueue()
+                self.resources.contexts[index].enqueue()
                 self._last = index
             logits = self._buffers.logits(batch)
             self._caches.written(batch.first_row, batch.rows)
@@ -239,7 +235,7 @@ class TensorRTRunner:
     def read_output(self, name: str) -> Array:
         """A copy of an output that is neither logits nor a cache, from the last step that ran without a CUDA graph."""
         with self.running():
-            return self._buffers.output(name, self._contexts[self._last].output_shape(name))
+            return self._buffers.output(name, self.resources.contexts[self._last].output_shape(name))
 
     def view(self, name: str) -> Any:
         """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. It must not be used after `close`."""
