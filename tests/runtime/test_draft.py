@@ -198,7 +198,7 @@ def test_drafts_that_cannot_be_used_are_refused() -> None:
     plain = HashRunner().plan
     back = "the draft cannot take back tokens that were rejected: {}.*; use another draft"
     for plan, words in (
-        (HashRunner(RINGED).plan, back.format("circular cache 'cache.1' holds the last 8 tokens")),
+        (HashRunner(RINGED).plan, back.format("circular cache 'cache.1' holds the last 16 tokens")),
         (with_state(plain), back.format(r"the model keeps state \('past_state'\)")),
         (with_encoder(plain), "the draft reads 'encoder_output' beside the text, which only its own encoder makes"),
     ):

@@ -8,8 +8,7 @@ them; their rows are zeroed after the step. The results of real rows and tokens 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -458,19 +457,18 @@ def why_no_session(plan: CachePlan) -> str:
     return ""
 
 
-@contextmanager
-def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator[StepBatch]:
-    """Yield the step that the model takes instead of `batch`, padded to its fixed sizes; undo the padding afterwards.
+def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callable[[StepBatch], Array]) -> Array:
+    """Run a step, padded to the fixed sizes of the model, and undo the padding; return the logits ``[R, keep, V]``.
 
     Args:
-        runner: runs the step within the block.
+        runner: holds the rows of the caches.
         inputs: inputs of the model.
         batch: the step that is asked for.
+        run: runs the step that the model takes instead.
     """
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):
-        yield batch
-        return
+        return run(batch)
     first = batch.first_row if rows == batch.rows else 0
     taking_part = slice(batch.first_row - first, batch.first_row - first + batch.rows)
     tokens = np.zeros((rows, length), np.int64)
@@ -498,13 +496,14 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
         (name, row, runner.read_row(name, row, int(starts[row - first]) + length)) for name in names for row in idle
     ]
     try:
-        yield whole
+        logits = run(whole)
     finally:
         for name, row, data in saved:
             runner.write_row(name, row, data)
         if length > batch.length:
             for i, start in enumerate(batch.starts):
                 runner.zero_rows(batch.first_row + i, int(start) + batch.length, int(start) + length)
+    return logits[taking_part, : batch.keep]
 
 
 def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> Masks | None:
@@ -518,12 +517,3 @@ def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> 
         return masks
 
     return read
-
-
-def asked_logits(logits: Array, batch: StepBatch, whole: StepBatch) -> Array:
-    """Return the logits that `batch` asks for from those of the whole step, ``[R, keep, V]``."""
-    if whole is batch:
-        return logits
-    first = batch.first_row - whole.first_row
-    rows = logits[first : first + batch.rows]
-    return rows[:, : batch.keep]

@@ -29,7 +29,7 @@ from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.cpu_model import NOTE, OPERATOR, fuse_attention, fuse_products, in_float32, keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, asked_logits, model_identity, whole_step
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, model_identity, run_whole
 
 _DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
 _DEFAULT_CHUNK = 512
@@ -180,15 +180,14 @@ class OnnxRuntimeRunner:
 
     def step(self, batch: StepBatch) -> Logits:
         """Run one step; see `Runner.step`."""
-        with whole_step(self, self.inputs, batch) as whole:
-            several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
-            logits = np.concatenate([self._step(row) for row in whole.split()]) if several else self._step(whole)
-        return asked_logits(logits, batch, whole)
+        return run_whole(self, self.inputs, batch, self._step)
 
     def _step(self, batch: StepBatch) -> Logits:
         session = self._session
         if session is None:
             raise SessionError("the runner is closed; open the model again")
+        if self._one_by_one and batch.rows > 1 and batch.length > 1 and batch.starts.any():
+            return np.concatenate([self._step(row) for row in batch.split()])
         try:
             bound = self._bound(session, batch)
             self.inputs.fill(batch, bound.inputs)

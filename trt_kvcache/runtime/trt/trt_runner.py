@@ -22,7 +22,7 @@ from trt_kvcache.arguments import as_whole
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, asked_logits, model_identity, whole_step
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, model_identity, run_whole
 from trt_kvcache.runtime.trt.context import Context, ContextFactory, StepGraphs, kernel_cache_path
 from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Need, Pinned, admit, cuda_bindings, taken
 from trt_kvcache.runtime.trt.device_caches import DeviceCaches
@@ -158,9 +158,7 @@ class TensorRTRunner:
 
     def step(self, batch: StepBatch) -> Logits:
         """See `Runner.step`."""
-        with whole_step(self, self.inputs, batch) as whole:
-            logits = self._step(whole)
-        return asked_logits(logits, batch, whole)
+        return run_whole(self, self.inputs, batch, self._step)
 
     def _step(self, batch: StepBatch) -> Logits:
         with self.running():
