@@ -17,7 +17,7 @@ from trt_kvcache.runtime.buffers import carried_caches, linear_capacity, why_no_
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.slot import HostRows, Slot, largest_update, sequence_capacity
+from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 
 
 class CacheRows:
@@ -235,7 +235,16 @@ class CacheRows:
 
     def largest_update(self, slot: int) -> int:
         """Return the most tokens that one step may write to a slot with the same result as one by one."""
-        return largest_update(self._runner, self.slot(slot).length)
+        return self._largest_update(self.slot(slot).length)
+
+    def _largest_update(self, length: int) -> int:
+        """Return the most tokens that one step may write after `length` others.
+
+        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
+        that earlier tokens of the same update still see.
+        """
+        rings = (rows - length if length < rows else 1 for rows in self.rings)
+        return min([self._runner.max_chunk, *rings])
 
     def free_tokens(self, slot: int) -> int | None:
         """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""
@@ -258,7 +267,7 @@ class CacheRows:
                 fewer.
         """
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
-        if runner.plan.prefill_in_one_step and slot.pending > (most := largest_update(runner, slot.length)):
+        if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
             raise CapacityError(
                 f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, "
                 f"so they must come in one step, which takes at most {most} here; shorten it, or allow more "

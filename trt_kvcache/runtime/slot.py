@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from trt_kvcache.errors import SessionError
-from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.machine import free_memory
 from trt_kvcache.runtime.adapters import Adapter
-from trt_kvcache.runtime.buffers import carried_buffers, carried_caches, linear_capacity
+from trt_kvcache.runtime.buffers import carried_buffers, linear_capacity
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.token_inputs import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
@@ -145,19 +144,6 @@ class Slot:
         """Free the offloaded contents: the sequence has a row again, or is gone."""
         if self.offloaded is not None:
             self.offloaded.close()
-
-
-def largest_update(runner: Runner, length: int) -> int:
-    """Return the most tokens that one step may write after `length` others with the same result as one by one.
-
-    A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row that
-    earlier tokens of the same update still see.
-    """
-    limit = runner.max_chunk
-    for cache in carried_caches(runner.plan):
-        if cache.mode is UpdateMode.CIRCULAR:
-            limit = min(limit, cache.capacity - length if length < cache.capacity else 1)
-    return limit
 
 
 def sequence_capacity(runner: Runner) -> int | None:
