@@ -243,8 +243,7 @@ class CacheRows:
         A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
         that earlier tokens of the same update still see.
         """
-        rings = (rows - length if length < rows else 1 for rows in self.rings)
-        return min([self._runner.max_chunk, *rings])
+        return min([self._runner.max_chunk, *(rows - length if length < rows else 1 for rows in self.rings)])
 
     def free_tokens(self, slot: int) -> int | None:
         """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""

@@ -148,5 +148,4 @@ class Slot:
 
 def sequence_capacity(runner: Runner) -> int | None:
     """Return the most tokens of a sequence with consecutive positions; None if nothing limits them."""
-    bounds = linear_capacity(runner.plan), runner.max_positions
-    return min((bound for bound in bounds if bound is not None), default=None)
+    return min((n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None), default=None)

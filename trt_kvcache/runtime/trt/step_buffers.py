@@ -13,7 +13,7 @@ from trt_kvcache.errors import BackendError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.buffers import Carried
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
-from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.runner import Array, HostBytes, Logits, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits
 from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
 from trt_kvcache.runtime.trt.context import Context
@@ -134,18 +134,21 @@ class StepBuffers:
             chosen = self._choice.choose(start, pitch, rows, keep, batch.highest, batch.masks)
             if chosen is not None:
                 return chosen
-        if rows * width <= self._host_logits.data.size:
-            self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
-            self._cuda.sync()
-            return self._host_logits.data[: rows * width].view(self._logits.dtype).reshape(shape)
-        each = [self._cuda.download_pieces(start + row * pitch, width) for row in range(rows)]
-        return np.stack(each).view(self._logits.dtype).reshape(shape)
+        return self._fetch(start, pitch, width, rows).view(self._logits.dtype).reshape(shape)
 
     def output(self, name: str, shape: Shape) -> Array:
         """Return a copy of an output of the last step, other than a cache."""
         dtype = array_dtype(self._tensors[name].dtype)
         size = prod(shape) * dtype.itemsize
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
+
+    def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
+        """Return `rows` runs of `width` bytes of logits: a view of pinned memory, if they fit into it."""
+        if rows * width > self._host_logits.data.size:
+            return np.concatenate([self._cuda.download_pieces(start + row * pitch, width) for row in range(rows)])
+        self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
+        self._cuda.sync()
+        return self._host_logits.data[: rows * width]
 
     @property
     def _positions(self) -> int:
