@@ -269,7 +269,7 @@ def graphs(engine: Path, name: str) -> Answer:
         for position in range(6):
             runner.step(StepBatch(0, np.ones((2, 1), np.int64), np.full(2, position, np.int64)))
         contexts = [step.context._context for step in runner.graphs._recorded.values()]
-        could = not runner._resources.trt.rtx or all(c.is_stream_capturable(runner._cuda.stream) for c in contexts)
+        could = not runner.resources.trt.rtx or all(c.is_stream_capturable(runner._cuda.stream) for c in contexts)
         return {"yes": len(runner.graphs) == 1 and could, "failure": runner.graphs.failure, "contexts": len(contexts)}
 
 
@@ -284,8 +284,8 @@ def aliases(engine: Path, name: str) -> Answer:
     with opened(engine) as runner:
         runner.step(_first_step(runner, 1, 1))
         planned = load_manifest(engine).aliases
-        reported = {present: runner._resources.trt.engine.get_aliased_input_tensor(present) for present in planned}
-        used = [c._context for c in runner._contexts if c._context.get_tensor_address(next(iter(planned)))]
+        reported = {present: runner.resources.trt.engine.get_aliased_input_tensor(present) for present in planned}
+        used = [c._context for c in runner.resources.contexts if c._context.get_tensor_address(next(iter(planned)))]
         one = all(c.get_tensor_address(a) == c.get_tensor_address(b) for c in used for a, b in planned.items())
         return {"yes": reported == planned and one, "reported": reported, "contexts": len(used)}
 

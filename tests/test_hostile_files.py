@@ -29,8 +29,8 @@ from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, cpu, plan_
 from trt_kvcache.cli.prompts import read_prompts
 from trt_kvcache.compare import text_inputs as verify_inputs
 from trt_kvcache.compare.text_inputs import load_inputs
+from trt_kvcache.engine.engine_folder import settings_beside
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.engine.token_settings import settings_beside
 from trt_kvcache.errors import (
     InvalidModelError,
     ManifestError,

@@ -71,7 +71,7 @@ def test_which_encoder(model: Path, tmp_path: Path) -> None:
 
     def found(plan: CachePlan = plan, **options: Any) -> list[str]:
         job = find_job(model, plan, BuildOptions(**SIZES, **options))
-        return [] if job is None else [str(source.path.relative_to(tmp_path)) for source in job.sources]
+        return [] if job is None else [str(source.path.relative_to(tmp_path)) for source in job.part.sources]
 
     assert found() == ["encoder_model.onnx", "decoder_model.onnx"]
     assert found(encoder="none") == []

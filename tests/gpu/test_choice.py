@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.plugins.choice import CHOICE_DTYPES, ordered
-from trt_kvcache.runtime.generation.greedy import best
+from trt_kvcache.runtime.generation.sampling import best
 from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.choice import hard_scores, open_choice
 

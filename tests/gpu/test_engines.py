@@ -96,10 +96,10 @@ def test_past_and_present_have_one_address(workshop: Any) -> None:
     for rows, length in ((2, 8), (2, 1)):
         engine.step(walk.step(1, rows, length))
     addresses = []
-    for wrapped in engine._contexts:
+    for wrapped in engine.resources.contexts:
         context = wrapped._context
         for cache in engine.plan.caches:
-            assert engine._resources.trt.engine.get_aliased_input_tensor(cache.present) == cache.past
+            assert engine.resources.trt.engine.get_aliased_input_tensor(cache.present) == cache.past
             assert context.get_tensor_address(cache.present) == context.get_tensor_address(cache.past)
         addresses.append(context.get_tensor_address(engine.plan.caches[0].past))
     assert addresses[0] == addresses[1]
@@ -121,7 +121,7 @@ def test_garbage_in_unused_rows_is_never_seen(workshop: Any, garbage: float) -> 
         batch = walk.step(1, 2, length, keep=length)
         expected, actual = clean.step(batch).copy(), dirty.step(batch)
         check_close(actual, expected, "float16")
-        assert clean._resources.trt.rtx or (actual == expected).all()
+        assert clean.resources.trt.rtx or (actual == expected).all()
 
 
 def test_a_thousand_steps(workshop: Any) -> None:
@@ -175,7 +175,7 @@ def test_memory_does_not_grow(workshop: Any) -> None:
         return int(free)
 
     decode(50)  # from here on graphs and contexts are there
-    rtx = engine._resources.trt.rtx
+    rtx = engine.resources.trt.rtx
     time.sleep(2 * rtx)  # and the kernels that it compiles meanwhile
     before = [decode(50) for _ in range(2)][-1]
     after = [decode(50) for _ in range(10)][-1]
@@ -222,12 +222,12 @@ def test_a_cache_is_seen_without_a_copy(workshop: Any) -> None:
 def test_compiled_kernels_are_kept(workshop: Any) -> None:
     config, options = CASES["float16"]
     engine = workshop.engine(config, options)
-    if not engine._resources.trt.rtx:
+    if not engine.resources.trt.rtx:
         pytest.skip("TensorRT compiles when it builds")
     engine.step(Walk(engine.vocab).step(0, 3, 8))
     engine.close()
     again = workshop.open(workshop.built[config, options])
-    assert again._resources.factory.kernels.loaded
+    assert again.resources.factory.kernels.loaded
 
 
 def test_sessions_write_the_same_tokens(workshop: Any) -> None:
@@ -278,7 +278,7 @@ def test_tokens_are_those_that_the_host_chooses(workshop: Any) -> None:
             session = DecodeSession(runner)
             generated = session.generate([[1, 2, 3], list(range(20))], GenerationConfig(max_new_tokens=12, **settings))
             found.append([list(g.tokens) for g in generated])
-        if not chooses._resources.trt.rtx:
+        if not chooses.resources.trt.rtx:
             assert found[0] == found[1]
         elif not settings:
             scores = scores_of(workshop.reference(config, options))

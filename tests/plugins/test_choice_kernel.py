@@ -23,7 +23,7 @@ from trt_kvcache.plugins.choice import (
 )
 from trt_kvcache.plugins.compile import compile_source
 from trt_kvcache.plugins.spec import THREADS
-from trt_kvcache.runtime.generation.greedy import best
+from trt_kvcache.runtime.generation.sampling import best
 
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
 

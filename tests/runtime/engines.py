@@ -63,7 +63,7 @@ def write_engine(
     beside = None
     if job is not None:
         beside = encoder_path(engine)
-        _write(beside, job.model[0], (job.profile,), {})
+        _write(beside, job.part.model[0], (job.profile,), {})
         manifest = Manifest(
             created_by="tests", backend=backend, backend_version=version, compute_capabilities=(),
             plan=job.plan, aliases={}, double_buffered={}, profiles=(job.profile,), max_batch=1, max_chunk=1,

@@ -145,7 +145,7 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
         ({"attention_mask": np.ones(6, int)}, "'input_features' is missing"),
         ({"input_features": features, "x": 1}, "'x' is no input of the encoder"),
         ([1, 2], "'input_ids' is no input of the encoder"),
-        ("one", "a source is text, and there is no tokenizer"),
+        ("one", "a source is text, and there is no .*tokenizer.json"),
         (
             {"input_features": features[..., 1:]},
             r"is float32 \[1, 6, 31\], and the encoder takes float32 \[1, length, 32\]",

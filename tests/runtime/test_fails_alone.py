@@ -24,7 +24,7 @@ from trt_kvcache.runtime.adapters import Adapter, AdapterSlots
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
-from trt_kvcache.runtime.embeddings import TableEmbeddings
+from trt_kvcache.runtime.embeddings import Embeddings
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.prefix import PrefixCache
 from trt_kvcache.runtime.runner import StepBatch
@@ -99,7 +99,7 @@ PLACES = {
         AdapterSlots, "_write", lambda s, slot, args: args[1].name == "own", session=with_adapters
     ),
     "its embeddings are looked up": Place(
-        TableEmbeddings, "look_up", lambda s, slot, args: has_own(args[1]),
+        Embeddings, "look_up", lambda s, slot, args: has_own(args[1]),
         session=lambda: DecodeSession(EmbeddedRunner(), embeddings=TABLE),
     ),
     "its tokens are run": Place(HashRunner, "step", lambda s, slot, args: has_own(args[1].tokens)),

@@ -250,7 +250,7 @@ def test_what_was_used_longest_ago_goes() -> None:
 def test_models_whose_rows_cannot_be_reused_are_refused() -> None:
     plain, ringed = HashRunner().plan, HashRunner((("linear", 64), ("circular", 8))).plan
     for plan, words in (
-        (with_state(plain), r"the model keeps state \('past_state'\), which is known after the last token alone"),
+        (with_state(plain), r"the model keeps state \('past_state'\) that every step replaces"),
         (ringed, r"circular cache 'cache\.1' holds the last 8 tokens of a text, and not its beginning"),
         (with_encoder(plain), r"each row depends on what the text was given beside its tokens \('encoder_output'\)"),
     ):

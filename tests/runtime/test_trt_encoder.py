@@ -27,7 +27,7 @@ from trt_kvcache.engine.manifest import encoder_path, load_manifest, manifest_pa
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
-from trt_kvcache.runtime.trt.cuda import Cuda, DeviceArray
+from trt_kvcache.runtime.trt.cuda import DeviceArray
 
 Open = Callable[..., DecodeSession]
 
@@ -240,7 +240,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
     machine_words = "no kernel image for this GPU"
     faults = fake_module(machine, refuse=machine_words)
     with DecodeSession.open(engine) as session:
-        session._runner._resources.trt.module.Runtime = faults.Runtime  # type: ignore[attr-defined]
+        session._runner.resources.trt.module.Runtime = faults.Runtime  # type: ignore[attr-defined]
         with pytest.raises(
             SessionError, match=f"cannot open this engine.*{machine_words}.*; or let the encoder run on the CPU: "
         ):
@@ -284,24 +284,22 @@ def test_what_cannot_be_opened_leaves_nothing(
     engine = built(tmp_path)
     source = {"input_features": heard(6, 0)}
     with DecodeSession.open(engine) as session:
-        module, used = session._runner._resources.trt.module, machine.used  # type: ignore[attr-defined]
+        module, used = session._runner.resources.trt.module, machine.used  # type: ignore[attr-defined]
         machine.total = used + (128 << 20) + encoder_path(engine).stat().st_size
         with pytest.raises(SessionError, match="encoder's activations .*, its inputs .*, what it makes of one"):
             session.encode(source)
         machine.total = 1 << 30
-        for words in ("activations", "pinned"):
-            with monkeypatch.context() as patch:
-                name = "allocate" if words == "activations" else "allocate_pinned"
+        with monkeypatch.context() as patch:
 
-                def fail(*_: Any) -> None:
-                    raise BackendError("no more")
+            def fail(*_: Any) -> None:
+                raise BackendError("no more")
 
-                patch.setattr(ContextFactory if words == "activations" else Cuda, name, fail)
-                with pytest.raises(SessionError, match="no more"):
-                    session.encode(source)
-            gc.collect()
-            assert machine.used == used
-            assert not module.hung
+            patch.setattr(ContextFactory, "allocate", fail)
+            with pytest.raises(SessionError, match="no more"):
+                session.encode(source)
+        gc.collect()
+        assert machine.used == used
+        assert not module.hung
         made = session.encode(source)
         assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
     assert machine.used == 0
@@ -328,7 +326,7 @@ def test_an_encoder_that_fails_once(machine: Machine, fault: str, tmp_path: Path
     with DecodeSession.open(built(tmp_path)) as session:
         source = {"input_features": heard(6, 0)}
         session.encode(source)
-        faults = session._runner._resources.trt.module.faults  # type: ignore[attr-defined]
+        faults = session._runner.resources.trt.module.faults  # type: ignore[attr-defined]
         for _ in range(3):
             faults[fault] = "out of memory"
             with pytest.raises(SessionError, match=r"TensorRT for RTX .* cannot run a step: .*\(out of memory\)"):
@@ -343,7 +341,7 @@ def test_an_encoder_that_fails_once(machine: Machine, fault: str, tmp_path: Path
 
 def test_outputs_whose_sizes_tensorrt_does_not_know(machine: Machine, tmp_path: Path) -> None:
     with DecodeSession.open(built(tmp_path)) as session:
-        source, faults = {"input_features": heard(6, 0)}, session._runner._resources.trt.module.faults  # type: ignore[attr-defined]
+        source, faults = {"input_features": heard(6, 0)}, session._runner.resources.trt.module.faults  # type: ignore[attr-defined]
         faults["no_shapes"] = "reshape changes volume"
         words = r"cannot tell the shape of 'encoder_hidden_states': .*reshape changes volume"
         with pytest.raises(SessionError, match=words):

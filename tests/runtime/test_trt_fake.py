@@ -38,7 +38,7 @@ def runner(engine: Path) -> Iterator[TensorRTRunner]:
 @pytest.fixture
 def context(runner: TensorRTRunner) -> Any:
     """The context for decoding, bound and shaped."""
-    return runner._contexts[1]._context
+    return runner.resources.contexts[1]._context
 
 
 def errors(context: Any) -> str:

@@ -87,7 +87,7 @@ def test_two_buffers_need_a_graph_for_each_side(machine: Machine, tmp_path: Path
 
 def test_the_oldest_graph_makes_room(opened: Any, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = opened()
-    monkeypatch.setattr("trt_kvcache.runtime.trt.graphs.MOST_GRAPHS", 2)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.context.MOST_GRAPHS", 2)
     for first in (0, 1, 0, 2):
         decode(runner, 3, first, 1)
     assert machine.graphs == len(runner.graphs) == 2

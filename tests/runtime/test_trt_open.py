@@ -337,7 +337,7 @@ def test_nothing_is_taken_from_under_a_thread(engine: Path) -> None:
     machine = Machine()
     runner = open_engine(engine, machine)
     with runner.running():
-        runner._resources.close()
+        runner.resources.close()
         assert machine.used
     runner.close()
     assert not machine.used

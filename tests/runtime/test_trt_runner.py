@@ -62,7 +62,7 @@ def pair_of(engine: Path, machine: Machine | None = None, **arguments: Any) -> P
 
 
 def test_rows_go_through_pinned_memory_in_pieces(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trt_kvcache.runtime.trt.device_caches._STAGING", 1000)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.cuda._STAGING", 1000)
     monkeypatch.setattr("trt_kvcache.runtime.trt.step_buffers._LOGITS_STAGING", 0)
     pair = pair_of(built)
     pair.check_decode()  # asks for three positions at once, more than the pinned memory holds

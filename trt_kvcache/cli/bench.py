@@ -88,7 +88,7 @@ def bench(
     else:
         opened = {"device": device, "check": check, "embeddings": embeddings, "max_batch": max_batch, **options}
         if threads is not None:
-            from trt_kvcache.runtime.session_options import CpuOptions
+            from trt_kvcache.runtime.open import CpuOptions
 
             opened["cpu"] = CpuOptions(threads)
         measured, ended = _measure(model, measure, opened, rows=not (json or earlier))

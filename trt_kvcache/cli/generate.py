@@ -214,7 +214,7 @@ class RunFlags(Flags):
             OptionError: a size is malformed.
         """
         from trt_kvcache.engine.build_options import parse_bytes
-        from trt_kvcache.runtime.session_options import Schedule
+        from trt_kvcache.runtime.open import Schedule
 
         size = None if self.prefix_cache is None else parse_bytes(self.prefix_cache)
         schedule = Schedule(prefix_cache=size, prefill_budget=self.prefill_budget)
@@ -292,8 +292,8 @@ def generate(
     config = adapters.config(generation.config(model, tokenizer))
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # a slow import, so after the checks of flags
     from trt_kvcache.importer.capacity import usual_capacity
+    from trt_kvcache.runtime.open import CpuOptions
     from trt_kvcache.runtime.session import DecodeSession
-    from trt_kvcache.runtime.session_options import CpuOptions
 
     view = (JsonView if json else LiveView)(text=tokenizer is not None)
     session_of = partial(

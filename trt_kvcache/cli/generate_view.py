@@ -13,9 +13,8 @@ from trt_kvcache.cli.output import print_json, print_warnings, visible
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import SessionError
 from trt_kvcache.progress import phase
-from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.events import FinishReason, SpeculationStats, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.requests import Generation

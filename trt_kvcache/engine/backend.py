@@ -93,16 +93,9 @@ def installed_version(target: Target) -> str | None:
 
 def driver_present() -> bool:
     """Return True if there is an NVIDIA driver with a GPU."""
-    from cuda.bindings import driver
+    from trt_kvcache.engine.diagnosis import find_gpus  # it imports this module
 
-    try:
-        (error,) = driver.cuInit(0)
-        if int(error):
-            return False
-        error, count = driver.cuDeviceGetCount()
-    except RuntimeError:  # cuda-python: the driver's library is not on this machine
-        return False
-    return not int(error) and int(count) > 0
+    return bool(find_gpus()[1])
 
 
 def can_build(target: Target | None) -> bool:

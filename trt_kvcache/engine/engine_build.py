@@ -18,7 +18,7 @@ from trt_kvcache.arguments import as_options, shown
 from trt_kvcache.compare.bounds import Bounds
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.build_options import CURRENT, BuildOptions, format_shapes
-from trt_kvcache.engine.build_process import Done, Job, run_worker
+from trt_kvcache.engine.build_process import Job, run_worker
 from trt_kvcache.engine.diagnosis import find_gpus
 from trt_kvcache.engine.engine_folder import copy_texts, new_folders, output_engine
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
@@ -147,7 +147,7 @@ def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
 def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup) -> _Prepared:
     """Import the model, and choose the sizes of its engine. The check of the model goes on meanwhile."""
     # Not at the top: all other names of the engine package work without ONNX.
-    from trt_kvcache.engine.token_settings import settings_beside
+    from trt_kvcache.engine.engine_folder import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op
@@ -183,7 +183,7 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
         engines, said = [entry] if entry is not None else [], (*said, *more)
     bounds = None if setup.build.proof == "off" or setup.build.strip_plan else prepared.bounds
     try:
-        built = _built(prepared.model, prepared.plan, prepared.profiles, setup, setup.engine, files, bounds)
+        engine = _built(prepared.model, prepared.plan, prepared.profiles, setup, setup.engine, files, bounds)
     except BuildError as error:
         if not prepared.scans or limits.max_chunk == 1:
             raise
@@ -195,22 +195,18 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
     assert setup.progress.verdict is not None
     plan = setup.progress.verdict.result().on(prepared.plan)
     manifest = replace(
-        _manifest(setup, plan, prepared.profiles, built, setup.engine),
+        engine.manifest,
+        plan=plan,
         max_batch=limits.max_batch,
         max_chunk=limits.max_chunk,
         max_logits=limits.max_logits,
         vocab=min(prepared.tables.tokens.values(), default=None),
         max_positions=prepared.positions,
-        proof=_proof_identity(built.done.proof, setup.engine),
         encoder=engines[0].manifest.engine if engines else None,
         generation=prepared.generation,
-        warnings=(*said, *filter(None, [built.done.note]), *built.warnings),
+        warnings=(*said, *engine.manifest.warnings),
     )
-    return [*engines, _Engine(manifest, built.file, setup.engine, built.done.proof)]
-
-
-def _proof_identity(proof: bytes, engine: Path) -> FileIdentity | None:
-    return FileIdentity(proof_path(engine).name, len(proof), blake3(proof).hexdigest()) if proof else None
+    return [*engines, replace(engine, manifest=manifest)]
 
 
 class _Watched:
@@ -277,17 +273,7 @@ class _Engine:
     manifest: Manifest
     file: Path
     path: Path
-    proof: bytes = b""
-
-
-@dataclass(frozen=True)
-class _Built:
-    """An engine in a temporary file."""
-
-    file: Path
-    done: Done
-    warnings: tuple[str, ...]
-    model: tuple[FileIdentity, ...]
+    proof: bytes
 
 
 def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
@@ -297,12 +283,9 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
     files = {path: os.path.relpath(path, folder) for path in paths}
     flipped = for_tensorrt(model, folder)
-    return _Part(sources[0].path, files, _without_graphs(sources), [model], flipped)
-
-
-def _without_graphs(sources: Sequence[SourceModel]) -> tuple[SourceModel, ...]:
-    """Return the sources without their graphs: these may hold all weights, and TensorRT needs the memory."""
-    return tuple(replace(source, proto=type(source.proto)()) for source in sources)
+    # Without their graphs: these may hold all weights, and TensorRT needs the memory.
+    light = tuple(replace(source, proto=type(source.proto)()) for source in sources)
+    return _Part(sources[0].path, files, light, [model], flipped)
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
@@ -354,18 +337,20 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
 def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
     path = check_output(encoder_path(setup.engine))
     check_output(manifest_path(path))
-    part = _part(job.sources, job.model.pop())
-    _check_not_model(path, part.files)
-    _check_memory(part, setup, twice=False)
-    built = _built(part, job.plan, (job.profile,), setup, path, files)
-    return _Engine(replace(_manifest(setup, job.plan, (job.profile,), built, path), vocab=job.vocab), built.file, path)
+    _check_not_model(path, job.part.files)
+    _check_memory(job.part, setup, twice=False)
+    engine = _built(job.part, job.plan, (job.profile,), setup, path, files)
+    return replace(engine, manifest=replace(engine.manifest, vocab=job.vocab))
 
 
 def _built(
     part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
     bounds: Bounds | None = None,
-) -> _Built:  # fmt: skip
-    """Build an engine into a temporary file of `files`, beside `output`."""
+) -> _Engine:  # fmt: skip
+    """Build an engine into a temporary file of `files`, beside `output`.
+
+    Its manifest has the sizes of an encoder; the caller sets a decoder's sizes.
+    """
     from trt_kvcache.importer.serialize import serialize_model
 
     file = files.enter_context(temporary_file(output))
@@ -379,7 +364,26 @@ def _built(
         finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
             for source in part.sources:
                 source.check_unchanged()
-    return _Built(file, done, warnings, model)
+    proof = FileIdentity(proof_path(output).name, len(done.proof), blake3(done.proof).hexdigest())
+    manifest = Manifest(
+        created_by=f"trt_kvcache {__version__}",
+        backend=target.value,
+        backend_version=done.version,
+        compute_capabilities=_built_for(setup.build),
+        plan=plan,
+        aliases={c.present: c.past for c in plan.caches if c.carried and c.in_place},
+        double_buffered=plan.double_buffered,
+        profiles=profiles,
+        max_batch=1,
+        max_chunk=1,
+        model=model,
+        engine=FileIdentity(output.name, done.size, done.blake3),
+        options=_flat(setup.build),
+        warnings=(*filter(None, [done.note]), *warnings),
+        network=done.network,
+        proof=proof if done.proof else None,
+    )
+    return _Engine(manifest, file, output, done.proof)
 
 
 def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
@@ -445,28 +449,6 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
             cancelled.set()
 
 
-def _manifest(setup: _Setup, plan: CachePlan, profiles: tuple[Profile, ...], built: _Built, engine: Path) -> Manifest:
-    """Return the manifest of an engine, with the sizes of an encoder; the caller sets a decoder's sizes."""
-    carried = [c for c in plan.caches if c.carried]
-    return Manifest(
-        created_by=f"trt_kvcache {__version__}",
-        backend=setup.backend.target.value,
-        backend_version=built.done.version,
-        compute_capabilities=_built_for(setup.build),
-        plan=plan,
-        aliases={c.present: c.past for c in carried if c.in_place},
-        double_buffered=plan.double_buffered,
-        profiles=profiles,
-        max_batch=1,
-        max_chunk=1,
-        model=built.model,
-        engine=FileIdentity(engine.name, built.done.size, built.done.blake3),
-        options=_flat(setup.build),
-        warnings=built.warnings,
-        network=built.done.network,
-    )
-
-
 def _built_for(build: BuildOptions) -> tuple[str, ...]:
     """Return the compute capabilities by name, because ``current`` means another GPU on another machine."""
     if build.compute_capabilities != (CURRENT,):
@@ -515,17 +497,15 @@ class EncoderJob:
     """An encoder to build.
 
     Attributes:
-        sources: files of the encoder; external data lie in the folder of the first.
+        part: the model for TensorRT, and its files.
         plan: the plan of the encoder.
-        model: the model for TensorRT; taken out when it is sent, as that of the decoder.
         profile: the lengths of sources.
         vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
         positions: length of the output for the longest source; None: unknown.
     """
 
-    sources: tuple[SourceModel, ...]
+    part: _Part
     plan: CachePlan
-    model: list[onnx.ModelProto]
     profile: Profile
     vocab: int | None
     positions: int | None
@@ -586,9 +566,8 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = count_positions(encoder.model, shapes, axes)
-    return EncoderJob(
-        _without_graphs(encoder.sources), encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions
-    )
+    ids = most_ids(encoder.model)
+    return EncoderJob(_part(encoder.sources, encoder.model), encoder.plan, profile, ids, positions)
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:

@@ -18,7 +18,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.prefix import PrefixStats
 from trt_kvcache.runtime.runner import Array, Runner
-from trt_kvcache.runtime.slot import FileRows, Slot
+from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_inputs import read_ids
 
 
@@ -91,7 +91,7 @@ class KVCache:
         The limit is the smallest linear cache, or the model's position table if it is shorter. A sequence that brings
         its own positions may need fewer positions than it has tokens.
         """
-        return self._rows.limits.capacity
+        return self._rows.capacity
 
     @property
     def window(self) -> int | None:
@@ -306,6 +306,8 @@ class KVCache:
             SessionError: too little memory is free.
             OutputError: the file cannot be written. In all cases, nothing has changed.
         """
+        from trt_kvcache.runtime.cache_file import FileRows
+
         with self._guard.lock, self._guard.idle:
             entry = self._rows.idle(slot)
             if path is None and entry.row < 0:

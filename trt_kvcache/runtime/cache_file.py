@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,21 +42,26 @@ _ADAPTED_FORMAT = "trt_kvcache.cache.3"
 _PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool")
 
 
-@dataclass(frozen=True)
 class SavedSlots:
     """An open file of saved slots.
 
     Attributes:
+        path: path of the file.
         slots: slots by their former names, without rows.
         adapters: digests of the adapters of slots that have one.
         digest: digest of the file's contents, as saved; None if the file lacks it.
     """
 
-    slots: dict[int, Slot]
-    adapters: dict[int, str]
-    digest: str | None
-    _file: _Tensors
-    _runner: Runner
+    def __init__(self, file: Any, path: Path, metadata: Mapping[str, str], runner: Runner) -> None:
+        self._file, self.path, self._runner = file, path, runner
+        self._names = set(file.keys())
+        self._digests: dict[str, bytes] = {}  # of the tensors that were read, by name
+        self.digest = metadata.get("digest")
+        self.slots = _slots(self, metadata, runner)
+        self.adapters = _adapters(path, metadata)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
 
     def contents(self, slot: int) -> dict[str, Array]:
         """Return the saved contents of a slot, by cache.
@@ -67,13 +72,8 @@ class SavedSlots:
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
-            arrays[buffer.past] = self._file.read(name, buffer.array_dtype, buffer.row_shape(written))
+            arrays[buffer.past] = self.read(name, buffer.array_dtype, buffer.row_shape(written))
         return arrays
-
-    def read(self, slot: int, row: int) -> None:
-        """Write the saved contents of a slot to a row of every cache; `contents` lists the errors."""
-        for past, data in self.contents(slot).items():
-            self._runner.write_row(past, row, data)
 
     def check(self) -> None:
         """Compare the digest of the contents that were read with the digest that was saved.
@@ -81,25 +81,8 @@ class SavedSlots:
         Raises:
             CacheFileError: they differ.
         """
-        if self.digest != _digest_of(self._file.digests, self.slots, self.adapters):
-            raise CacheFileError(f"{self._file.path}: not what was saved: the file is damaged; save the cache again")
-
-
-class _Tensors:
-    """The tensors of an open file.
-
-    Attributes:
-        path: path of the file.
-        digests: digests of the tensors that were read, by name.
-    """
-
-    def __init__(self, file: Any, path: Path) -> None:
-        self._file, self.path = file, path
-        self._names = set(file.keys())
-        self.digests: dict[str, bytes] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._names
+        if self.digest != _digest_of(self._digests, self.slots, self.adapters):
+            raise CacheFileError(f"{self.path}: not what was saved: the file is damaged; save the cache again")
 
     def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
         """Return a copy of a tensor, and check its dtype and shape if they are given.
@@ -117,7 +100,7 @@ class _Tensors:
                 f"{self.path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {wanted} belongs; save the "
                 "cache again"
             )
-        self.digests[name] = _digest(data)
+        self._digests[name] = _digest(data)
         return data.view(dtype) if dtype else data
 
 
@@ -176,7 +159,7 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
                 names[old] = rows.take(constants=slot.constants, adapter=slot.adapter)
                 entry = rows.with_row(names[old])
                 rows.touch(entry.row, slot.written)
-                saved.read(old, entry.row)
+                _write(runner, entry.row, saved.contents(old))
                 rows.put(names[old], replace(slot.copy(entry.row), used=entry.used))
             saved.check()
         except BaseException:
@@ -184,6 +167,53 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
                 rows.drop(name)
             raise
         return names
+
+
+class FileRows:
+    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
+
+    Args:
+        path: path of the file.
+        runner: runner of the caches.
+        name: name of the slot.
+        slot: state of the slot.
+
+    Raises:
+        OutputError: the file cannot be written. Nothing has changed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], runner: Runner, name: int, slot: Slot) -> None:
+        self._digest = save_slots(path, runner, {name: slot})
+        self._path, self._runner, self._name = Path(path).absolute(), runner, name
+
+    def fill(self, row: int) -> None:
+        """See `HostRows`.
+
+        Raises:
+            CacheFileError: the file is gone, damaged, or was replaced.
+        """
+        _write(self._runner, row, self.arrays())
+
+    def arrays(self) -> Mapping[str, Array]:
+        """See `HostRows`; `fill` lists the errors."""
+        with open_slots(self._path, self._runner, None) as saved:
+            if saved.digest != self._digest:
+                raise CacheFileError(
+                    f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "
+                    "it; put the first one back, or remove the slot"
+                )
+            arrays = saved.contents(self._name)
+            saved.check()
+            return arrays
+
+    def close(self) -> None:
+        """See `HostRows`: the file belongs to the caller, and stays."""
+
+
+def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
+    """Write the contents of a slot to a row of every cache."""
+    for past, data in contents.items():
+        runner.write_row(past, row, data)
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
@@ -232,15 +262,13 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
                 f"{path}: saved from caches of other sizes, layouts or scales of the same model; open the model with "
                 "the options (capacity, cache layout, calibration) that it was saved with"
             )
-        tensors = _Tensors(file, path)
-        slots = _slots(tensors, metadata, runner)
-        digests = _adapters(path, metadata)
+        saved = SavedSlots(file, path, metadata, runner)
         if adapters is not None:
-            _find_adapters(path, slots, digests, adapters)
-        yield SavedSlots(slots, digests, metadata.get("digest"), tensors, runner)
+            _find_adapters(path, saved.slots, saved.adapters, adapters)
+        yield saved
 
 
-def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:
+def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:
     path = file.path
     try:
         lengths = msgspec.json.decode(metadata.get("slots", ""), type=dict[str, tuple[int, int]])
@@ -285,7 +313,7 @@ def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, 
                 )
 
 
-def _read_inputs(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
+def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> None:
     """Read positions and embeddings of the slot's tokens, if the file has any."""
     if f"{name}/given_positions" in file:
         data = file.read(f"{name}/given_positions")
@@ -305,7 +333,7 @@ def _read_inputs(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
         slot.embeds = Embeds(at, rows)
 
 
-def _constants(file: _Tensors, slot: int, runner: Runner) -> Constants:
+def _constants(file: SavedSlots, slot: int, runner: Runner) -> Constants:
     inputs = ConstantInputs(runner.plan)
     try:
         arrays = {t.name: file.read(f"{slot}/{t.name}", array_dtype(t.dtype)) for t in inputs.tensors}

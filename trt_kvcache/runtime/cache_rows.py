@@ -13,11 +13,11 @@ from trt_kvcache.arguments import is_whole, shown
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.adapters import Adapter
+from trt_kvcache.runtime.buffers import carried_caches, linear_capacity, why_no_return
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.prefix import BLOCK, PrefixCache
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.slot import HostRows, SequenceLimits, Slot, largest_update
-from trt_kvcache.runtime.step_inputs import carried_caches
+from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 
 
 class CacheRows:
@@ -37,7 +37,7 @@ class CacheRows:
 
     Attributes:
         slots: the state of each slot, oldest first.
-        limits: the longest lengths of sequences.
+        capacity: see `sequence_capacity`.
         prefixes: the prefix cache, or None.
 
     Raises:
@@ -47,8 +47,8 @@ class CacheRows:
     def __init__(self, runner: Runner, *, max_sequences: int | None = None, prefix_cache: int | None = None) -> None:
         self._runner, self.max_sequences = runner, max_sequences
         self._caches = carried_caches(runner.plan)
+        self._most, self.capacity = linear_capacity(runner.plan), sequence_capacity(runner)
         self.rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
-        self.limits = SequenceLimits(runner)
         self.slots: dict[int, Slot] = {}
         self.prefixes = None if prefix_cache is None else PrefixCache(runner, prefix_cache)
         self._dirty = [0] * runner.max_batch  # for each batch row, its first cache row from which on all are zero
@@ -217,16 +217,10 @@ class CacheRows:
         )
 
     def _check_crop(self, slot: int, entry: Slot, length: int) -> None:
-        plan, advice = self._runner.plan, "reset the slot, or fork it before it grows"
-        if plan.states and 0 < length < entry.length:
+        if 0 < length < entry.length and (why := why_no_return(self._runner.plan, rings=False)):
             raise CapacityError(
-                f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{plan.states[0].past}') "
-                f"that every step replaces, and what it was at that length is gone; {advice}"
-            )
-        if plan.prefill_in_one_step and 0 < length < entry.length:
-            raise CapacityError(
-                f"slot {slot} cannot be cropped to {length} tokens: tokens of one step see later ones in this model, "
-                f"so the remaining rows depend on the removed ones; {advice}"
+                f"slot {slot} cannot be cropped to {length} tokens: {why}, and its contents at that length are gone; "
+                "reset the slot, or fork it before it grows"
             )
         for cache in self._caches:
             wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
@@ -241,11 +235,54 @@ class CacheRows:
 
     def largest_update(self, slot: int) -> int:
         """Return the most tokens that one step may write to a slot with the same result as one by one."""
-        return largest_update(self._runner, self.slot(slot).length)
+        return self._largest_update(self.slot(slot).length)
+
+    def _largest_update(self, length: int) -> int:
+        """Return the most tokens that one step may write after `length` others.
+
+        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
+        that earlier tokens of the same update still see.
+        """
+        return min([self._runner.max_chunk, *(rows - length if length < rows else 1 for rows in self.rings)])
 
     def free_tokens(self, slot: int) -> int | None:
         """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""
-        return self.limits.free_tokens(self.slot(slot))
+        return self.free_after(self.slot(slot))
+
+    def free_after(self, slot: Slot) -> int | None:
+        """Return how many tokens still fit after those of a sequence; negative if it has too many."""
+        used = (self._most, len(slot.tokens)), (self._runner.max_positions, slot.next_position)
+        return min((bound - count for bound, count in used if bound is not None), default=None)
+
+    def check(self, slot: Slot, what: str) -> None:
+        """Refuse a sequence that is too long, or has positions that the model does not have.
+
+        Args:
+            slot: a slot with the sequence.
+            what: name of the sequence in messages.
+
+        Raises:
+            CapacityError: the sequence is too long; or its waiting tokens need one step together, and a step takes
+                fewer.
+        """
+        free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
+        if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
+            raise CapacityError(
+                f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, "
+                f"so they must come in one step, which takes at most {most} here; shorten it, or allow more "
+                "(max_chunk)"
+            )
+        if free is None or free >= 0:
+            return
+        if slot.positions and (self._most is None or count <= self._most):
+            raise CapacityError(
+                f"{what} stands at positions up to {slot.next_position - 1}, and the model knows "
+                f"{runner.max_positions}, from 0 on; give smaller ones, or use a model with more"
+            )
+        raise CapacityError(
+            f"{what} has {count} tokens, and a sequence may have {self.capacity}; shorten it, or use a model with a "
+            "larger capacity"
+        )
 
     def note_touched(self, slot: int, stop: int) -> None:
         """Note that a step will write cache rows before `stop`: if it fails, they are zeroed before they are reused."""

@@ -80,7 +80,7 @@ def read_passed_check(path: Path, now: PassedCheck) -> str:
         return "no passed check lies here"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return f"the passed check {path} cannot be read"
-    differs = replace(passed, largest=now.largest).differs(now)
+    differs = passed.differs(now)
     return f"the passed check {path} does not count here: {differs}" if differs else ""
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
-from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.events import FinishReason, SpeculationStats, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
-from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.runner import Logits
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
@@ -23,7 +22,7 @@ Tokens = npt.NDArray[np.int64]
 class Continuation:
     """Chooses the tokens after a prompt from the model's scores, makes the events, and decides when the sequence ends.
 
-    It never touches a cache: the decode loop feeds `next_token` (and a draft) to the model and passes the logits back.
+    It never touches a cache: the decode loop feeds the last token (and a draft) to the model and passes logits back.
 
     Attributes:
         assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
@@ -72,17 +71,6 @@ class Continuation:
     def tokens(self) -> Tokens:
         """The prompt and the new tokens, int64; a view, valid until the next token."""
         return self._buffer[: self._length]
-
-    @property
-    def new_tokens(self) -> list[int]:
-        """The chosen tokens, including the one that ended the sequence."""
-        chosen: list[int] = self.tokens[self._prompt_length :].tolist()
-        return chosen
-
-    @property
-    def next_token(self) -> int:
-        """The last token: the next one to feed to the model."""
-        return int(self._buffer[self._length - 1])
 
     @property
     def looks_at(self) -> int:
@@ -145,10 +133,10 @@ class Continuation:
         return self._event(None, text, None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens to guess now: they follow `next_token` in the same update. 0: do not guess.
+        """Return how many tokens to guess now: they follow the last token in the same update. 0: do not guess.
 
         Args:
-            most: tokens that the update can take beside `next_token`; 0 if a circular cache would overwrite old rows
+            most: tokens that the update can take beside the last token; 0 if a circular cache would overwrite old rows
                 with tokens that may be rejected.
         """
         count = self.config.prompt_lookup_num_tokens or self.assisted
@@ -181,7 +169,7 @@ class Continuation:
         """Choose tokens while they equal the draft's, and one more.
 
         Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens equal those
-        of single steps. The first ``len(events)`` tokens of the update ``[next_token, *draft]`` stay in the caches; the
+        of single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches; the
         caller crops the rest.
 
         Args:
@@ -224,3 +212,30 @@ class Continuation:
         if self._text.stopped:
             self.finish_reason = FinishReason.STOP
         return rest
+
+
+def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
+    """Propose up to `count` tokens that may follow `tokens`.
+
+    It searches the longest suffix, of at most `max_ngram` tokens, that occurred before. The proposal is what followed
+    its latest occurrence with `count` tokens after it; else what followed its first occurrence, which has the most
+    tokens after it.
+
+    Args:
+        tokens: int64 ``[T]``: the prompt and the generated tokens.
+        count: most tokens to propose.
+        max_ngram: longest suffix to search.
+
+    Returns:
+        int64 ``[0 .. count]``.
+    """
+    for size in range(min(max_ngram, tokens.size - 1), 0, -1):
+        # Without the last token, so that the suffix does not find itself.
+        grams = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
+        ends = np.flatnonzero((grams == tokens[tokens.size - size :]).all(axis=1)) + size
+        if ends.size:
+            full = ends[ends + count <= tokens.size]
+            start = int(full[-1] if full.size else ends[0])
+            guess: npt.NDArray[np.int64] = tokens[start : start + count].copy()
+            return guess
+    return np.empty(0, dtype=np.int64)

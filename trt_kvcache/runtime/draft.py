@@ -7,19 +7,16 @@ from collections.abc import Collection, Container, Mapping
 from pathlib import Path
 
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.model_paths import engine_in, is_model
+from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
-from trt_kvcache.runtime.generation.speculation import why_no_drafts
-from trt_kvcache.runtime.loop import DecodeLoop, Outcomes, as_outcome
-from trt_kvcache.runtime.open import RunnerOptions, open_runner
+from trt_kvcache.runtime.loop import DecodeLoop, Outcomes, as_outcome, why_no_drafts
+from trt_kvcache.runtime.open import CpuOptions, RunnerOptions, open_runner
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.session_options import CpuOptions
-from trt_kvcache.runtime.slot import SequenceLimits
-from trt_kvcache.runtime.step_inputs import carried_caches
+from trt_kvcache.runtime.slot import sequence_capacity
 from trt_kvcache.runtime.token_inputs import common_length
 
 
@@ -39,20 +36,12 @@ class DraftModel:
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
         self._runner = runner
         plan = runner.plan
-        ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
-        constants = ConstantInputs(plan).tensors
-        if plan.states or ring is not None:
-            name = plan.states[0].past if plan.states else ring and ring.past
+        if why := why_no_return(plan, rings=True):
             raise OptionError(
-                f"the draft cannot take back tokens that were rejected: '{name}' keeps no earlier state; use another "
-                "draft, or plan it with linear caches"
+                f"the draft cannot take back tokens that were rejected: {why}; use another draft, such as one with "
+                "linear caches"
             )
-        if plan.prefill_in_one_step:
-            raise OptionError(
-                "the draft cannot take back tokens that were rejected: tokens of one step see later ones in it; use "
-                "another draft"
-            )
-        if constants:
+        if constants := ConstantInputs(plan).tensors:
             raise OptionError(
                 f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "
                 "that reads tokens alone"
@@ -136,10 +125,10 @@ class DraftModel:
         same = min(common_length(entry.tokens, text), entry.length, len(text) - 1)
         self._cache.crop(name, same)
         after = self._cache.slot(name).appended(text[same:])
-        free_tokens = self._cache.limits.free_tokens(after)
-        if free_tokens is not None and free_tokens < 0:
+        free = self._cache.free_after(after)
+        if free is not None and free < 0:
             continuation.speculation.impossible = (
-                f"the draft holds {self._cache.limits.capacity} tokens; use one with more capacity"
+                f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
             )
             return
         self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)
@@ -157,11 +146,7 @@ def check_target(runner: Runner) -> None:
     Raises:
         OptionError: the model cannot check guesses.
     """
-    states = runner.plan.states
-    why = why_no_drafts(runner)
-    if states:
-        why = f"the model keeps state ('{states[0].past}') that every step replaces, and takes no token back"
-    if why:
+    if why := why_no_drafts(runner):
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 
 
@@ -180,7 +165,7 @@ def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel
     path = engine_in(path)
     if is_model(path):
         threads = None if options.cpu is None else options.cpu.threads
-        cpu = CpuOptions(threads, SequenceLimits(runner).capacity)
+        cpu = CpuOptions(threads, sequence_capacity(runner))
         opened = open_runner(path, RunnerOptions(max_batch=runner.max_batch, cpu=cpu))
     else:
         opened = open_runner(path, RunnerOptions(check=options.check, gpu=options.gpu))

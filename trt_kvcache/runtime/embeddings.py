@@ -31,7 +31,7 @@ EmbeddingsSource = str | os.PathLike[str] | Array | None
 _WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy or .safetensors, or an array [V, H]"
 
 
-class TableEmbeddings:
+class Embeddings:
     """A table with a row for each token; it looks up the embeddings of token ids.
 
     Args:
@@ -47,7 +47,7 @@ class TableEmbeddings:
         if table.ndim != 2 or not is_float(table.dtype):
             raise OptionError(f"{name} is {table.dtype} {list(table.shape)}; embeddings are a float table [V, H]")
         check_width(table.shape[1], tensor, f"{name} {list(table.shape)}")
-        self._table, self._dtype = table, array_dtype(tensor.dtype)
+        self._table, self._dtype, self._name = table, array_dtype(tensor.dtype), name
 
     @property
     def rows(self) -> int:
@@ -56,7 +56,11 @@ class TableEmbeddings:
 
     def missing(self, tokens: Sequence[int]) -> int | None:
         """Return the first token without an embedding of its own: an unknown id, or the place of an image or sound."""
-        return next((token for token in tokens if not 0 <= token < self.rows), None)
+        outside = next((token for token in tokens if not 0 <= token < self.rows), None)
+        if outside is not None or not len(tokens):
+            return outside
+        places = self._places(np.array(tokens, np.int64))
+        return int(places[0]) if places.size else None
 
     def look_up(self, tokens: Indices) -> Array:
         """Return embeddings ``[R, S, H]`` of token ids int64 ``[R, S]``, in the decoder's dtype.
@@ -64,9 +68,18 @@ class TableEmbeddings:
         Raises:
             SessionError: a token is `missing`, or the embedding model failed.
         """
-        check_range(tokens, self.rows)
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.rows:
+            wrong = tokens[(tokens < 0) | (tokens >= self.rows)]  # NumPy would count negative ids from the end
+            raise SessionError(f"token id {int(wrong[0])} has no embedding; the table has 0 to {self.rows - 1}")
+        places = self._places(tokens)
+        if places.size:
+            raise SessionError(f"token id {int(places[0])} has no embedding of its own in {self._name}")
         rows: Array = self._table[tokens].astype(self._dtype, copy=False)
         return rows
+
+    def _places(self, tokens: Indices) -> Indices:
+        """Return known ids that mark places of images or sound, and have no embedding."""
+        return tokens[:0].ravel()
 
 
 def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Embeddings | None:
@@ -93,7 +106,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
             f"says how token ids become these: give --embeddings: {_WHAT}"
         )
     if not isinstance(source, (str, os.PathLike)):
-        return TableEmbeddings(np.asarray(source), tensor)
+        return Embeddings(np.asarray(source), tensor)
     path, name = _split(os.fspath(source))
     suffix = path.suffix.lower()
     if not path.is_file():
@@ -101,7 +114,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     if suffix == ".onnx":
         return ModelEmbeddings(path, tensor, vocab)
     if suffix == ".npy":
-        return TableEmbeddings(_read_npy(path), tensor, str(path))
+        return Embeddings(_read_npy(path), tensor, str(path))
     if suffix == ".safetensors":
         if (setting := scaled_by(path)) is not None:
             raise OptionError(
@@ -109,7 +122,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
                 "whether the decoder takes them scaled or scales them itself; give the table as it takes them, as .npy "
                 "or as an array, or the exporter's embedding model"
             )
-        return TableEmbeddings(*_read_safetensors(path, name, tensor))
+        return Embeddings(*_read_safetensors(path, name, tensor))
     raise OptionError(f"{path}: cannot be read as embeddings; supported: {_WHAT}")
 
 
@@ -142,17 +155,6 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     if not known.all():  # ids under the caller's embeddings may have no embedding
         embeds[~known] = embeddings.look_up(tokens[~known][np.newaxis])[0]
     return embeds
-
-
-def check_range(tokens: Indices, rows: int) -> None:
-    """Refuse ids outside of 0 to ``rows - 1``: NumPy would count negative ids from the end.
-
-    Raises:
-        SessionError: an id is outside.
-    """
-    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
-        wrong = tokens[(tokens < 0) | (tokens >= rows)]
-        raise SessionError(f"token id {int(wrong[0])} has no embedding; the table has 0 to {rows - 1}")
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
@@ -265,8 +267,8 @@ _PROBED = 8
 _SAME = 1e-3  # relative to the scale: a normalization of rows may round differently in another batch
 
 
-class ModelEmbeddings:
-    """A `TableEmbeddings` that an embedding model fills, run by ONNX Runtime.
+class ModelEmbeddings(Embeddings):
+    """A table that an embedding model fills, run by ONNX Runtime.
 
     Inputs beside the token ids, such as features of images, are empty here. For ids that mark the places of these
     features, some exporters' models return zeros; such ids have no embedding here, and the caller has to give it.
@@ -283,7 +285,7 @@ class ModelEmbeddings:
     """
 
     def __init__(self, path: Path, tensor: TensorRole, vocab: int) -> None:
-        self._path = path
+        self._path, self._name, self._dtype = path, str(path), array_dtype(tensor.dtype)
         model = load_source(path).proto
         constants = {t.name for t in model.graph.initializer}
         inputs = [v for v in model.graph.input if v.name not in constants]
@@ -293,38 +295,17 @@ class ModelEmbeddings:
         self._others = others
         output = self._find_output(model, tensor)
         self._output, self._output_dtype = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
-        self._rows = min(table_rows(model, self._ids.name) or vocab, vocab)
-        # uses memory only where written
-        self._table = np.empty((self._rows, int(tensor.shape[-1])), array_dtype(tensor.dtype))
-        self._known = np.full(self._rows, _NEW)
+        rows = min(table_rows(model, self._ids.name) or vocab, vocab)
+        self._table = np.empty((rows, int(tensor.shape[-1])), self._dtype)  # uses memory only where written
+        self._known = np.full(rows, _NEW)
         # One row is too little work for several threads, which would spin beside the decoder's.
         self._session = open_on_cpu(str(path), path, "give the table of embeddings instead", threads=1)
         self._probe()
 
-    @property
-    def rows(self) -> int:
-        """See `TableEmbeddings`."""
-        return self._rows
-
-    def missing(self, tokens: Sequence[int]) -> int | None:
-        """See `TableEmbeddings`."""
-        outside = next((token for token in tokens if not 0 <= token < self._rows), None)
-        if outside is not None or not len(tokens):
-            return outside
-        ids = np.array(tokens, np.int64)
-        self._look_at(ids)
-        unknown = ids[self._known[ids] == _PLACE]
-        return int(unknown[0]) if unknown.size else None
-
-    def look_up(self, tokens: Indices) -> Array:
-        """See `TableEmbeddings`."""
-        check_range(tokens, self._rows)
+    def _places(self, tokens: Indices) -> Indices:
         self._look_at(tokens)
-        places = tokens[self._known[tokens] == _PLACE]
-        if places.size:
-            raise SessionError(f"token id {int(places[0])} has no embedding of its own in {self._path}")
-        rows: Array = self._table[tokens]
-        return rows
+        places: Indices = tokens[self._known[tokens] == _PLACE]
+        return places
 
     def _look_at(self, tokens: Indices) -> None:
         """Look up new ids. Ids whose embeddings are NaN in a second run, with NaN as features, have none of their own.
@@ -421,7 +402,7 @@ class ModelEmbeddings:
         Raises:
             UnsupportedModelError: they do; or no id has an embedding of its own.
         """
-        ids = np.arange(min(self._rows, _PROBED))
+        ids = np.arange(min(self.rows, _PROBED))
         self._look_at(ids)
         ids = ids[self._known[ids] == _OWN]
         if not ids.size:
@@ -445,6 +426,3 @@ class ModelEmbeddings:
 def _describe(value: onnx.ValueInfoProto) -> str:
     kind = TensorProto.DataType.Name(elem_type_of(value)).lower()
     return f"'{value.name}' ({kind} {list(shape_of(value) or ())})"
-
-
-Embeddings = TableEmbeddings | ModelEmbeddings

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from trt_kvcache.runtime.generation.speculation import SpeculationStats
-
 
 class FinishReason(str, Enum):
     """Why a sequence ended."""
@@ -21,6 +19,35 @@ class FinishReason(str, Enum):
     """A cache, or the model's position table, is full."""
     CANCELLED = "cancelled"
     """The caller ended the sequence."""
+
+
+@dataclass
+class SpeculationStats:
+    """Counts of guessed tokens.
+
+    Attributes:
+        proposed: draft tokens that were verified.
+        accepted: draft tokens that the model chose as well.
+        updates: updates of the caches that held a draft.
+        impossible: why no token can be proposed, and what to do; empty if tokens can be proposed.
+    """
+
+    proposed: int = 0
+    accepted: int = 0
+    updates: int = 0
+    impossible: str = ""
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the proposed tokens that were accepted; 0 if none was proposed."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    def add(self, other: SpeculationStats) -> None:
+        """Add the counts of `other`."""
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+        self.updates += other.updates
+        self.impossible = self.impossible or other.impossible
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,11 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import CapacityError, SessionError, TrtKvCacheError
 from trt_kvcache.runtime.adapters import AdapterSlots
+from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
@@ -507,3 +507,16 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
         made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
     made.__cause__ = error
     return made
+
+
+def why_no_drafts(runner: Runner) -> str:
+    """Return why a model cannot verify drafts (it needs logits of several positions of one step); empty if it can."""
+    if why := why_no_return(runner.plan, rings=False):
+        return why
+    if runner.max_logits == 1 and runner.plan.logits_span is None:
+        return "the model gives the logits of the last position only: export it with logits of all positions"
+    if runner.max_logits == 1:
+        return "the engine gives the logits of one position: build it with --max-logits 2 or more"
+    if runner.max_chunk == 1:
+        return "a step takes one token: use a model, or a max_chunk, for several"
+    return ""

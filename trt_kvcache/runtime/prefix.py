@@ -12,12 +12,11 @@ from blake3 import blake3
 
 from trt_kvcache.arguments import as_whole
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.importer.plan import CachePlan, UpdateMode
+from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.machine import free_memory
-from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.buffers import carried_buffers, why_no_return
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import HostBytes, Runner
-from trt_kvcache.runtime.step_inputs import carried_caches
 
 BLOCK = 32
 """Tokens whose rows are stored, found and dropped together."""
@@ -155,16 +154,8 @@ def _check(plan: CachePlan) -> None:
     Raises:
         OptionError: the model is of this kind.
     """
-    ring = next((c for c in carried_caches(plan) if c.mode is UpdateMode.CIRCULAR), None)
-    constants = ConstantInputs(plan).tensors
-    why = ""
-    if plan.states:
-        why = f"the model keeps state ('{plan.states[0].past}'), which is known after the last token alone"
-    elif ring is not None:
-        why = f"circular cache '{ring.past}' holds the last {ring.capacity} tokens of a text, and not its beginning"
-    elif plan.prefill_in_one_step:
-        why = "tokens of one step see later ones, so that a row depends on what follows it"
-    elif constants:
+    why = why_no_return(plan, rings=True)
+    if not why and (constants := ConstantInputs(plan).tensors):
         why = f"each row depends on what the text was given beside its tokens ('{constants[0].name}')"
     if why:
         raise OptionError(f"prefix_cache cannot reuse rows of this model: {why}; leave it out")

@@ -23,10 +23,9 @@ from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants
-from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.buffers import Carried, carried_buffers, linear_capacity
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.runner import Runner, StepBatch
-from trt_kvcache.runtime.step_inputs import linear_capacity
 from trt_kvcache.runtime.token_inputs import PositionInput
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT
 
@@ -186,8 +185,7 @@ def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
 
 def _rows_aligned(plan: CachePlan) -> bool:
     """True if each cache row lies at an address that TensorRT accepts; else an engine runs one text at a time."""
-    sizes = [math.prod(b.row_shape(b.capacity)) * b.array_dtype.itemsize for b in carried_buffers(plan)]
-    return not any(size % ALIGNMENT for size in sizes)
+    return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
 def replay(runner: Runner, proof: Proof) -> Replay:

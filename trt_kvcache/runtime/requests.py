@@ -13,12 +13,12 @@ from trt_kvcache.arguments import as_list, is_whole, shown
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.buffers import why_no_return
 from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
-from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.events import FinishReason, SpeculationStats, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.token_inputs import Array, PositionInput, read_ids
@@ -110,7 +110,7 @@ class PromptReader:
     def __init__(
         self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
     ) -> None:
-        self._vocab, self._rows, self._tokenizer, self._why = runner.vocab, rows, tokenizer, why
+        self._runner, self._rows, self._tokenizer, self._why = runner, rows, tokenizer, why
         self._constants = ConstantInputs(runner.plan, runner.home)
         self._embeddings = embeddings
         self._tensor = embedded_input(runner.plan)
@@ -119,7 +119,7 @@ class PromptReader:
     @property
     def vocab(self) -> int:
         """Size of the usable vocabulary: token ids are 0 to ``vocab - 1``."""
-        return self._vocab if self._embeddings is None else min(self._vocab, self._embeddings.rows)
+        return self._runner.vocab if self._embeddings is None else min(self._runner.vocab, self._embeddings.rows)
 
     def takes(self, token: int) -> bool:
         """Return True if prompts may have this id without an embedding from the caller."""
@@ -199,7 +199,7 @@ class PromptReader:
             CapacityError: they do not fit.
         """
         after = prompt.after(entry)
-        self._rows.limits.check(after, what)
+        self._rows.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
@@ -231,7 +231,7 @@ class PromptReader:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             prompt = self.text_tokenizer("a prompt").encode(prompt)
-        return read_ids(prompt, self._vocab)
+        return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
         """Return the tokenizer.
@@ -295,16 +295,8 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
         else:
             said = f"{kind.__name__}; give a GenerationConfig"
         raise OptionError(f"config is {said}")
-    if config.prompt_lookup_num_tokens and plan.states:
-        raise OptionError(
-            f"prompt_lookup_num_tokens takes wrong guesses back, and the model keeps state "
-            f"('{plan.states[0].past}') that every step replaces for good; generate without it"
-        )
-    if config.prompt_lookup_num_tokens and plan.prefill_in_one_step:
-        raise OptionError(
-            "prompt_lookup_num_tokens guesses tokens, and tokens of one step see each other in this model, so that a "
-            "guess would change the scores before it; generate without it"
-        )
+    if config.prompt_lookup_num_tokens and (why := why_no_return(plan, rings=False)):
+        raise OptionError(f"prompt_lookup_num_tokens takes wrong guesses back, and {why}; generate without it")
     if config.num_assistant_tokens and not draft:
         raise OptionError(
             f"num_assistant_tokens is {config.num_assistant_tokens}, and the session has no draft model; open it with "

@@ -138,7 +138,7 @@ class Runner(Protocol):
         Returns:
             Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory:
                 it is valid until the next call, including `close`. If the step needs few scores, a runner that chooses
-                tokens itself may return `trt_kvcache.runtime.generation.greedy.CHOICE` ``[R, keep, N]`` instead: at
+                tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R, keep, N]`` instead: at
                 least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
 
         Raises:
@@ -201,8 +201,8 @@ class Runner(Protocol):
             row: row of the batch.
             start: first token; the state is copied if it is 0.
             stop: end of the tokens (exclusive).
-            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array of
-                `Carried.range_shape`.
+            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array
+                ``[planes, tokens, width]``, see `Carried`.
         """
         ...
 

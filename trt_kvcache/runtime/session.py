@@ -24,16 +24,19 @@ from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel, open_draft
 from trt_kvcache.runtime.embeddings import EmbeddingsSource, embedded_input, find_embeddings, open_embeddings
-from trt_kvcache.runtime.encoders.encoder import Encoder, Sources, open_encoder
+from trt_kvcache.runtime.encoders.encoder import Encoder, open_encoder
 from trt_kvcache.runtime.encoders.source_reader import Source
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.beam import BeamSlots
+from trt_kvcache.runtime.generation.beam import beam_events
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.open import (
+    CpuOptions,
+    GpuOptions,
     RunnerOptions,
+    Schedule,
     Unread,
     default_config,
     default_sampling,
@@ -53,7 +56,6 @@ from trt_kvcache.runtime.requests import (
     is_one,
 )
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.session_options import CpuOptions, GpuOptions, Schedule
 from trt_kvcache.runtime.streams import Streams, in_a_thread
 
 _GREEDY = GenerationConfig()
@@ -132,8 +134,9 @@ class DecodeSession:
         self._reader = PromptReader(runner, self._rows, opened, tokenizer, why)
         self._loop = DecodeLoop(runner, self._rows, opened, draft, schedule.prefill_budget, self._guard.pause)
         self._streams = Streams(self._guard, self._rows, self._loop, self.adapters)
-        self._beams = BeamSlots(self._rows, self._loop, self._guard, self.adapters)
-        self._sources = Sources(encoder, self._guard, tokenizer)
+        self._beam_events = partial(beam_events, self._rows, self._loop, self._guard, self.adapters)
+        self._open_encoder = encoder
+        self._encoder: Encoder | None = None
 
     @classmethod
     def open(
@@ -233,7 +236,8 @@ class DecodeSession:
     def name(self) -> str:
         """Runtimes and devices of decoder, encoder and draft, as text."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
-        return ", ".join(part for part in (self._runner.name, self._sources.where, draft) if part)
+        encoder = "" if self._encoder is None else self._encoder.where
+        return ", ".join(part for part in (self._runner.name, encoder, draft) if part)
 
     @property
     def plan(self) -> CachePlan:
@@ -295,7 +299,14 @@ class DecodeSession:
             PromptError: the source does not fit the encoder.
             SessionError: the encoder failed, or the session is closed.
         """
-        return self._sources.encode(source)
+        with self._guard.lock, self._guard.idle:
+            if self._encoder is None:
+                if self._open_encoder is None:
+                    raise OptionError("the session has no encoder; open the model with DecodeSession.open")
+                self._encoder = self._open_encoder(self._guard)
+            read = self._reader.text_tokenizer("a source").encode(source) if isinstance(source, str) else source
+            encoder = self._encoder
+        return encoder.encode(read)  # without the lock: the CPU encoder runs beside the steps of other threads
 
     # --- whole generations
 
@@ -360,7 +371,7 @@ class DecodeSession:
         checked, one = self._read(prompts, constants, inputs_embeds, positions)
         results = [Generation(prompt.tokens) for prompt in checked]
         if config.num_beams > 1:
-            for event in self._beams.events(checked, config, self._tokenizer):
+            for event in self._beam_events(checked, config, self._tokenizer):
                 results[event.sequence].take(event)
             return results[0] if one else results
         continuations = self._continuations(checked, config)
@@ -460,7 +471,7 @@ class DecodeSession:
         config = self._configured(config, settings)
         checked, _ = self._read(prompts, constants, inputs_embeds, positions)
         if config.num_beams > 1:  # a beam search knows its tokens only at the end
-            return self._beams.events(checked, config, self._tokenizer)
+            return self._beam_events(checked, config, self._tokenizer)
         return self._streams.stream(self._continuations(checked, config), checked)
 
     async def astream(

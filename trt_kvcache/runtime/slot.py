@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trt_kvcache.errors import CacheFileError, CapacityError, SessionError
-from trt_kvcache.importer.plan import UpdateMode
+from trt_kvcache.errors import SessionError
 from trt_kvcache.machine import free_memory
 from trt_kvcache.runtime.adapters import Adapter
-from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.buffers import carried_buffers, linear_capacity
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.step_inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.token_inputs import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
+
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.cache_file import FileRows
 
 
 class HostRows:
@@ -52,62 +52,13 @@ class HostRows:
         for buffer in self._buffers:
             stop = start + buffer.range_bytes(0, self._tokens)
             flat = self._memory.data[start:stop].view(buffer.array_dtype)
-            arrays[buffer.past] = flat.reshape(buffer.range_shape(0, self._tokens))
+            arrays[buffer.past] = flat.reshape(buffer.row_shape(self._tokens))
             start = stop
         return arrays
 
     def close(self) -> None:
         """Free the memory. Calling it again does nothing."""
         self._memory.close()
-
-
-class FileRows:
-    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
-
-    Args:
-        path: path of the file.
-        runner: runner of the caches.
-        name: name of the slot.
-        slot: state of the slot.
-
-    Raises:
-        OutputError: the file cannot be written. Nothing has changed.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], runner: Runner, name: int, slot: Slot) -> None:
-        from trt_kvcache.runtime.cache_file import save_slots
-
-        self._digest = save_slots(path, runner, {name: slot})
-        self._path, self._runner, self._name = Path(path).absolute(), runner, name
-
-    def fill(self, row: int) -> None:
-        """See `HostRows`.
-
-        Raises:
-            CacheFileError: the file is gone, damaged, or was replaced.
-        """
-        for past, data in self.arrays().items():
-            self._runner.write_row(past, row, data)
-
-    def arrays(self) -> Mapping[str, Array]:
-        """See `HostRows`; `fill` lists the errors."""
-        from trt_kvcache.runtime.cache_file import open_slots
-
-        with open_slots(self._path, self._runner, None) as saved:
-            if saved.digest != self._digest:
-                raise CacheFileError(
-                    f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "
-                    "it; put the first one back, or remove the slot"
-                )
-            arrays = saved.contents(self._name)
-            saved.check()
-            return arrays
-
-    def close(self) -> None:
-        """See `HostRows`: the file belongs to the caller, and stays."""
-
-
-Offloaded = HostRows | FileRows
 
 
 @dataclass
@@ -139,7 +90,7 @@ class Slot:
     adapter: Adapter | None = None
     embeds: Embeds = NO_EMBEDS
     positions: Positions = IN_ORDER
-    offloaded: Offloaded | None = None
+    offloaded: HostRows | FileRows | None = None
     used: int = 0
     by_ids: int | None = None
     remembered: int = 0
@@ -195,66 +146,6 @@ class Slot:
             self.offloaded.close()
 
 
-def largest_update(runner: Runner, length: int) -> int:
-    """Return the most tokens that one step may write after `length` others with the same result as one by one.
-
-    A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row that
-    earlier tokens of the same update still see.
-    """
-    limit = runner.max_chunk
-    for cache in carried_caches(runner.plan):
-        if cache.mode is UpdateMode.CIRCULAR:
-            limit = min(limit, cache.capacity - length if length < cache.capacity else 1)
-    return limit
-
-
-class SequenceLimits:
-    """Limits of a sequence: rows of the smallest linear cache, and of the position table if one is known.
-
-    Args:
-        runner: runner of the model.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self._rows, self._positions = linear_capacity(runner.plan), runner.max_positions
-        self._runner = runner
-
-    @property
-    def capacity(self) -> int | None:
-        """Most tokens of a sequence with consecutive positions; None if nothing limits them."""
-        return min((bound for bound in (self._rows, self._positions) if bound is not None), default=None)
-
-    def free_tokens(self, slot: Slot) -> int | None:
-        """Return how many tokens still fit after those of a slot; None if nothing limits them."""
-        used = (self._rows, len(slot.tokens)), (self._positions, slot.next_position)
-        return min((bound - count for bound, count in used if bound is not None), default=None)
-
-    def check(self, slot: Slot, what: str) -> None:
-        """Refuse a sequence that is too long, or has positions that the model does not have.
-
-        Args:
-            slot: a slot with the sequence.
-            what: name of the sequence in messages.
-
-        Raises:
-            CapacityError: the sequence is too long; or its waiting tokens need one step together, and a step takes
-                fewer.
-        """
-        free_tokens, count = self.free_tokens(slot), len(slot.tokens)
-        if self._runner.plan.prefill_in_one_step and slot.pending > (most := largest_update(self._runner, slot.length)):
-            raise CapacityError(
-                f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, "
-                f"so they must come in one step, which takes at most {most} here; shorten it, or allow more "
-                "(max_chunk)"
-            )
-        if free_tokens is None or free_tokens >= 0:
-            return
-        if slot.positions and (self._rows is None or count <= self._rows):
-            raise CapacityError(
-                f"{what} stands at positions up to {slot.next_position - 1}, and the model knows {self._positions}, "
-                "from 0 on; give smaller ones, or use a model with more"
-            )
-        raise CapacityError(
-            f"{what} has {count} tokens, and a sequence may have {self.capacity}; shorten it, or use a model with a "
-            "larger capacity"
-        )
+def sequence_capacity(runner: Runner) -> int | None:
+    """Return the most tokens of a sequence with consecutive positions; None if nothing limits them."""
+    return min((n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None), default=None)

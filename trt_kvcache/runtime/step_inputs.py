@@ -1,8 +1,15 @@
-"""Computes all inputs of a step except caches, from the roles in the plan. Pure NumPy, for all runners."""
+"""A step's inputs except caches, computed from the roles in the plan; its logits; and its padding to fixed sizes.
+
+Pure NumPy, for all runners. A model whose batch, or whose number of tokens per step, is fixed at more than one computes
+all of its rows and tokens in each step. Rows that do not take part compute some token at the start of their caches;
+their former contents are restored afterwards. Padding tokens lie after those of the step, where causal attention hides
+them; their rows are zeroed after the step. The results of real rows and tokens are the same as without padding.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -24,9 +31,10 @@ from trt_kvcache.input_values import (
     newest_tokens,
     place,
 )
+from trt_kvcache.runtime.buffers import carried_buffers, carried_caches, filled_up
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
-from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
+from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that one CUDA graph or set of bindings serves many steps."""
@@ -35,28 +43,93 @@ _EXTERNAL = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN, Role.ADAPTER_WEIG
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
 
 
-def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
-    """Return the caches that the caller keeps from step to step."""
-    return tuple(c for c in plan.caches if c.carried)
-
-
-def linear_capacity(plan: CachePlan) -> int | None:
-    """Return the most tokens of a sequence in the linear caches; None if all caches are circular: they never fill up.
-
-    If every step writes a fixed number of tokens, the whole last step must fit, however few tokens it is asked for.
-    """
-    linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
-    return min((c.capacity - filled_up(c) for c in linear), default=None)
-
-
-def filled_up(cache: CacheUpdate) -> int:
-    """Return how many padding tokens a step writes beside one real token."""
-    return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
-
-
 def model_identity(files: Iterable[FileIdentity]) -> str:
     """Return a digest (hex) of a model: of the contents of its file and its external data; names do not matter."""
     return blake3("\n".join(sorted(f.blake3 for f in files)).encode()).hexdigest()
+
+
+class StepLogits:
+    """The output with the logits of a model.
+
+    Attributes:
+        name: name of the output.
+        dtype: dtype of the output.
+        known: whether the model fixes V; else call `settle` before anything else.
+        last_only: the model returns logits of the last position of each row only.
+
+    Raises:
+        UnsupportedModelError: the model has no logits, or their shape is not understood.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        tensor = plan.tensor(Role.LOGITS, "output")
+        if tensor is None:
+            outputs = [t for t in plan.tensors if t.io == "output" and t.role in (Role.LOGITS, Role.OTHER)]
+            names = ", ".join(f"'{t.name}' {t.dtype} {list(t.shape)}" for t in outputs) or "caches alone"
+            raise UnsupportedModelError(
+                f"no output has the role 'logits' (outputs: {names}), and a session chooses tokens by the scores of "
+                "the whole vocabulary: export the model with logits, or name them in a config (--config)"
+            )
+        tensor = named_axes(tensor, plan)
+        self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
+        what = f"logits '{tensor.name}' {list(tensor.shape)}"
+        size = tensor.shape[-1] if tensor.shape else "?"
+        self._what = what
+        for dim, axis in zip(tensor.shape[:-1], tensor.axes[:-1], strict=True):
+            if axis in ("batch", "sequence", "kept", "tokens") or dim == 1:
+                continue
+            if isinstance(dim, str):
+                raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
+            raise UnsupportedModelError(
+                f"{what} hold {dim} vectors of scores for each position, as of several codebooks, and a session "
+                "chooses one token by one of them: export logits [B, S, V]"
+            )
+        self.known = isinstance(size, int)
+        self._vocab = size if isinstance(size, int) else 0
+        tokens = plan.tensor(Role.TOKENS)
+        one_at_a_time = tokens is not None and not {"sequence", "tokens"} & set(named_axes(tokens, plan).axes)
+        self._counted = "kept" in tensor.axes
+        self.last_only = not one_at_a_time and not {"sequence", "kept", "tokens"} & set(tensor.axes)
+
+    @property
+    def vocab(self) -> int:
+        """Size of the vocabulary, V: the size of the last axis."""
+        if not self._vocab:
+            raise UnsupportedModelError(f"{self._what}: nothing says how large the vocabulary is; fix it in the model")
+        return self._vocab
+
+    def settle(self, vocab: int) -> None:
+        """Set the size of the vocabulary, for a model that leaves it open."""
+        self._vocab = self._vocab or vocab
+
+    def shape(self, batch: StepBatch) -> tuple[int, ...]:
+        """Return the shape of the output in this step."""
+        sizes, tensor = batch.sizes, self._tensor
+        dims = zip(tensor.shape[:-1], tensor.axes[:-1], strict=True)
+        return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)
+
+    def last(self, output: Array, batch: StepBatch) -> Array:
+        """Return the last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
+
+        Raises:
+            SessionError: the model returns fewer positions.
+        """
+        positions = self.check(batch)
+        return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
+
+    def check(self, batch: StepBatch) -> int:
+        """Return the number of positions that the model returns logits of in this step.
+
+        Raises:
+            SessionError: the step asks for more.
+        """
+        positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
+        if batch.keep > positions:
+            raise SessionError(
+                f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "
+                f"{batch.keep} are needed; export the model with logits of all positions"
+            )
+        return positions
 
 
 class StepInputs:
@@ -108,11 +181,6 @@ class StepInputs:
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the inputs that `arrays` fills."""
-        return tuple(t.name for t in self._inputs)
 
     def batch(self, asked: int | None) -> int | None:
         """Return the number of rows of every cache buffer, if the caller or the model fixes it; else None.
@@ -387,3 +455,65 @@ def why_no_session(plan: CachePlan) -> str:
     except UnsupportedModelError as error:
         return error.message
     return ""
+
+
+def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callable[[StepBatch], Array]) -> Array:
+    """Run a step, padded to the fixed sizes of the model, and undo the padding; return the logits ``[R, keep, V]``.
+
+    Args:
+        runner: holds the rows of the caches.
+        inputs: inputs of the model.
+        batch: the step that is asked for.
+        run: runs the step that the model takes instead.
+    """
+    rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
+    if (rows, length) == (batch.rows, batch.length):
+        return run(batch)
+    first = batch.first_row if rows == batch.rows else 0
+    taking_part = slice(batch.first_row - first, batch.first_row - first + batch.rows)
+    tokens = np.zeros((rows, length), np.int64)
+    tokens[taking_part, : batch.length] = batch.tokens
+    starts = np.full(rows, batch.starts[0] if inputs.uniform else 0)
+    starts[taking_part] = batch.starts
+    constants = list(batch.constants[:1] * rows)
+    constants[taking_part] = batch.constants
+    keep = batch.keep and length - batch.length + batch.keep  # padding comes after the tokens
+    beside = (taking_part.start, rows - taking_part.stop), (0, length - batch.length)
+    embeds, positions = batch.embeds, batch.positions
+    if embeds is not None:
+        embeds = np.pad(embeds, (*beside, (0, 0)))
+    # positions of a token of the step: all rows agree if the model takes one position for all
+    if positions is not None:
+        positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
+    adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])
+    whole = replace(
+        batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep, embeds=embeds,
+        positions=positions, adapters=adapters, masks=_whole_masks(batch, rows, keep, taking_part),
+    )  # fmt: skip
+    idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
+    names = [buffer.past for buffer in carried_buffers(runner.plan)]
+    saved = [
+        (name, row, runner.read_row(name, row, int(starts[row - first]) + length)) for name in names for row in idle
+    ]
+    try:
+        logits = run(whole)
+    finally:
+        for name, row, data in saved:
+            runner.write_row(name, row, data)
+        if length > batch.length:
+            for i, start in enumerate(batch.starts):
+                runner.zero_rows(batch.first_row + i, int(start) + batch.length, int(start) + length)
+    return logits[taking_part, : batch.keep]
+
+
+def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> Masks | None:
+    asked = batch.masks
+    if asked is None:
+        return None
+
+    def read(words: int) -> Mask:
+        masks = all_tokens((rows, keep, words))
+        masks[taking_part, : batch.keep] = asked(words)
+        return masks
+
+    return read

@@ -131,7 +131,7 @@ class Grammars:
         matcher = self._matcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise OptionError(f"the {what} does not compile: {_reason(matcher)}")
-        compiled = _Compiled(matcher, self._words)
+        compiled = _Matched(matcher, self._words)
         try:
             able = bool(compiled.start()(np.empty(0, np.int64)).any())
         except OptionError:
@@ -169,23 +169,16 @@ class _Vocabulary:
         return ids
 
 
-class _Compiled:
-    """A compiled grammar; each sequence gets a copy of its matcher."""
-
-    def __init__(self, matcher: Any, most: int) -> None:
-        self._matcher, self._words = matcher, most
-
-    def start(self) -> TokenMask:
-        """See `Grammar`."""
-        return _Matched(self._matcher.deep_copy(), self._words)
-
-
 class _Matched:
-    """The mask of one sequence; its matcher has read the tokens of the last call."""
+    """A compiled grammar; and, as a copy, the mask of one sequence: its matcher has read the last call's tokens."""
 
     def __init__(self, matcher: Any, most: int) -> None:
         self._matcher, self._words = matcher, most
         self._read: list[int] = []
+
+    def start(self) -> TokenMask:
+        """See `Grammar`."""
+        return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
         """See `TokenMask`; no bits are set after tokens that the grammar forbids.

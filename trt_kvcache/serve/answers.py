@@ -14,7 +14,7 @@ import msgspec
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.requests import Generation
-from trt_kvcache.runtime.text.token_bytes import TokenBytes
+from trt_kvcache.runtime.text.tokenizer import TokenBytes
 from trt_kvcache.serve.api_requests import ApiError, Asked, ChatRequest
 
 REASONS = {

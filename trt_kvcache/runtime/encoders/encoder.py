@@ -7,7 +7,7 @@ on the CPU with ONNX Runtime. `importer.families.encoders.outputs` finds the out
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from trt_kvcache.importer.families.encoders.outputs import (
 )
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import Role, TensorRole
-from trt_kvcache.runtime.encoders.source_reader import Source, SourceInput, SourceReader
+from trt_kvcache.runtime.encoders.source_reader import SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 from trt_kvcache.runtime.runner import Runner
@@ -82,11 +82,11 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         raise OptionError(f"{file} looks like an engine, and {model} runs on the CPU; give the encoder's .onnx file")
     missing = ""
     if runner.home is not None and (file is None or is_engine):
-        from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder
+        from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder, engine_beside
         from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
         assert isinstance(runner, TensorRTRunner)
-        engine, missing = (file, "") if file is not None else runner.encoder_beside(model)
+        engine, missing = (file, "") if file is not None else engine_beside(model, runner)
         if engine is not None:
             try:
                 return TensorRTEncoder(engine, runner, constants, guard)
@@ -110,38 +110,6 @@ def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError
     if model is None or "--encoder" in error.message:
         return error
     return type(error)(f"{error.message}; or let the encoder run on the CPU: {model} as --encoder")
-
-
-class Sources:
-    """The encoder of a session; it is opened when the first source comes.
-
-    Args:
-        open_: opens the encoder with `guard`; None: there is no encoder.
-        guard: lock of the session.
-        tokenizer: tokenizer for texts, or None.
-    """
-
-    def __init__(self, open_: Callable[[Guard], Encoder] | None, guard: Guard, tokenizer: Any) -> None:
-        self._open, self._guard, self._tokenizer = open_, guard, tokenizer
-        self._encoder: Encoder | None = None
-
-    @property
-    def where(self) -> str:
-        """See `Encoder`; empty before the first source."""
-        return "" if self._encoder is None else self._encoder.where
-
-    def encode(self, source: Source) -> dict[str, Any]:
-        """See `DecodeSession.encode`."""
-        with self._guard.lock, self._guard.idle:
-            if self._encoder is None:
-                if self._open is None:
-                    raise OptionError("the session has no encoder; open the model with DecodeSession.open")
-                self._encoder = self._open(self._guard)
-            if isinstance(source, str) and self._tokenizer is None:
-                raise PromptError("a source is text, and there is no tokenizer; open the session with one")
-            read = self._tokenizer.encode(source) if isinstance(source, str) else source
-            encoder = self._encoder
-        return encoder.encode(read)  # without the lock: the CPU encoder runs beside the steps of other threads
 
 
 class OnnxEncoder:

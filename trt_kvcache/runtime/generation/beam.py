@@ -169,52 +169,49 @@ def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, confi
     return bool(best.total / attainable**config.length_penalty <= ended[-1].score)
 
 
-class BeamSlots:
-    """Beam search over the slots of a session.
+def beam_events(
+    rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters, prompts: Sequence[ReadPrompt],
+    config: GenerationConfig, tokenizer: TokenDecoder | None,
+) -> Iterator[TokenEvent]:  # fmt: skip
+    """Yield the events of the best hypothesis for each prompt, one prompt after the other.
 
     Args:
-        rows: the sequences in the caches of the session.
+        rows: the sequences in the caches of a session.
         loop: its decode loop.
         guard: its lock.
         adapters: its adapters.
+        prompts: the prompts.
+        config: the settings.
+        tokenizer: makes the text of events.
+
+    Raises:
+        SlotError: fewer rows are free than the search has beams.
+        SessionError: a step failed.
     """
-
-    def __init__(self, rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters) -> None:
-        self._rows, self._loop, self._guard, self._adapters = rows, loop, guard, adapters
-
-    def events(
-        self, prompts: Sequence[ReadPrompt], config: GenerationConfig, tokenizer: TokenDecoder | None
-    ) -> Iterator[TokenEvent]:
-        """Yield the events of the best hypothesis for each prompt, one prompt after the other.
-
-        Raises:
-            SlotError: fewer rows are free than the search has beams.
-            SessionError: a step failed.
-        """
-        for index, prompt in enumerate(prompts):
-            slots: list[int] = []
-            ids = np.array(prompt.tokens, np.int64)
-            try:
-                with self._guard.lock, self._guard.idle:
-                    free = min(self._rows.free, self._rows.count)
-                    if config.num_beams > free:
-                        raise SlotError(
-                            f"beam search with num_beams={config.num_beams} needs as many rows, and {free} of "
-                            f"{self._rows.count} are free; remove sequences, or open the session with a max_batch of "
-                            f"{config.num_beams} or more"
-                        )
-                    adapter = self._adapters.find(config.adapter)
-                    for _ in range(config.num_beams):
-                        slots.append(self._rows.take(constants=prompt.constants, adapter=adapter))
-                beams = _LiveBeams(self._guard, self._rows, self._loop, slots)
-                logits = beams.start(prompt)
-                free_tokens = self._rows.free_tokens(slots[0])
-                best = beam_search(ids, logits, beams, config, free_tokens=free_tokens)[0]
-            finally:
-                with self._guard.lock:
-                    for slot in slots:
-                        self._rows.drop(slot)
-            yield from hypothesis_events(best, index, config, tokenizer, ids)
+    for index, prompt in enumerate(prompts):
+        slots: list[int] = []
+        ids = np.array(prompt.tokens, np.int64)
+        try:
+            with guard.lock, guard.idle:
+                free = min(rows.free, rows.count)
+                if config.num_beams > free:
+                    raise SlotError(
+                        f"beam search with num_beams={config.num_beams} needs as many rows, and {free} of "
+                        f"{rows.count} are free; remove sequences, or open the session with a max_batch of "
+                        f"{config.num_beams} or more"
+                    )
+                adapter = adapters.find(config.adapter)
+                for _ in range(config.num_beams):
+                    slots.append(rows.take(constants=prompt.constants, adapter=adapter))
+            beams = _LiveBeams(guard, rows, loop, slots)
+            logits = beams.update([prompt])[0]
+            free_tokens = rows.free_tokens(slots[0])
+            best = beam_search(ids, logits, beams, config, free_tokens=free_tokens)[0]
+        finally:
+            with guard.lock:
+                for slot in slots:
+                    rows.drop(slot)
+        yield from hypothesis_events(best, index, config, tokenizer, ids)
 
 
 class _LiveBeams:
@@ -224,14 +221,9 @@ class _LiveBeams:
         self._guard, self._rows, self._loop = guard, rows, loop
         self._slots, self._live = list(slots), 1
 
-    def start(self, prompt: ReadPrompt) -> Logits:
-        """Write the prompt to the only row; return the scores ``[V]`` after it."""
-        logits: Logits = self._update([prompt])[0]
-        return logits
-
     def step(self, tokens: Tokens) -> Logits:
         """Feed one token to each of the R live beams: int64 ``[R]`` in, float32 logits ``[R, V]`` out."""
-        return self._update([ReadPrompt([token]) for token in tokens.tolist()])
+        return self.update([ReadPrompt([token]) for token in tokens.tolist()])
 
     def reorder(self, indices: Tokens) -> None:
         """Make beam `i` a copy of the former beam ``indices[i]``; int64 ``[R']``, R' is the new number of beams.
@@ -244,7 +236,8 @@ class _LiveBeams:
             self._rows.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
         self._live = len(chosen)
 
-    def _update(self, prompts: Sequence[ReadPrompt]) -> Logits:
+    def update(self, prompts: Sequence[ReadPrompt]) -> Logits:
+        """Write a prompt to each live row; return the scores ``[R, V]`` after them."""
         live = self._slots[: self._live]
         with self._guard.lock, self._guard.idle:
             logits = self._loop.update(dict(zip(live, prompts, strict=True)), 1)

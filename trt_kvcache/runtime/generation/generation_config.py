@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trt_kvcache.arguments import as_path, is_number, is_whole, shown
-from trt_kvcache.engine.token_settings import load_settings
+from trt_kvcache.engine.engine_folder import load_settings
 from trt_kvcache.errors import OptionError
 from trt_kvcache.setting import Setting, check_settings, described
 
@@ -365,8 +365,8 @@ class GenerationConfig:
             OptionError: a file is unreadable, or a value is out of range.
             ManifestError: the manifest of an engine is unreadable.
         """
+        from trt_kvcache.engine.engine_folder import each_beside
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
-        from trt_kvcache.engine.token_settings import each_beside
         from trt_kvcache.model_paths import engine_in, is_model
 
         path = engine_in(as_path(model, "model"))

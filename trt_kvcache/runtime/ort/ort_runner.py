@@ -25,13 +25,11 @@ from trt_kvcache.machine import allow_memory, memory, shortage
 from trt_kvcache.progress import phase
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants
-from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
-from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.cpu_model import NOTE, OPERATOR, fuse_attention, fuse_products, in_float32, keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, model_identity, run_whole
 
 _DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
 _DEFAULT_CHUNK = 512
@@ -143,7 +141,7 @@ class OnnxRuntimeRunner:
         self.max_logits = 1 if self._logits.last_only else None
         self._carried = {c.past: c for c in carried_buffers(self.plan)}
         in_place = _updated_in_place(model_run, self._carried.values())
-        per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
+        per_row = sum(b.row_bytes * (1 if n in in_place else 2) for n, b in self._carried.items())
         self.max_batch = _admit(per_row, self.inputs.batch(max_batch))
         _admit_weights(model_run)
         session = _opened(imported, model_run, threads, self.name)
@@ -182,15 +180,14 @@ class OnnxRuntimeRunner:
 
     def step(self, batch: StepBatch) -> Logits:
         """Run one step; see `Runner.step`."""
-        with whole_step(self, self.inputs, batch) as whole:
-            several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
-            logits = np.concatenate([self._step(row) for row in whole.split()]) if several else self._step(whole)
-        return asked_logits(logits, batch, whole)
+        return run_whole(self, self.inputs, batch, self._step)
 
     def _step(self, batch: StepBatch) -> Logits:
         session = self._session
         if session is None:
             raise SessionError("the runner is closed; open the model again")
+        if self._one_by_one and batch.rows > 1 and batch.length > 1 and batch.starts.any():
+            return np.concatenate([self._step(row) for row in batch.split()])
         try:
             bound = self._bound(session, batch)
             self.inputs.fill(batch, bound.inputs)
@@ -218,13 +215,13 @@ class OnnxRuntimeRunner:
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
         """See `Runner.read_row`."""
-        copied: Array = self._rows(name, row, 0, tokens).copy()
-        return copied
+        return self._rows(name, row, 0, tokens).copy().reshape(self._carried[name].row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """See `Runner.write_row`."""
         axis = self._carried[name].axis
-        self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
+        rows = self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])
+        rows[...] = data.reshape(rows.shape)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
         """See `Runner.write_adapter`."""
@@ -261,8 +258,10 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        view: Array = self._past[name][row][self._carried[name].index(start, stop)]
-        return view
+        """Return a view ``[planes, tokens, width]``, see `Carried`."""
+        buffer = self._carried[name]
+        view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
+        return view[:, slice(*buffer.places(start, stop))]
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
         """Yield the cache rows of each buffer with their place in packed memory."""
@@ -361,11 +360,6 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
     if node.op_type == OPERATOR:
         return [(node.input[3], node.output[1]), (node.input[4], node.output[2])]
     return []
-
-
-def _bytes(buffer: Carried) -> int:
-    """Return the bytes of one row, as NumPy stores it: elements of 4 bits take a byte each."""
-    return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
 
 
 def _admit(one: int, asked: int | None) -> int:

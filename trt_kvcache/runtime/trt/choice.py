@@ -30,7 +30,7 @@ from trt_kvcache.plugins.choice import (
     sets_per_row,
 )
 from trt_kvcache.plugins.spec import THREADS
-from trt_kvcache.runtime.generation.greedy import CHOICE, best
+from trt_kvcache.runtime.generation.sampling import CHOICE, best
 from trt_kvcache.runtime.generation.token_masks import Mask, Masks, pack_masks, words
 from trt_kvcache.runtime.runner import Array
 from trt_kvcache.runtime.trt.cuda import Cuda, Pinned, taken

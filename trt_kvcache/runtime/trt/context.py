@@ -1,4 +1,4 @@
-"""Execution contexts: each has one profile, which never changes.
+"""Execution contexts, each with one profile, which never changes; and steps that repeat, recorded as CUDA graphs.
 
 Rules of TensorRT behind this (NvInferRuntime.h, and its guides on CUDA graphs and dynamic shapes):
 
@@ -7,13 +7,21 @@ Rules of TensorRT behind this (NvInferRuntime.h, and its guides on CUDA graphs a
 - Contexts can share activation memory: with ``USER_MANAGED`` all of them get the same block, as large as the largest
   profile needs. Steps run one after the other on one stream, so no two use it at the same time.
 - Changing a context makes its captured CUDA graph invalid. So a context of a graph is made for one set of shapes and
-  addresses, and never changed (`trt_kvcache.runtime.trt.graphs`).
+  addresses, and never changed.
+
+The key of a recorded step consists of profile, first row, buffers, and the shapes of all inputs, which include the
+batch and the span bucket. The first time, a step runs without a graph. The second time, it gets its own context and
+runs once more without a graph: TensorRT delays some work to the first run with new shapes. The third time, it is
+recorded; later times, the graph is launched. TensorRT for RTX records graphs itself (`ContextFactory`): there a step
+only needs its own context.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -248,3 +256,108 @@ class ContextFactory:
         if self._activations:
             result.lend(self._activations, self.activation_bytes)
         return result
+
+
+MOST_GRAPHS = 32
+"""Most recorded steps; the least recently used one is dropped. Each has a context."""
+
+_MOST_SEEN = 1024
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """A step with its own context; `graph` is None until the context has run once."""
+
+    context: Context
+    graph: Any = None
+
+
+class StepGraphs:
+    """Runs repeated steps as CUDA graphs.
+
+    Attributes:
+        failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
+
+    Args:
+        cuda: the GPU that runs the steps.
+        native: the contexts record graphs themselves.
+    """
+
+    def __init__(self, cuda: Cuda, *, native: bool) -> None:
+        self._cuda = cuda
+        self._native = native
+        self._seen: set[Hashable] = set()
+        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self.failure = ""
+
+    def __len__(self) -> int:
+        return sum(step.graph is not None or self._native for step in self._recorded.values())
+
+    def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
+        """Put a step on the stream, if it has been run before.
+
+        Args:
+            key: key of the step. Equal keys mean equal shapes and addresses.
+            make: makes a context with the shapes and addresses of this step.
+            before: puts the copies on the stream that precede the step; they are recorded with it.
+
+        Returns:
+            True if the step is on the stream; False: the caller runs it.
+        """
+        if self.failure:
+            return False
+        if key not in self._recorded and key not in self._seen:
+            if len(self._seen) == _MOST_SEEN:
+                self._seen.clear()
+            self._seen.add(key)
+            return False
+        try:
+            graph = self._recorded_or_run(key, make, before)
+        except BackendError as error:  # such as too little memory for one more context
+            self._give_up(error)
+            return False
+        if graph is not None:
+            self._cuda.launch(graph)
+        return True
+
+    def close(self) -> None:
+        """Free all graphs and contexts."""
+        while self._recorded:
+            self._drop()
+        self._seen.clear()
+
+    def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
+        """Return the graph of a step; None if the step has run in its own context, without one.
+
+        If a run fails, the caller runs the step again: it writes the same.
+        """
+        is_new = key not in self._recorded
+        if is_new:
+            while len(self._recorded) >= MOST_GRAPHS:
+                self._drop()
+            self._recorded[key] = _Recorded(make())
+        self._recorded.move_to_end(key)
+        step = self._recorded[key]
+
+        def work() -> None:
+            before()
+            step.context.enqueue()
+
+        if is_new or self._native:
+            work()
+        elif step.graph is None:
+            step.graph = self._cuda.capture(work)
+        return step.graph
+
+    def _give_up(self, error: BackendError) -> None:
+        """Turn graphs off, and warn once."""
+        self.failure = str(error)
+        self._cuda.sync()  # a part of a step may still use its context
+        self.close()
+        warnings.warn(f"decoding continues without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
+
+    def _drop(self) -> None:
+        _, step = self._recorded.popitem(last=False)
+        step.context.let_go()
+        if step.graph is not None:
+            self._cuda.discard(step.graph)

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -33,6 +34,9 @@ _MAX_PITCH = 2**31 - 1
 
 _PAGE = 2 << 20
 """Bytes of the pages in which the driver allocates GPU memory: widely observed, but not documented."""
+
+_STAGING = 8 << 20
+"""Bytes of pinned memory through which arrays are copied that do not lie in pinned memory; longer ones in pieces."""
 
 _DEVICE, _HOST = "Device", "Host"
 
@@ -176,7 +180,7 @@ class Cuda:
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
         """Free the memory that the block allocated, if it fails."""
-        memory, pinned = set(self._memory), set(self._pinned)
+        memory, pinned = set(self._memory), {*self._pinned, self._staging.address}
         try:
             yield
         except BaseException:
@@ -201,18 +205,22 @@ class Cuda:
         """Copy bytes from pinned host memory to the GPU."""
         self._check("cuMemcpyHtoDAsync", self._driver.cuMemcpyHtoDAsync(target, source, size, self.stream))
 
-    def upload_pieces(self, target: int, data: npt.NDArray[Any], through: Pinned) -> None:
+    @cached_property
+    def _staging(self) -> Pinned:
+        return self.allocate_pinned(_STAGING)
+
+    def upload_pieces(self, target: int, data: npt.NDArray[Any]) -> None:
         """Copy an array to the GPU, in pieces that fit into pinned memory, and wait for it."""
-        data = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         for start in range(0, data.size, through.data.size):
             piece = data[start : start + through.data.size]
             through.data[: piece.size] = piece
             self.upload(target + start, through.address, piece.size)
             self.sync()  # the next piece goes through the same memory
 
-    def download_pieces(self, source: int, size: int, through: Pinned) -> npt.NDArray[np.uint8]:
+    def download_pieces(self, source: int, size: int) -> npt.NDArray[np.uint8]:
         """Return a copy of `size` bytes of the GPU, made in pieces that fit into pinned memory."""
-        data = np.empty(size, np.uint8)
+        data, through = np.empty(size, np.uint8), self._staging
         for start in range(0, size, through.data.size):
             piece = data[start : start + through.data.size]
             self.download_rows(through.address, source + start, piece.size, piece.size, 1)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
-from trt_kvcache.errors import ManifestError, PromptError
+from trt_kvcache.errors import BackendError, ManifestError, PromptError, SessionError
 from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
+from trt_kvcache.runtime.trt.context import Context, ContextFactory
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, DeviceBlock, Need, admit, taken
+from trt_kvcache.runtime.trt.load import TensorRT, open_engine
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
+
+Shape = tuple[int, ...]
+
+_LESS = (
+    "open the decoder with a smaller max_batch, free memory that other programs hold, or let the encoder run on the "
+    "CPU (its .onnx file as --encoder)"
+)
 
 
 class TensorRTEncoder:
@@ -36,7 +48,12 @@ class TensorRTEncoder:
         self._manifest = manifest = load_manifest(path)
         _check(path, manifest, runner, constants)
         check_engine(manifest, path)
-        self._function = runner.open_function(path, manifest)
+        resources = runner.resources
+        with runner.running():
+            self._function = EngineFunction(
+                path, manifest, resources.trt.module, resources.cuda, runner.kernel_file(path)
+            )
+            resources.functions.append(self._function)
         tensors = manifest.plan.tensors
         inputs = [SourceInput(t.name, array_dtype(t.dtype), t.shape) for t in tensors if t.io == "input"]
         self._reader = SourceReader(path, inputs)
@@ -86,6 +103,15 @@ class TensorRTEncoder:
                 raise PromptError(f"'{name}' has the token id {wrong[0]}; the encoder knows 0 to {vocab - 1}")
 
 
+def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, str]:
+    """Return the encoder's engine that was built with a decoder's; or None, and the reason."""
+    built = runner.manifest.encoder
+    if built is None:
+        return None, f"{decoder} was built without the engine of an encoder"
+    path = decoder.with_name(built.name)
+    return (path, "") if path.is_file() else (None, f"{path}, which was built with {decoder}, is not there")
+
+
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
     """Check that this is the encoder of this decoder."""
     if not manifest.is_encoder:
@@ -105,3 +131,120 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
                 f"{path}: makes '{tensor.name}' as {outputs[tensor.name].dtype}, and the decoder takes {tensor.dtype}; "
                 "build both again"
             )
+
+
+class EngineFunction:
+    """An engine without state, open on the GPU and stream of a decoder: inputs come from the host, outputs stay there.
+
+    Call it within `TensorRTRunner.running`. It knows no runner: the runner's resources hold it until they are freed.
+
+    Args:
+        path: path of the engine, whose hash has been checked.
+        manifest: manifest of the engine.
+        module: TensorRT's module.
+        cuda: the decoder's GPU.
+        kernels: file for compiled kernels.
+
+    Raises:
+        BackendError, ManifestError, UnsupportedModelError: see `open_engine`; or the GPU has too little memory.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, module: Any, cuda: Cuda, kernels: Path) -> None:
+        self._path, self._cuda = path, cuda
+        tensors = manifest.plan.tensors
+        self._inputs = {t.name: array_dtype(t.dtype) for t in tensors if t.io == "input"}
+        self._outputs = {t.name: array_dtype(t.dtype) for t in tensors if t.io == "output"}
+        self._gone: deque[int] = deque()
+        with cuda.undone_on_failure():
+            try:
+                self._open(manifest, module, kernels)
+            except BaseException:
+                self.let_go()
+                raise
+
+    def _open(self, manifest: Manifest, module: Any, kernels: Path) -> None:
+        cuda = self._cuda
+        weights = Need("the encoder's weights", manifest.engine.size)
+        admit([weights], *cuda.free_memory(), cuda.name, 1, _LESS)
+        self._trt: TensorRT = open_engine(self._path, manifest, module, cuda)
+        self.factory = ContextFactory(self._trt, cuda, kernels)
+        self._context: Context = self.factory.make(0)
+        ranges = manifest.profiles[0].shapes
+        largest = {
+            t.name: ranges[t.name].max if t.name in ranges else tuple(int(d) for d in t.shape)
+            for t in manifest.plan.tensors
+            if t.io == "input"
+        }
+        self._context.prepare(largest, {})
+        output_bytes, _ = self._layout()
+        sizes = {name: prod(largest[name]) * dtype.itemsize for name, dtype in self._inputs.items()}
+        needs = [
+            Need("the encoder's activations", taken(self.factory.activation_bytes)),
+            Need("its inputs", sum(map(taken, sizes.values()))),
+            Need("what it makes of one source", taken(output_bytes)),
+        ]
+        admit(needs, *cuda.free_memory(), cuda.name, 1, _LESS)
+        self._addresses = {name: cuda.allocate(size) for name, size in sizes.items()}
+        self.factory.allocate([self._context])
+        cuda.sync()
+
+    def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
+        """Run the engine to its end.
+
+        Args:
+            feed: every input, C-contiguous, in its dtype, and within the profile.
+            fetch: copies bytes to the host, see `DeviceArray`.
+
+        Raises:
+            BackendError: TensorRT or the GPU fails, or there is too little memory for the outputs.
+        """
+        while self._gone:
+            self._cuda.free(self._gone.popleft())
+        for name, array in feed.items():
+            self._cuda.upload_pieces(self._addresses[name], array)
+        self._context.prepare({name: array.shape for name, array in feed.items()}, {})
+        size, places = self._layout()
+        try:
+            block = DeviceBlock(self._cuda.allocate(size), self._gone)
+        except BackendError as error:
+            raise BackendError(
+                f"{error.message}, for the encoder's output of one source; that of others stays on the GPU for as "
+                "long as anything holds it: let it go, or keep numpy.asarray of it"
+            ) from error
+        outputs = {name: block.address + offset for name, (offset, _) in places.items()}
+        self._context.prepare({}, self._addresses | outputs)
+        self._context.enqueue()
+        self._cuda.sync()
+        return {
+            name: DeviceArray(self._cuda, block, offset, shape, self._outputs[name], fetch)
+            for name, (offset, shape) in places.items()
+        }
+
+    def fetch(self, address: int, size: int) -> Array:
+        """Copy bytes from the GPU; return uint8 ``[size]``."""
+        return self._cuda.download_pieces(address, size)
+
+    def let_go(self) -> None:
+        """Drop the objects of TensorRT; `Cuda.close` frees the memory."""
+        if "_context" in self.__dict__:
+            self._context.let_go()
+        for name in ("_context", "factory"):
+            self.__dict__.pop(name, None)
+        if "_trt" in self.__dict__:
+            self.__dict__.pop("_trt").let_go()
+
+    def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
+        """Return the bytes of all outputs for the present shapes, and the offset and shape of each.
+
+        Raises:
+            SessionError: the size of an output depends on the data.
+        """
+        places: dict[str, tuple[int, Shape]] = {}
+        end = 0
+        for name, dtype in self._outputs.items():
+            shape = self._context.output_shape(name)
+            if min(shape, default=1) < 0:
+                raise SessionError(f"{self._path}: the size of '{name}' depends on the data: {list(shape)}")
+            places[name] = end, shape
+            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return end, places

@@ -3,42 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.errors import BackendError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.runtime.buffers import Carried
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
-from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.runner import Array, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs
+from trt_kvcache.runtime.runner import Array, HostBytes, Logits, StepBatch
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits
 from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
 from trt_kvcache.runtime.trt.context import Context
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, Pinned, taken
-from trt_kvcache.runtime.trt.device_caches import CacheBuffer
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, DeviceArray, taken
 
 _LOGITS_STAGING = 16 << 20
 """Bytes of pinned memory for logits, unless one position of every row needs more; more logits are copied in pieces."""
 
-_CONSTANT_STAGING = 8 << 20
-"""Bytes of pinned memory; constants are copied through it, in pieces."""
-
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class _Input:
-    """One input: its address on the GPU, and its offset in the pinned memory that it is copied from."""
-
-    address: int
-    offset: int
-    size: int
 
 
 class StepBuffers:
@@ -60,7 +44,7 @@ class StepBuffers:
         self._logits = StepLogits(plan)
         self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
-        self._inputs: dict[str, _Input] = {}
+        self._offsets: dict[str, int] = {}  # of inputs, in the pinned memory that they are copied from
         self._constants: tuple[Constants, ...] = ()
         self._choice: DeviceChoice | None = None
 
@@ -79,19 +63,14 @@ class StepBuffers:
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
-            if tensor.role is Role.ADAPTER_WEIGHTS:
-                self._cuda.zero_rows(self.addresses[name], self._size(name), self._size(name), 1)
-            elif tensor.io == "input" and name not in self._spans and tensor.role is not Role.CONSTANT:
-                self._inputs[name] = _Input(self.addresses[name], offset, self._size(name))
+            if tensor.io == "input" and tensor.role not in (Role.SPAN, Role.CONSTANT, Role.ADAPTER_WEIGHTS):
+                self._offsets[name] = offset
                 offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
-        longest = max((self._size(name) for name in self._spans), default=0)
-        large = (Role.CONSTANT, Role.ADAPTER_WEIGHTS)
-        constants = _CONSTANT_STAGING if any(t.role in large for t in self._tensors.values()) else 0
-        self._staging = self._cuda.allocate_pinned(max(offset, longest, constants))
+        self._staging = self._cuda.allocate_pinned(offset)
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
         for name in self._spans:
             values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
-            self._cuda.upload_pieces(self.addresses[name], values, self._staging)
+            self._cuda.upload_pieces(self.addresses[name], values)
 
     def choose(self) -> str:
         """Let the GPU choose tokens when a step needs few scores per position. Return why it cannot, or ""."""
@@ -111,7 +90,7 @@ class StepBuffers:
                 if isinstance(array, DeviceArray):
                     self._cuda.copy_rows(address, array.address, array.nbytes, array.nbytes, 1)
                 else:
-                    self._cuda.upload_pieces(address, array, self._staging)
+                    self._cuda.upload_pieces(address, array)
                 address += array.nbytes
         self._constants = constants
 
@@ -121,18 +100,19 @@ class StepBuffers:
         padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
         if data is not None:
             padded[: data.shape[0], : data.shape[1]] = data
-        self._cuda.upload_pieces(self.addresses[name] + slot * padded.nbytes, padded, self._staging)
+        self._cuda.upload_pieces(self.addresses[name] + slot * padded.nbytes, padded)
 
     def put(self, values: Mapping[str, Array]) -> None:
         """Write the inputs of a step into pinned memory."""
         for name, array in values.items():
-            _put(self._staging, self._inputs[name].offset, array)
+            data, start = np.ascontiguousarray(array).reshape(-1).view(np.uint8), self._offsets[name]
+            self._staging.data[start : start + data.size] = data
 
     def upload(self, shapes: Mapping[str, Shape]) -> None:
         """Copy the inputs that `put` wrote to the GPU, in these shapes."""
-        for name, place in self._inputs.items():
+        for name, offset in self._offsets.items():
             size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
-            self._cuda.upload(place.address, self._staging.address + place.offset, size)
+            self._cuda.upload(self.addresses[name], self._staging.address + offset, size)
 
     def logits(self, batch: StepBatch) -> Logits:
         """Wait for the step, and return the logits of its last `keep` positions.
@@ -154,29 +134,21 @@ class StepBuffers:
             chosen = self._choice.choose(start, pitch, rows, keep, batch.highest, batch.masks)
             if chosen is not None:
                 return chosen
-        if rows * width <= self._host_logits.data.size:
-            return self._fetch(start, pitch, width, rows).reshape(shape)
-        result = np.empty(shape, self._logits.dtype)
-        step = self._host_logits.data.size // size
-        for row in range(rows):
-            for first in range(0, keep, step):
-                part = result[row, first : first + step]
-                length = len(part) * size
-                part[...] = self._fetch(start + row * pitch + first * size, length, length, 1).reshape(part.shape)
-        return result
+        return self._fetch(start, pitch, width, rows).view(self._logits.dtype).reshape(shape)
 
     def output(self, name: str, shape: Shape) -> Array:
         """Return a copy of an output of the last step, other than a cache."""
         dtype = array_dtype(self._tensors[name].dtype)
         size = prod(shape) * dtype.itemsize
-        return self._cuda.download_pieces(self.addresses[name], size, self._host_logits).view(dtype).reshape(shape)
+        return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
-    def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
-        """Return logits as a view of pinned memory."""
-        self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)
+    def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
+        """Return `rows` runs of `width` bytes of logits: a view of pinned memory, if they fit into it."""
+        if rows * width > self._host_logits.data.size:
+            return np.concatenate([self._cuda.download_pieces(start + row * pitch, width) for row in range(rows)])
+        self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
         self._cuda.sync()
-        fetched: Logits = self._host_logits.data[: height * width].view(self._logits.dtype)
-        return fetched
+        return self._host_logits.data[: rows * width]
 
     @property
     def _positions(self) -> int:
@@ -191,11 +163,6 @@ class StepBuffers:
         return prod(self._largest[name]) * array_dtype(self._tensors[name].dtype).itemsize
 
 
-def _put(memory: Pinned, offset: int, array: npt.NDArray[Any]) -> None:
-    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    memory.data[offset : offset + data.size] = data
-
-
 _MOST_KINDS = 1024
 
 
@@ -208,7 +175,7 @@ class StepShapes:
         buffers: the caches, by name of the past tensor.
     """
 
-    def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, CacheBuffer]) -> None:
+    def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, Carried]) -> None:
         self._manifest = manifest
         self._inputs = inputs
         self._buffers = buffers
@@ -243,11 +210,11 @@ class StepShapes:
         Raises:
             UnsupportedModelError: a size depends on the data, or state changes its shape.
         """
-        carried = set(self._buffers) | {b.carried.present for b in self._buffers.values()}
+        carried = set(self._buffers) | {b.present for b in self._buffers.values()}
         largest: dict[str, Shape] = {}
         fixed = self._inputs.fixed_length  # independent of `chunk`
         for length in (fixed,) if fixed else sorted({chunk, 1}):
-            end = max(b.carried.capacity for b in self._buffers.values())
+            end = max(b.capacity for b in self._buffers.values())
             tokens = np.zeros((rows, length), np.int64)
             starts = np.full(rows, max(end - length, 0), np.int64)
             keep = min(length, max_logits or length)
@@ -277,7 +244,7 @@ class StepShapes:
 
     def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
         """Return the shapes of every input in a step."""
-        caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._buffers.items()}
+        caches = {name: (batch.rows, *b.row_shape(b.capacity)) for name, b in self._buffers.items()}
         return self._inputs.shapes(batch) | caches | self._adapters
 
     def _largest_constants(self) -> Constants:

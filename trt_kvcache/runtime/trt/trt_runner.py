@@ -16,24 +16,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.arguments import as_whole
-from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError
-from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
-from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
-from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
-from trt_kvcache.runtime.trt.context import Context, ContextFactory, kernel_cache_path
+from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, model_identity, run_whole
+from trt_kvcache.runtime.trt.context import Context, ContextFactory, StepGraphs, kernel_cache_path
 from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Need, Pinned, admit, cuda_bindings, taken
 from trt_kvcache.runtime.trt.device_caches import DeviceCaches
-from trt_kvcache.runtime.trt.function import EngineFunction
-from trt_kvcache.runtime.trt.graphs import StepGraphs
 from trt_kvcache.runtime.trt.load import TensorRT, load_tensorrt, open_engine
 from trt_kvcache.runtime.trt.step_buffers import StepBuffers, StepShapes
 
-Shape = tuple[int, ...]
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.trt.encoder_engine import EngineFunction
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,7 @@ class TensorRTRunner:
     Attributes:
         manifest: the manifest of the engine.
         inputs: the inputs of the model.
+        resources: GPU, engine, contexts; freed with the runner.
         host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
             scores.
 
@@ -102,13 +100,13 @@ class TensorRTRunner:
         self._cuda = Cuda(device, bindings.cuda)
         self.home: object = self._cuda
         self._kernels = None if kernel_cache is None else Path(kernel_cache)
-        self._resources = Resources(self._cuda)
+        self.resources = Resources(self._cuda)
         try:
             self._open(path, bindings.tensorrt, cuda_graphs)
         except BaseException:
-            self._resources.let_go()
+            self.resources.let_go()
             raise
-        self._end = weakref.finalize(self, self._resources.close)  # closes it at garbage collection or exit
+        self._end = weakref.finalize(self, self.resources.close)  # closes it at garbage collection or exit
 
     def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
         manifest, cuda = self.manifest, self._cuda
@@ -118,13 +116,13 @@ class TensorRTRunner:
         caches = Need(f"caches for {self.max_batch} sequences", needed(self.max_batch), needed)
         # Before the engine is opened: its weights take about as much memory as the file.
         admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self.max_batch)
-        self._resources.trt = trt = open_engine(path, manifest, module, cuda)
+        self.resources.trt = trt = open_engine(path, manifest, module, cuda)
         self.name = f"{trt.title}, {cuda.name}"
 
-        self._resources.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
+        self.resources.factory = factory = ContextFactory(trt, cuda, self.kernel_file(path))
         for index in range(len(manifest.profiles)):
-            self._contexts.append(factory.make(index))
-        largest = self._shapes.largest(self._contexts, self.max_batch, self.max_chunk, self.max_logits)
+            self.resources.contexts.append(factory.make(index))
+        largest = self._shapes.largest(self.resources.contexts, self.max_batch, self.max_chunk, self.max_logits)
         self._logits.settle(largest[self._logits.name][-1])
         self.vocab = min(self._logits.vocab, manifest.vocab or self._logits.vocab)
         self._buffers = StepBuffers(cuda, manifest.plan, largest, self.max_batch)
@@ -137,21 +135,17 @@ class TensorRTRunner:
         admit(needs, *cuda.free_memory(), cuda.name, self.max_batch)
         self._caches.allocate()
         self._buffers.allocate()
-        factory.allocate(self._contexts)
+        factory.allocate(self.resources.contexts)
         cuda.sync()
         self.host_choice = self._buffers.choose()
         if self.host_choice:
             self.name += ", tokens chosen on the host"
-        self._resources.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
+        self.resources.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
 
     @property
     def graphs(self) -> StepGraphs | None:
         """The recorded steps; None if steps are not recorded."""
-        return self._resources.graphs
-
-    @property
-    def _contexts(self) -> list[Context]:
-        return self._resources.contexts
+        return self.resources.graphs
 
     @property
     def device_bytes(self) -> int:
@@ -164,9 +158,7 @@ class TensorRTRunner:
 
     def step(self, batch: StepBatch) -> Logits:
         """See `Runner.step`."""
-        with whole_step(self, self.inputs, batch) as whole:
-            logits = self._step(whole)
-        return asked_logits(logits, batch, whole)
+        return run_whole(self, self.inputs, batch, self._step)
 
     def _step(self, batch: StepBatch) -> Logits:
         with self.running():
@@ -180,16 +172,16 @@ class TensorRTRunner:
             upload = partial(self._buffers.upload, shapes)
 
             def make() -> Context:
-                context = self._resources.factory.make(index, graphs=True)
+                context = self.resources.factory.make(index, graphs=True)
                 context.prepare(shapes, addresses)
                 return context
 
             key = (batch.first_row, side, *signature)
             recorded = self.graphs is not None and batch.length == 1 and self.graphs.run(key, make, upload)
             if not recorded:
-                self._contexts[index].prepare(shapes, addresses)
+                self.resources.contexts[index].prepare(shapes, addresses)
                 upload()
-                self._contexts[index].enqueue()
+                self.resources.contexts[index].enqueue()
                 self._last = index
             logits = self._buffers.logits(batch)
             self._caches.written(batch.first_row, batch.rows)
@@ -241,7 +233,7 @@ class TensorRTRunner:
     def read_output(self, name: str) -> Array:
         """A copy of an output that is neither logits nor a cache, from the last step that ran without a CUDA graph."""
         with self.running():
-            return self._buffers.output(name, self._contexts[self._last].output_shape(name))
+            return self._buffers.output(name, self.resources.contexts[self._last].output_shape(name))
 
     def view(self, name: str) -> Any:
         """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. It must not be used after `close`."""
@@ -252,29 +244,6 @@ class TensorRTRunner:
         """Free all memory, and save compiled kernels for the next start. Closing again does nothing."""
         self._end()
 
-    def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
-        """Return the encoder's engine that was built with this one; or None, and the reason."""
-        built = self.manifest.encoder
-        if built is None:
-            return None, f"{engine} was built without the engine of an encoder"
-        path = engine.with_name(built.name)
-        return (path, "") if path.is_file() else (None, f"{path}, which was built with {engine}, is not there")
-
-    def open_function(self, engine: Path, manifest: Manifest) -> EngineFunction:
-        """Open another engine on this GPU and stream; the runner closes it at its end.
-
-        Args:
-            engine: path of the engine; its hash has been checked.
-            manifest: manifest of the engine.
-
-        Raises:
-            BackendError, ManifestError, UnsupportedModelError: see `EngineFunction`.
-        """
-        with self.running():
-            other = EngineFunction(engine, manifest, self._resources.trt.module, self._cuda, self._kernel_file(engine))
-            self._resources.functions.append(other)
-            return other
-
     @contextmanager
     def running(self) -> Iterator[None]:
         """Make CUDA's context current for a call of an open runner, and raise its faults as SessionError.
@@ -283,7 +252,7 @@ class TensorRTRunner:
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
-        self._resources.in_use = True
+        self.resources.in_use = True
         try:
             self._cuda.activate()
             yield
@@ -294,14 +263,15 @@ class TensorRTRunner:
             self._cuda.sync()
             raise
         finally:
-            self._resources.in_use = False
+            self.resources.in_use = False
 
     def _give_back(self, pinned: Pinned) -> None:
         if self._end.alive:  # else it was freed with the runner
             with self.running():
                 self._cuda.free_pinned(pinned)
 
-    def _kernel_file(self, engine: Path) -> Path:
+    def kernel_file(self, engine: Path) -> Path:
+        """Return the file for kernels that TensorRT for RTX compiles for an engine on this GPU."""
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
@@ -331,7 +301,7 @@ class Resources:
         trt: the engine, once it is open.
         factory: the factory of contexts, once the engine is open.
         contexts: one context for each profile.
-        functions: other engines that run on this GPU.
+        functions: engines of encoders that run on this GPU.
         graphs: the recorded steps; None if steps are not recorded.
         in_use: a call is running.
     """
