@@ -12,8 +12,8 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
     """Allow TensorRT to decompose attentions for which it has no fused kernel.
 
     Without this permission, the build fails ("Attention operation was not supported by a dedicated kernel", measured on
-        TensorRT for RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would have the same effect, but then other
-        runtimes refuse the model.
+    TensorRT for RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would have the same effect, but then other runtimes
+    refuse the model.
 
     Args:
         network: a parsed ``INetworkDefinition`` of the rewritten model.

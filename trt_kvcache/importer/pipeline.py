@@ -86,7 +86,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     """Plan a model without writing files: the dry run of `rewrite_model` and of a build.
 
     This needs neither TensorRT nor the weights. Some models round numbers in a way that only CPUs support, and not
-        TensorRT; they are refused.
+    TensorRT; they are refused.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -161,7 +161,7 @@ def rewrite_model(
     """Write the rewritten model: standard ONNX that TensorRT builds with the same meaning as the original.
 
     If `output` is in the model's folder, external data stay in their files. Else the files are copied to the folder of
-        `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
+    `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
 
     Returns:
         The plan of the rewritten model.

@@ -323,9 +323,8 @@ class Mask:
     """One attention mask. The graph computes it once; all attentions that name it share it.
 
     Query ``i`` of row ``b`` sees key ``j`` if all of these conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <=
-    i +
-        offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset
-        + right``. And the mask of the model itself.
+    i + offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset
+    + right``. And the mask of the model itself.
 
     Attributes:
         name: name of the mask tensor in the rewritten graph.
@@ -379,8 +378,7 @@ class SpanInput:
     """An added int64 input ``[span]`` that holds 0, 1, ..., span - 1. Its *shape* says how many cache rows are read.
 
     All spans from the longest valid length of the batch up to the capacity give the same numbers. The contents never
-    change,
-        so one constant device buffer serves every step. A step sets only the shape.
+    change, so one constant device buffer serves every step. A step sets only the shape.
     """
 
     name: str

@@ -144,8 +144,7 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """Inline functions, because TensorRT's parser prefers its own operator to a function of the same name.
 
     For example, TensorRT builds a function ``my::Relu`` that squares as a ReLU, without a message (measured on TensorRT
-    for
-        RTX 1.7.1). A function that defines TensorRT's own cache update is not inlined.
+    for RTX 1.7.1). A function that defines TensorRT's own cache update is not inlined.
     """
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
@@ -172,10 +171,8 @@ def raise_opset(model: ModelProto) -> ModelProto:
     """Raise a model without functions to opset 24. A model of opset 24 or later is returned unchanged.
 
     ONNX's converter fails for operators that the old opset does not have, but exporters write such operators into
-    ONNX's
-        domain (SimplifiedLayerNormalization). So these operators are in another domain during the conversion. The
-        converter loses metadata, functions and stated shapes. So only nodes and new constants are taken from its
-        result.
+    ONNX's domain (SimplifiedLayerNormalization). So these operators are in another domain during the conversion. The
+    converter loses metadata, functions and stated shapes. So only nodes and new constants are taken from its result.
 
     Raises:
         UnsupportedModelError: the opset is below 13, or ONNX's converter cannot convert an operator.

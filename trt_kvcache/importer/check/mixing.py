@@ -212,8 +212,7 @@ class _Outside:
         """Return the name of the first tensor in which sequence `row` differs between two batches; empty if all agree.
 
         In the first batch, all sequences have `own` tokens before the step. In the second batch, `row` has `own`
-        tokens,
-                and all others have `other`.
+        tokens, and all others have `other`.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]

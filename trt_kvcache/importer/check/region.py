@@ -233,7 +233,7 @@ def _region(
     """Return the region that computes `joins` and `presents` from `stops`.
 
     The region also starts at tensors in `equal` of which it reads only the shape. Exporters take batch and length from
-        the embedded tokens; so the region need not include the embedding table.
+    the embedded tokens; so the region need not include the embedding table.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]

@@ -343,7 +343,7 @@ class _LargeRun(_Run):
     """A run on float32 numbers beyond the range of float16. The rewritten side must not cast these to float16.
 
     Results that overflow in the original do not count. The run looks only for overflows: with scores of millions, a
-        softmax leaves only one key for each query, so other differences are not visible.
+    softmax leaves only one key for each query, so other differences are not visible.
 
     Args:
         runs: runs the two sides of the region, in the model's own types.

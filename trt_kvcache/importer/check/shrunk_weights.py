@@ -186,7 +186,7 @@ def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] |
     Up to half of the rows differ from the first row.
 
     None: some rows differ from the first one, and more than one size shrinks. Then rows of several axes belong
-        together.
+    together.
     """
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]

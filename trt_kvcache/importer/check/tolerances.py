@@ -57,9 +57,8 @@ def added_rounding(region: Region) -> str:
     """Return a text that says where only the rewritten side rounds to a narrower type; empty if it never does.
 
     Numbers cannot show such rounding: both sides run in float32, or with a tolerance for the rounding of the original.
-        So
-        this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
-        the same must be true in the rewritten model.
+    So this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
+    the same must be true in the rewritten model.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:

@@ -102,9 +102,8 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
     """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
 
     TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts the operator
-    in
-        any domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX
-        1.7.1).
+    in any domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX
+    1.7.1).
     """
     defined = {(f.domain, f.name) for f in model.functions}
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
@@ -315,9 +314,8 @@ def _body(operator: Operator, wide: str) -> str:
     """Return the text of a function (see `lower.body`). Names of values that are cast to float32 end in `wide`.
 
     ``first``, ``start``, ``end`` and ``count`` are [B]; ``length`` and ``capacity`` are [1]. ``accepted`` [B] is True
-    for
-        sequences that the operator writes. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row
-        of ``targets`` [K, 2] is sequence and row of the cache.
+    for sequences that the operator writes. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row
+    of ``targets`` [K, 2] is sequence and row of the cache.
     """
     packed, circular = operator.packed, operator.mode is UpdateMode.CIRCULAR
     given = [name for name in operator.inputs if name.startswith(("cache", "update"))] if wide else []

@@ -252,8 +252,8 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
     """Move operators that ONNX does not define to a separate domain, which the checker ignores.
 
     TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
-        ``SimplifiedLayerNormalization``), so exporters write them in this domain. If TensorRT or ONNX Runtime do not
-        know an operator, they refuse it later.
+    ``SimplifiedLayerNormalization``), so exporters write them in this domain. If TensorRT or ONNX Runtime do not know
+    an operator, they refuse it later.
     """
     for owner, top in [(skeleton, skeleton.graph), *((function, function) for function in skeleton.functions)]:
         nodes = [node for scope in nested_scopes(top) for node in scope.node]
@@ -364,8 +364,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
     """Refuse element types that contradict each other. ONNX's checker accepts them, but ONNX Runtime cannot load them.
 
     Converters to float16 leave such models: onnxconverter-common (1.16) and tools built on it keep a Cast to float32
-        but
-        state a result of float16, or add float32 to float16.
+    but state a result of float16, or add float32 to float16.
     """
     is_quantized = any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node)
     advice = _QUANTIZED_ADVICE if is_quantized else _TYPE_ADVICE

@@ -37,8 +37,7 @@ def save_model(
     """Write a model that was made from `source`. The source and its data files are never changed.
 
     In the folder of the source, references to external data stay the same. In other folders, the operating system
-    copies the
-        data files to the new model. An existing file with the same content is kept.
+    copies the data files to the new model. An existing file with the same content is kept.
 
     Args:
         proto: the model. Its references to external data are relative to ``source.path.parent``. The references of

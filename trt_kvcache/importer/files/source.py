@@ -134,8 +134,7 @@ def take_readable(proto: ModelProto, folder: Path) -> None:
     """Load small external data except weights into the model. The data must already have been checked.
 
     The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
-    data:
-        torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constant nodes of 100 bytes or more.
+    data: torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constant nodes of 100 bytes or more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
         masks = sliced_squares(graph)

@@ -197,8 +197,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
     """Return roles with `TensorRole.axes` filled in, even for fixed sizes.
 
     A symbol has the same meaning everywhere in the model. If the role of a tensor implies a layout, the layout gives
-    its
-        symbols their meanings. The layout also names axes of fixed size.
+    its symbols their meanings. The layout also names axes of fixed size.
 
     Raises:
         UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
@@ -282,9 +281,9 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
     """True if the logits have an axis for all tokens, along which the embeddings of the tokens reach them.
 
     Exporters that trace one decode step may declare ``[batch, 1, vocab]``, or a new symbol, for logits that the graph
-        computes as ``[batch, S, vocab]``. The graph shows the truth: element-wise operators, norms and products with
-        weights keep the sequence axis. Along the residual stream they lead from the token embeddings to the logits,
-        except if an operator picks a single token on the way.
+    computes as ``[batch, S, vocab]``. The graph shows the truth: element-wise operators, norms and products with
+    weights keep the sequence axis. Along the residual stream they lead from the token embeddings to the logits, except
+    if an operator picks a single token on the way.
 
     Args:
         index: index of the model's graph.
@@ -389,8 +388,7 @@ def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) ->
     """Arrange positions for an input of a model, for proofs and verification.
 
     With several planes, the first plane has the positions of the tokens, and the other planes have other numbers. So
-    the
-        results also hold for image tokens, whose planes differ.
+    the results also hold for image tokens, whose planes differ.
 
     Args:
         rows: int64 ``[B, S]``.

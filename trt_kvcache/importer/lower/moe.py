@@ -121,7 +121,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
     """Return lines that choose experts, and assign rows of blocks to tokens.
 
     The lines compute the shares, float32 ``[T, k, 1]``; the places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
-        block_experts ``[n]``; and the numbers n and b as block_count and block_rows ``[1]``.
+    block_experts ``[n]``; and the numbers n and b as block_count and block_rows ``[1]``.
     """
     spare = experts // 2
     return f"""

@@ -267,8 +267,7 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
     """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
     ONNX hides the keys after the end of a short mask. So a mask that is cut to the rows in use has the same meaning,
-    and a
-        step reads only these rows.
+    and a step reads only these rows.
     """
     mask = facts.mask
     if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
@@ -315,8 +314,8 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
     """Yield every node on which a Scan with a dynamic number of steps depends. TensorRT builds fewer operators there.
 
     Measured on TensorRT for RTX 1.7.1: the builder crashes (SIGSEGV) if such a Scan depends on an IAttention, and
-        repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds if it
-        comes after or beside a Scan, or before a Scan with a fixed number of steps.
+    repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds if it comes
+    after or beside a Scan, or before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -340,8 +339,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
     """True if a Cast lies between a cache and the keys or values.
 
     Measured on TensorRT for RTX 1.7.1: a build with IAttention over such keys or values fails ("Fusing attention ops
-    must
-        leave the graph in a well-formed state"). The build works with attention in plain operators.
+    must leave the graph in a well-formed state"). The build works with attention in plain operators.
     """
     node = producer(tensor)
     while node is not None and is_op(node, *PASSES):

@@ -26,8 +26,7 @@ def exact_experts() -> Iterator[None]:
     """Make ONNX Runtime's QMoE kernel keep activations in float32, in sessions that are opened inside this context.
 
     With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits, it does so if the
-    node's
-        ``accuracy_level`` requests it. The environment variable overrides both.
+    node's ``accuracy_level`` requests it. The environment variable overrides both.
     """
     with _lock:
         _before.append(os.environ.get(ROUNDING) if not _before else None)

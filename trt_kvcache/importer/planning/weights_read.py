@@ -19,8 +19,7 @@ def weights_read(model: ModelProto) -> int:
     """Return the bytes of constants that a flat model reads in a step of one token.
 
     Each constant except a table counts in full. A table (such as embeddings) counts with one row, or with as many rows
-    as
-        TopK chooses experts.
+    as TopK chooses experts.
     """
     constants = constants_of(model.graph)
     readers = readers_of(model.graph.node)

@@ -61,10 +61,9 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
     """If attentions share Q or K, scale each Q differently, so that TensorRT cannot merge the scaled Q and K.
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
-    attentions,
-        the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If they
-        share Q, or parts of Q, each attention multiplies Q by another power of four, and divides its scale by this
-        power.
+    attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
+    they share Q, or parts of Q, each attention multiplies Q by another power of four, and divides its scale by this
+    power.
 
     `queries` counts the attentions so far that read each Q. `keys` counts all attentions that read each K.
     """
@@ -111,7 +110,7 @@ def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views
     """Keep the first `end` keys of K or V. If only views lie between, cut the cache itself.
 
     The Slice is placed before any Transpose, so that only rows in use are transposed. All readers of a cache share its
-        Slices.
+    Slices.
     """
     if end is None:
         return tensor
@@ -197,7 +196,7 @@ class _Plain:
     """Emits the parts of one attention in plain operators.
 
     If G query heads share a K/V head, both products have operands ``[B, N_kv, G*S, ...]``. Query head h reads K/V head
-        h // G, so the G heads of a group are next to each other. Operators between the products have ``[B, N, S, K]``.
+    h // G, so the G heads of a group are next to each other. Operators between the products have ``[B, N, S, K]``.
     """
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, query_heads: int, kv_heads: int) -> None:
@@ -284,9 +283,8 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
     """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
     Keys are the left operand, so that the queries are transposed, and not the rows of a cache: TensorRT for RTX 1.7.1
-        makes
-        two copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns),
-        each part has a separate product. The scores are the sum of these products.
+    makes two copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated
+    columns), each part has a separate product. The scores are the sum of these products.
     """
     parts, start = [], 0
     columns = _columns(key)

@@ -311,9 +311,8 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     """Convert values with the axes `names` to a tensor of `shape` with the axes `axes`.
 
     An axis without a name takes the first unused name whose size fits. Along axes without a matching name, the values
-    are
-        repeated. If the tensor has no axis for a name, the last entry of `sequence`, or the first entry of other axes,
-        is taken.
+    are repeated. If the tensor has no axis for a name, the last entry of `sequence`, or the first entry of other axes,
+    is taken.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]

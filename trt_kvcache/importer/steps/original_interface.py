@@ -111,8 +111,7 @@ class OriginalInterface:
         """Return the original's inputs for some rows of a step; the rows hold `past` tokens before the step.
 
         `feeds` are the rewritten model's inputs by name, with caches in their logical shape. The inputs in `without`
-        are
-                omitted.
+        are omitted.
         """
         length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}

@@ -30,8 +30,7 @@ def with_exact_products(model: ModelProto) -> ModelProto:
     """Compute products with quantized weights as the operator defines them, without rounding activations.
 
     MatMulNBits lets ONNX Runtime round activations to 8 bits (``accuracy_level=4``, which onnxruntime-genai sets for
-    the
-        CPU). This changes logits by some percent of their scale, which would hide differences.
+    the CPU). This changes logits by some percent of their scale, which would hide differences.
     """
 
     def edit(node: NodeProto, _: str) -> list[NodeProto]:
@@ -68,7 +67,7 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
     """Repeat attention masks for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
 
     ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses masks without an axis of queries. With such a mask, the reference
-        evaluator of ONNX 1.23.2 wrongly hides the same keys from all queries as from the first one.
+    evaluator of ONNX 1.23.2 wrongly hides the same keys from all queries as from the first one.
     """
 
     def edit(node: NodeProto, prefix: str) -> list[NodeProto]:
@@ -89,11 +88,9 @@ def with_norms_in_front(model: ModelProto) -> ModelProto:
     """Replace the norms of queries and keys inside GroupQueryAttention with nodes before it.
 
     Only the CUDA kernel of ONNX Runtime 1.31.1 supports these norms. They normalize each head before its rotation, as
-        onnxruntime-genai writes them without fusion: SimplifiedLayerNormalization over ``[B, S, heads, head size]``.
-        Measured
-        with exports of the same Qwen3 in fp16: the export for CUDA (fused) with these nodes, and the export for
-            DirectML (not
-        fused), give the same bits.
+    onnxruntime-genai writes them without fusion: SimplifiedLayerNormalization over ``[B, S, heads, head size]``.
+    Measured with exports of the same Qwen3 in fp16: the export for CUDA (fused) with these nodes, and the export for
+    DirectML (not fused), give the same bits.
     """
     return _edited(model, _has_norms, _norms)
 

@@ -221,8 +221,7 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
     """Replace Shape nodes with constants, in place, if their input is needed only for a shape that is always the same.
 
     Keys and values of a layer often take the batch size from the output of the previous layer. Without this function,
-    the
-        model would have to keep the whole decoder.
+    the model would have to keep the whole decoder.
     """
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
