@@ -134,7 +134,7 @@ class DecodeSession:
         self._reader = PromptReader(runner, self._rows, opened, tokenizer, why)
         self._loop = DecodeLoop(runner, self._rows, opened, draft, schedule.prefill_budget, self._guard.pause)
         self._streams = Streams(self._guard, self._rows, self._loop, self.adapters)
-        self._beam_events = partial(beam_events, self._rows, self._loop, self._guard, self.adapters)
+        self._beam_events = partial(beam_events, self._rows, self._loop, self._guard, self.adapters, self._streams)
         self._open_encoder = encoder
         self._encoder: Encoder | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
@@ -17,6 +18,20 @@ from trt_kvcache.runtime.loop import DecodeLoop, Outcomes
 from trt_kvcache.runtime.requests import ReadPrompt
 
 _Waiting = deque[tuple[Continuation, ReadPrompt]]
+
+
+class Reader:
+    """Reads the events of sequences. Its slots are freed by `Streams.leave`, or in the first step after its end.
+
+    Ctrl-C may interrupt each line of a generator, also those that free its slots at the end. A weak reference tells
+    that the generator has ended, without code that a signal could interrupt.
+
+    Attributes:
+        slots: slots of the sequences that have not ended. They change only within ``guard.idle``.
+    """
+
+    def __init__(self) -> None:
+        self.slots: set[int] = set()
 
 
 class Streams:
@@ -35,7 +50,7 @@ class Streams:
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
         self._guard, self._rows, self._loop, self._adapters = guard, rows, loop, adapters
         self.added: Outcomes = []
-        self._left: set[int] = set()  # slots of streams that nobody reads any more
+        self._readers: list[tuple[weakref.ref[Reader], set[int]]] = []
 
     def step(self) -> list[TokenEvent]:
         """See `DecodeSession.step`."""
@@ -79,24 +94,35 @@ class Streams:
         """Yield the events of prompts, which take turns if rows are few. Closing the iterator ends unfinished ones."""
         waiting = deque(zip(continuations, prompts, strict=True))
         mailbox: Outcomes = []
-        mine: set[int] = set()
+        reader = self.reader()
         try:
-            while waiting or mine or mailbox:
+            while waiting or reader.slots or mailbox:
                 if not mailbox:
                     with self._guard.lock, self._guard.idle:
-                        self._join(waiting, mine, mailbox)
+                        self._join(waiting, reader.slots, mailbox)
                         if not mailbox:  # another thread's step may have filled it meanwhile
                             self._advance()
                 while mailbox:
                     slot, outcome = mailbox.pop(0)
                     if isinstance(outcome, TrtKvCacheError):
-                        mine.discard(slot)
+                        reader.slots.discard(slot)
                         raise outcome
                     if outcome.finish_reason is not None:
-                        mine.discard(slot)
+                        reader.slots.discard(slot)
                     yield outcome
         finally:
-            self._leave(mine)
+            self.leave(reader)
+
+    def reader(self) -> Reader:
+        """Return a new reader. Only the caller may keep a reference to it, and only until it has read all events."""
+        reader = Reader()
+        self._readers.append((weakref.ref(reader), reader.slots))
+        return reader
+
+    def leave(self, reader: Reader) -> None:
+        """End the unfinished sequences of a reader; within a step nothing ends: the next step does it."""
+        with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
+            self._end(reader.slots)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
         """Give free rows to waiting prompts."""
@@ -115,23 +141,18 @@ class Streams:
 
     def _advance(self) -> None:
         """Run one step of the loop."""
-        self._end_left()
+        for known in [*self._readers]:
+            if known[0]() is None:
+                self._end(known[1])
+                self._readers.remove(known)
         self._loop.give_row()
         self._rows.compact()
         with self._guard.stepping, self._guard.open:  # an error of `open` unlocks `stepping`
             self._loop.step()
 
-    def _leave(self, mine: set[int]) -> None:
-        """End the unfinished sequences of a stream: now, or after the step that is running."""
-        if mine:
-            with suppress(SessionError), self._guard.lock, self._guard.open:  # unless the session was closed meanwhile
-                self._left |= mine
-                if not self._guard.stepping.locked():
-                    self._end_left()
-
-    def _end_left(self) -> None:
-        while self._left:
-            slot = self._left.pop()
+    def _end(self, slots: set[int]) -> None:
+        while slots:
+            slot = slots.pop()
             if slot in self._loop.slots:
                 self._loop.remove(slot)
             self._rows.drop(slot)

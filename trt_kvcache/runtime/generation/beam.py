@@ -21,6 +21,7 @@ from trt_kvcache.runtime.generation.processors import log_softmax, process
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.requests import ReadPrompt
+from trt_kvcache.runtime.streams import Streams
 from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
 Tokens = npt.NDArray[np.int64]
@@ -170,8 +171,8 @@ def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, confi
 
 
 def beam_events(
-    rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters, prompts: Sequence[ReadPrompt],
-    config: GenerationConfig, tokenizer: TokenDecoder | None,
+    rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters, streams: Streams,
+    prompts: Sequence[ReadPrompt], config: GenerationConfig, tokenizer: TokenDecoder | None,
 ) -> Iterator[TokenEvent]:  # fmt: skip
     """Yield the events of the best hypothesis for each prompt, one prompt after the other.
 
@@ -180,6 +181,7 @@ def beam_events(
         loop: its decode loop.
         guard: its lock.
         adapters: its adapters.
+        streams: frees the slots of the beams at the end.
         prompts: the prompts.
         config: the settings.
         tokenizer: makes the text of events.
@@ -189,7 +191,7 @@ def beam_events(
         SessionError: a step failed.
     """
     for index, prompt in enumerate(prompts):
-        slots: list[int] = []
+        slots, reader = list[int](), streams.reader()
         ids = np.array(prompt.tokens, np.int64)
         try:
             with guard.lock, guard.idle:
@@ -203,14 +205,13 @@ def beam_events(
                 adapter = adapters.find(config.adapter)
                 for _ in range(config.num_beams):
                     slots.append(rows.take(constants=prompt.constants, adapter=adapter))
+                    reader.slots.add(slots[-1])
             beams = _LiveBeams(guard, rows, loop, slots)
             logits = beams.update([prompt])[0]
             free_tokens = rows.free_tokens(slots[0])
             best = beam_search(ids, logits, beams, config, free_tokens=free_tokens)[0]
         finally:
-            with guard.lock:
-                for slot in slots:
-                    rows.drop(slot)
+            streams.leave(reader)
         yield from hypothesis_events(best, index, config, tokenizer, ids)
 
 
