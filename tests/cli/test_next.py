@@ -165,5 +165,5 @@ def test_a_capacity_beyond_the_models_texts_is_allowed_and_warned_of(export: Pat
     )
     assert run("plan", export, "--capacity", 96).stderr == ""
     assert plan_model(export, PlanOptions(capacity=97, beyond_length="on")).warnings
-    with pytest.raises(OptionError, match='give at most capacity=96, or beyond_length="on"$'):
+    with pytest.raises(OptionError, match='Give at most capacity=96, or beyond_length="on"$'):
         plan_model(export, PlanOptions(capacity=97))

@@ -36,7 +36,7 @@ def test_build_writes_a_folder_that_commands_take(model: Path, tmp_path: Path) -
     built = CliRunner().invoke(app, ["build", str(model), "-o", f"{output}/", *options])
     assert built.exit_code == 0, built.output
     assert {path.name for path in output.iterdir()} == {"model.engine", "model.engine.json", *TEXTS}
-    assert f"{output}: for texts: chat_template.jinja, generation_config.json, tokenizer.json\n" in built.stdout
+    assert f"{output}: files for texts: chat_template.jinja, generation_config.json, tokenizer.json\n" in built.stdout
     then = f"generate {output} --prompt Hello" if driver_present() else f"inspect {output}"
     assert built.stdout.splitlines()[-1] == f"next       trt-kvcache {then}"
     manifest = load_manifest(output)

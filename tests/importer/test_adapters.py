@@ -171,7 +171,7 @@ def test_targets_that_are_not_there_are_named_with_the_closest() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [({"lora_rank": 0}, "lora_rank is 0; it must be 1 to"), ({"lora_slots": 0}, "lora_slots is 0"),
-     ({"lora_rank": "4"}, "lora_rank is '4'"), ({"lora_targets": ()}, r"lora_targets is \(\); give names"),
+     ({"lora_rank": "4"}, "lora_rank is '4'"), ({"lora_targets": ()}, r"lora_targets is \(\); it must be names"),
      ({"lora_targets": ("",)}, "lora_targets is"), ({"checkpoint": 3}, "checkpoint is 3")],
 )  # fmt: skip
 def test_options_that_make_no_sense(values: dict[str, object], words: str) -> None:

@@ -350,5 +350,5 @@ def test_packed_updates(indices: bool, mode: str | None, integer: int, tmp_path:
 
 
 def test_packed_circular_needs_the_plugin(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"'node_present' is circular; .* plan for TensorRT"):
+    with pytest.raises(UnsupportedModelError, match=r"'node_present' is circular, .* plan for TensorRT"):
         imported(packed_model(mode="circular"), tmp_path)

@@ -147,7 +147,7 @@ def test_caches_that_grow_get_a_capacity(tmp_path: Path, config: dict[str, Any],
 
 def test_a_capacity_that_nobody_gave_is_explained(tmp_path: Path) -> None:
     onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
-    with pytest.raises(OptionError, match=r"^capacity is 9999999999; .* \(9999999999 is the default where capacity is"):
+    with pytest.raises(OptionError, match=r"^capacity is 9999999999; .* \(9999999999 is the default if capacity is"):
         DecodeSession.open(tmp_path, cpu=CpuOptions(default_capacity=9999999999))
 
 
