@@ -74,3 +74,10 @@ def test_token_ids_in_a_mask(tmp_path: Path) -> None:
     onnx.save(make_decoder(Decoder(masked=by_tokens)), tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match=r"token ids \('input_ids'\) change an attention or its mask"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
+
+
+def test_a_capacity_beyond_a_bias_by_distance_is_named() -> None:
+    """The message gives the capacity to take, and no advice on the caches, which are right."""
+    model = Path(__file__).parents[1] / "models" / "optimum" / "t5"
+    with pytest.raises(UnsupportedModelError, match=r"for at most 16384 tokens: give capacity=16384 or less$"):
+        plan_model(model, PlanOptions(capacity=131_072))

@@ -137,7 +137,9 @@ def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
     said = _with_refusals(
         job, "TensorRT cannot build the engine", [BackendError("NVRTC: no"), BackendError("NVRTC: no")]
     )
-    assert said.startswith("TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; or plan without the plugin")
+    assert said.startswith(
+        "TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; or plan without the plugin"
+    )
     assert said.endswith(CONTRACT + FUNCTIONAL)
     assert _with_refusals(job, "TensorRT cannot parse the model", []) == "TensorRT cannot parse the model"
 

@@ -32,6 +32,7 @@ from trt_kvcache.importer.protos import elem_type_of, is_op, shape_of
 from trt_kvcache.importer.recognize.attention_reader import Reader, reading_step
 from trt_kvcache.importer.recognize.carried import find_caches, find_states, stack_in_words, state_inner_sizes
 from trt_kvcache.importer.recognize.records import (
+    AdvisedError,
     Attention,
     Cache,
     ComputedError,
@@ -132,6 +133,8 @@ def recognize(
     except RecognizeError as error:
         if stack := stack_in_words(graph):
             raise UnsupportedModelError(stack) from None
+        if isinstance(error, AdvisedError):
+            raise UnsupportedModelError(str(error)) from None
         raise UnsupportedModelError(
             f"{error}. The importer supports only caches that are inputs and outputs of the model, whose outputs hold "
             "all rows with the new rows after the earlier ones, and attention over one cache of keys and one cache of "

@@ -24,6 +24,7 @@ from trt_kvcache.importer.graph import elem_type, producer
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.recognize.records import (
     ATTENTION,
+    AdvisedError,
     Attention,
     Cache,
     ComputedError,
@@ -405,7 +406,7 @@ class Reader:
         """The number that the model adds to the score at each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
-            raise RecognizeError(
+            raise AdvisedError(
                 f"'{self._region.result}' has a bias that depends on the distance; the importer can read it for "
                 f"at most {most} tokens: give --capacity {most} or less"
             )

@@ -66,7 +66,11 @@ class RecognizeError(Exception):
     """The importer does not support the form of a cache or attention; the message says what was seen."""
 
 
-class UnknownError(RecognizeError):
+class AdvisedError(RecognizeError):
+    """The same, but the message also says what to do."""
+
+
+class UnknownError(AdvisedError):
     """The meaning of the integer input that the first argument names is unknown; it may hold positions."""
 
     def __str__(self) -> str:
