@@ -147,7 +147,7 @@ def test_caches_that_grow_get_a_capacity(tmp_path: Path, config: dict[str, Any],
 
 def test_a_capacity_that_nobody_gave_is_explained(tmp_path: Path) -> None:
     onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
-    with pytest.raises(OptionError, match=r"^capacity is 9999999999; .* \(9999999999 is the default where capacity is"):
+    with pytest.raises(OptionError, match=r"^capacity is 9999999999; .* \(9999999999 is the default if capacity is"):
         DecodeSession.open(tmp_path, cpu=CpuOptions(default_capacity=9999999999))
 
 
@@ -272,8 +272,8 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 2}, "'n' is not a generation setting: give the prompt as often in a list"),
-        ({"num_return_sequences": 2}, "give the prompt as often in a list"),
+        ({"n": 2}, "'n' is not a generation setting: repeat the prompt in a list"),
+        ({"num_return_sequences": 2}, "repeat the prompt in a list"),
         ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
         ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
         ({"use_cache": True}, "there are always caches"),
@@ -283,7 +283,7 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
         ({"config": 3}, "config is int; give a GenerationConfig"),
         ({"prompts": [1.0, 2.0]}, r"a prompt is float64 \[2\]; token ids are a flat list of whole numbers"),
         ({"prompts": numpy.array([1.0, 2.0])}, r"a prompt is float64 \[2\]"),
-        ({"logits_processor": lambda ids, scores: None}, "gave None, and a change in place has no effect"),
+        ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
     ],
 )  # fmt: skip
 def test_what_other_libraries_take_names_what_to_do(tmp_path: Path, given: dict[str, Any], said: str) -> None:
