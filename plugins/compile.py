@@ -82,7 +82,10 @@ class CompiledKernel:
             OptionError: the code is PTX, which ptxas has not seen.
         """
         if self.ptx:
-            raise OptionError(f"kernel {self.name} is PTX, whose registers are not known yet: compile a cubin")
+            raise OptionError(
+                f"the registers of kernel {self.name} are not known, because it was compiled to PTX: "
+                "compile it to a cubin"
+            )
         sizes = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
         used = re.findall(r"Used (\d+) registers", self.log)
         if not sizes or not used:
@@ -179,12 +182,15 @@ def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | No
     """
     version, known = nvrtc_version(), supported_archs()
     if arch not in known:
-        raise OptionError(f"architecture {arch!r}: NVRTC {_text(version)} knows {', '.join(known)}; give one of those")
+        raise OptionError(
+            f"NVRTC {_text(version)} cannot compile for architecture {arch!r}; give one of {', '.join(known)}"
+        )
     if driver is not None and ((driver < version) if ptx else (driver[0] < version[0])):
         kind, needed = ("PTX", _text(version)) if ptx else ("a cubin", str(version[0]))
         raise OptionError(
-            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA {needed}: "
-            f"install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a newer driver"
+            f"{kind} from NVRTC {_text(version)} needs a driver for CUDA {needed}, but this driver is for CUDA "
+            f"{_text(driver)}: install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a "
+            "newer driver"
         )
 
 

@@ -88,7 +88,7 @@ class Operator:
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]
             if cache not in CACHE_BITS:
-                raise OptionError(f"{self.name}: cache_{i} is {cache}; supported are {', '.join(CACHE_BITS)}")
+                raise OptionError(f"{self.name}: cache_{i} is {cache}; expected one of {', '.join(CACHE_BITS)}")
             if not self.quantized and update != cache:
                 raise OptionError(
                     f"{self.name}: update_{i} is {update} and cache_{i} {cache}; they must have one type, or the "
@@ -132,7 +132,7 @@ class Operator:
                 other, where = known.setdefault("B" if label == "B + 1" else label, (value, name))
                 if value != other:
                     raise OptionError(
-                        f"{self.name}: {name} is {_text(shape)}, {where} {_text(shapes[where])}; they must be "
+                        f"{self.name}: {name} is {_text(shape)} and {where} is {_text(shapes[where])}; they must be "
                         f"[{', '.join(expected)}] and [{', '.join(self._sizes(where))}]"
                     )
         if self.quantized:
@@ -146,8 +146,8 @@ class Operator:
                 raise OptionError(f"{self.name}: scale_{i} has {count} values; it must have 1, or one for each of the "
                                   f"{heads} heads")  # fmt: skip
         if None not in counts and len(set(counts)) > 1:
-            raise OptionError(f"{self.name}: scales of {counts[0]} and {counts[1]} values; both caches must have as "
-                              "many")  # fmt: skip
+            raise OptionError(f"{self.name}: the scales of the two caches have {counts[0]} and {counts[1]} values; "
+                              "both must have the same number")  # fmt: skip
 
     def _sizes(self, name: str) -> tuple[str, ...]:
         """Return the names of an input's dimensions."""

@@ -140,8 +140,8 @@ def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
     for i in range(operator.caches):
         count = tensors[f"scale_{i}"].shape_expr[0]
         if _open(count) or (_constant(count) not in (None, 1) and _open(tensors["cache_0"].shape_expr[1])):
-            raise OptionError(f"{operator.name}: the number of heads, or of values in scale_{i}, is open; both must be "
-                              "fixed: one scale, or one for each head")  # fmt: skip
+            raise OptionError(f"{operator.name}: the number of heads and the number of values in scale_{i} must be "
+                              "fixed, but one of them is dynamic; give one scale, or one for each head")  # fmt: skip
     return _constant(tensors["scale_0"].shape_expr[0]) not in (None, 1)
 
 
@@ -151,8 +151,8 @@ def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None
         size = tensors[f"cache_{i}"].shape_expr[3]
         if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):
             raise OptionError(f"{operator.name}: rows of cache_{i} hold {'?' if _open(size) else _constant(size)} "
-                              f"elements of {bits} bits and do not end on a byte; an even number is "
-                              "needed")  # fmt: skip
+                              f"elements of {bits} bits and do not end at a full byte; the number of elements must "
+                              "be even")  # fmt: skip
 
 
 def _open(size: Any) -> bool:

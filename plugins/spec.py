@@ -102,7 +102,10 @@ class KernelConfig:
         if self.length_type not in (None, "int32", "int64"):
             raise OptionError(f"lengths of type {self.length_type!r}: expected int32 or int64")
         if (self.form is UpdateForm.PACKED_NHD) != (self.length_type is not None):
-            raise OptionError("a packed update needs the type of its cumulative lengths [B + 1], a padded one has none")
+            raise OptionError(
+                "a packed update needs a type of its cumulative lengths [B + 1] (length_type); a "
+                "padded update must not have one"
+            )
         if self.quantization is not None and self.element_bits != 8:
             raise OptionError(f"quantization on write into elements of {self.element_bits} bits: expected 8")
 
@@ -200,7 +203,9 @@ def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False)
         OptionError: the kernel does not support a known size.
     """
     if len(shapes.head_sizes) != config.caches:
-        raise OptionError(f"{len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each")
+        raise OptionError(
+            f"got {len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each cache"
+        )
     rows = tuple(_row_bytes(config.element_bits, size) for size in shapes.head_sizes)
     planes, heads = shapes.batch * shapes.heads, (shapes.heads + (HEADS_PER_THREAD - 1)) // HEADS_PER_THREAD
     if copies:
@@ -224,7 +229,9 @@ def _row_bytes(bits: int, size: Any) -> Any:
     if bits % 8 == 0:
         return size * (bits // 8)
     if isinstance(size, int) and size * bits % 8:
-        raise OptionError(f"rows of {size} elements of {bits} bits do not end on a byte: an even number is needed")
+        raise OptionError(
+            f"rows of {size} elements of {bits} bits do not end at a full byte: the number of elements must be even"
+        )
     return size * bits // 8
 
 
