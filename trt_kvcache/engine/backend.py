@@ -166,14 +166,15 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     here = build.compute_capabilities == (CURRENT,)
     if here and not driver_present():
         raise OptionError(
-            f"--compute-capabilities {CURRENT} builds for the GPU of this machine, and no NVIDIA GPU and driver is "
-            "here; leave it out, or name the GPUs that the engine will run on"
+            f"--compute-capabilities {CURRENT} builds for the GPU of this machine, but this machine has no NVIDIA "
+            "GPU with a driver; leave it out, or name the GPUs that the engine will run on"
         )
     unknown = [c for c in build.compute_capabilities if c not in RTX_COMPUTE_CAPABILITIES and not here]
     if unknown:
         raise OptionError(
-            f"{backend.title} cannot build for {', '.join(unknown)}; it can for {', '.join(RTX_COMPUTE_CAPABILITIES)}, "
-            f"without --compute-capabilities for every one from sm80 on, and with {CURRENT!r} for this machine's GPU"
+            f"{backend.title} cannot build for {', '.join(unknown)}; give some of "
+            f"{', '.join(RTX_COMPUTE_CAPABILITIES)}, or {CURRENT!r} for this machine's GPU; without "
+            "--compute-capabilities it builds for every GPU from sm80 on"
         )
     useless = {
         "--opt-level": (build.opt_level is not None, "gives the same engine at every optimization level"),
@@ -190,8 +191,8 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     gpu_only = [flag for flag, is_set in asked.items() if is_set]
     if gpu_only and not driver_present():
         raise OptionError(
-            f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, and "
-            "none is here; leave it out, or build on a machine with a GPU"
+            f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, but "
+            "this machine has none; leave it out, or build on a machine with a GPU"
         )
 
 

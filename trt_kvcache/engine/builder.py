@@ -52,7 +52,7 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
     planned = Counter((c.past, c.present) for c in plan.caches if c.route is Route.NATIVE)
     if missing := planned - parsed:
         raise BuildError(
-            f"the parsed network has {parsed.total()} KV-cache layers, the plan {planned.total()}; missing: "
+            f"the parsed network has {parsed.total()} KV-cache layers, but the plan has {planned.total()}; missing: "
             f"{_pairs(missing)}. The engine would not update them in place; {_REPORT}"
         )
     if surplus := parsed - planned:
@@ -91,10 +91,11 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
         role = expected[tensor.name]
         dtype = tensor.dtype.name
         if dtype != TENSORRT_DTYPES.get(role.dtype):
-            raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, the model says {role.dtype}")
+            raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, but the model says {role.dtype}")
         if not _same_shape(tuple(tensor.shape), role.shape, exact=io == "input"):
             raise BuildError(
-                f"TensorRT gives {io} {role.name!r} the shape {list(tensor.shape)}, the plan says {list(role.shape)}"
+                f"TensorRT gives {io} {role.name!r} the shape {list(tensor.shape)}, but the plan says "
+                f"{list(role.shape)}"
             )
         if io == "input" and tensor.is_shape_tensor:
             raise BuildError(
@@ -246,8 +247,8 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
             file.seek(0)
             writer = make_writer(trt, file)
             built = builder.build_serialized_network_to_stream(network, config, writer)
-            send(Log(False, f"{job.title} lacks a fused kernel for an attention that was planned as fused: every "
-                            "attention may be decomposed"))  # fmt: skip
+            send(Log(False, f"{job.title} has no fused kernel for an attention that the plan expects to be fused: "
+                            "it may now decompose every attention"))  # fmt: skip
         if writer.error is not None:
             raise OutputError(f"{job.output}: cannot be written: {writer.error.strerror}") from writer.error
         if not built or not writer.size:

@@ -35,7 +35,10 @@ _PACKAGES = {
     "transformers": "export",
 }
 _EXTRAS = {
-    "text": (("tokenizers", "jinja2", "prompt_toolkit"), "prompts as text; token ids need none of these"),
+    "text": (
+        ("tokenizers", "jinja2", "prompt_toolkit"),
+        "for prompts as text; prompts as token ids need none of these",
+    ),
     "plugin": (("nvidia-cuda-nvrtc",), "compiles the kernels that run beside engines; without it, decoding is slower"),
     "structured": (("llguidance",), "JSON schemas, regular expressions and grammars"),
     "serve": (("starlette", "uvicorn", "prometheus-client"), "OpenAI's API"),
@@ -237,11 +240,16 @@ def _advice(
     if not by_name["tensorrt-rtx"].importable:
         advice.append("pip install 'trt-kvcache[rtx]': builds engines on any machine, with or without a GPU")
     if not by_name["tensorrt"].importable:
-        advice.append("pip install 'trt-kvcache[tensorrt]': datacenter GPUs; several gigabytes, a GPU to build")
+        advice.append(
+            "pip install 'trt-kvcache[tensorrt]': for datacenter GPUs; takes several gigabytes, and "
+            "needs a GPU to build"
+        )
     elif not by_name["tensorrt"].native:
         advice.append("pip install 'tensorrt>=10.15': the first version with the cache update layer")
     if gpu_problem:
-        advice.append("an NVIDIA GPU and its driver: to run engines; TensorRT for RTX builds them without")
+        advice.append(
+            "an NVIDIA GPU and its driver: engines need them to run; TensorRT for RTX builds engines without them"
+        )
     for extra, (names, use) in _EXTRAS.items():
         if absent := [name for name in names if name in missing]:
             advice.append(f"pip install 'trt-kvcache[{extra}]': {', '.join(absent)}, {use}")
@@ -261,7 +269,7 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
                 f"{gpu.name} (compute capability {gpu.compute_capability})"
             )
         elif gpu.compute_capability.startswith("7."):
-            advice.append(f"build --compute-capabilities {sm}: engines for all GPUs are not for the {gpu.name}")
+            advice.append(f"build --compute-capabilities {sm}: engines for all GPUs do not run on the {gpu.name}")
     return tuple(dict.fromkeys(advice))
 
 
@@ -284,8 +292,8 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
     nvrtc = _version("nvidia-cuda-nvrtc")
     if nvrtc is not None and _release(nvrtc) > own and any(b.native and b.plugins for b in backends):
         advice.append(
-            f"pip install 'nvidia-cuda-nvrtc=={driver}.*': kernels of the cache-update plugin as NVRTC {nvrtc} makes "
-            f"them are too new for this driver, which is for CUDA {driver}"
+            f"pip install 'nvidia-cuda-nvrtc=={driver}.*': NVRTC {nvrtc} compiles kernels of the cache-update "
+            f"plugin that are too new for this driver, which is for CUDA {driver}"
         )
     return tuple(advice)
 

@@ -134,7 +134,10 @@ def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
     """Check the options of a build and its output, before the model is read."""
     engine = check_output(output)
     if engine.suffix == ".json":
-        raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
+        raise OutputError(
+            f"{output}: a name that ends in .json is for manifests; give another name for the engine, "
+            "such as model.engine"
+        )
     for path in (manifest_path(engine), proof_path(engine)):
         check_output(path)
     if build.log not in (None, "-"):
@@ -157,7 +160,10 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
     plan, part = imported.plan, _part([imported.source], imported.model)
     _check_not_model(setup.engine, part.files)
     if setup.engine.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
-        raise OutputError(f"{setup.engine}: models end in .onnx; give another name, such as model.engine")
+        raise OutputError(
+            f"{setup.engine}: a name that ends in .onnx is for models; give another name for the "
+            "engine, such as model.engine"
+        )
     if setup.build.encoder != "auto":
         which_encoder(part.path, plan, setup.build)  # a named encoder has to exist
     encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, setup.build))
@@ -188,9 +194,9 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
         if not prepared.scans or limits.max_chunk == 1:
             raise
         raise BuildError(
-            f"{error.message}; the model has a Scan over the tokens of an update ('{prepared.scans[0]}'), and some "
-            "operators do not build before one while their number is open: try --max-chunk 1 (one token in a step), "
-            "or export with a fixed number of tokens"
+            f"{error.message}; the model has a Scan over the tokens of an update ('{prepared.scans[0]}'), and "
+            "TensorRT cannot build some operators before a Scan while the number of tokens is dynamic: try "
+            "--max-chunk 1 (one token in a step), or export with a fixed number of tokens"
         ) from None
     assert setup.progress.verdict is not None
     plan = setup.progress.verdict.result().on(prepared.plan)
@@ -299,8 +305,8 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
         sizes = ", ".join(f"{name} {list(r.max)}" for name, r in encoder.profile.shapes.items())
         of = f"the longest source ({sizes})" if sizes else "every source"
         raise OptionError(
-            f"--max-encoder is {allowed}, and the encoder makes {positions} positions of {of}; give "
-            f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
+            f"--max-encoder is {allowed}, but the encoder makes {positions} positions from {of}; give --max-encoder "
+            f"{positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
         )
     own = without_shapes(build, plan, encoder.plan)
     shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
@@ -328,10 +334,10 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
             raise
         last = (str(error).strip().splitlines() or [""])[-1]
         why = (
-            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with the output of "
-            "--encoder FILE, the encoder's"
+            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with the output of a build "
+            "with --encoder FILE, the encoder's file"
         )
-    return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
+    return None, (f"no engine could be built from the encoder, so it runs on the CPU: {why}",)
 
 
 def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
@@ -415,7 +421,7 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
     for written in (engine, manifest_path(engine)):
         for path in files:
             if written.exists() and written.samefile(path):
-                raise OutputError(f"{written}: is a file of the model; give another name for the engine")
+                raise OutputError(f"{written}: this is a file of the model; give another name for the engine")
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
@@ -532,8 +538,8 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     if not constants or path is None:
         if named is None:
             return None
-        reason = f"there is none at {named}" if constants else f"{model} takes nothing from one"
-        raise OptionError(f"--encoder names an encoder, and {reason}; leave it out")
+        reason = f"there is no encoder at {named}" if constants else f"{model} takes no inputs from an encoder"
+        raise OptionError(f"--encoder names an encoder, but {reason}; leave it out")
     return path
 
 

@@ -42,13 +42,13 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
         return path, None
     if models := models_in(path):
         raise OutputError(
-            f"{path}: the folder of a model, {models[0].name}; give another folder, or the name of a file"
+            f"{path}: this folder holds the model {models[0].name}; give another folder, or the name of a file"
         )
     others = [name for name in TEXTS if (path / name).exists()]
     if others and not (path / ENGINE).exists():
         raise OutputError(
-            f"{path}: this folder holds {others[0]}, and no engine that it belongs to; give another folder, or the "
-            "name of a file"
+            f"{path}: this folder holds {others[0]}, but not the engine that it belongs to; give another folder, or "
+            "the name of a file"
         )
     return path / ENGINE, path
 

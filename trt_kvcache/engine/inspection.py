@@ -99,10 +99,12 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
             continue
         plan = expected[key]
         if tensor.dtype != plan.dtype:
-            differences.append(f"{tensor.io} {tensor.name} is {tensor.dtype}, in the manifest {plan.dtype}")
+            differences.append(
+                f"{tensor.io} {tensor.name} is {tensor.dtype} in the engine, and {plan.dtype} in the manifest"
+            )
         if not _same_shape(tensor, plan):
-            shapes = f"{list(tensor.shape)}, in the manifest {list(plan.shape)}"
-            differences.append(f"{tensor.io} {tensor.name} has the shape {shapes}")
+            shapes = f"{list(tensor.shape)} in the engine, and {list(plan.shape)}"
+            differences.append(f"{tensor.io} {tensor.name} has the shape {shapes} in the manifest")
     return differences
 
 
@@ -123,20 +125,23 @@ def _compare_aliases(manifest: Manifest, reported: dict[str, str]) -> list[str]:
         actual, expected = reported.get(present), manifest.aliases.get(present)
         if actual != expected and not (actual is None and present in unreported):
             differences.append(
-                f"{present} shares the buffer of {actual or 'nothing'}, in the manifest of {expected or 'nothing'}"
+                f"{present} shares the buffer of {actual or 'nothing'} in the engine, and of "
+                f"{expected or 'nothing'} in the manifest"
             )
     return differences
 
 
 def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, ShapeRange], ...]) -> list[str]:
     if len(planned) != len(reported):
-        return [f"the engine has {len(reported)} profiles, the manifest {len(planned)}"]
+        return [f"the engine has {len(reported)} profiles, but the manifest has {len(planned)}"]
     differences = []
     for profile, shapes in zip(planned, reported, strict=True):
         for name, expected in profile.shapes.items():
             actual = shapes.get(name)
             if actual is not None and actual != expected:
-                differences.append(f"profile {profile.name}: {name} is {actual}, in the manifest {expected}")
+                differences.append(
+                    f"profile {profile.name}: {name} is {actual} in the engine, and {expected} in the manifest"
+                )
     return differences
 
 

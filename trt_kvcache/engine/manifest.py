@@ -113,7 +113,10 @@ class Manifest:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
         off = "it was built with --strip-plan" if self.options.get("strip_plan") else "it was built with --proof off"
-        return f"{said[0] if said else off}; 'build --proof STEPS' records one of so many steps, whatever they take"
+        return (
+            f"{said[0] if said else off}; 'build --proof STEPS' records a proof with this number of steps, "
+            "however long they take"
+        )
 
     @property
     def is_encoder(self) -> bool:
@@ -177,7 +180,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     path = engine_in(as_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
-        raise ManifestError(f"{path}: a folder; give the path of an engine")
+        raise ManifestError(f"{path}: this is a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)
     try:
         data = read_file(file, _LARGEST)
@@ -186,7 +189,8 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
             raise ManifestError(f"{path}: no such file; check the path") from None
         if path.suffix == ".onnx":
             raise ManifestError(
-                f"{path}: a model without a manifest; give an engine; 'trt-kvcache plan' shows models"
+                f"{path}: this is a model, which has no manifest; give an engine, or use 'trt-kvcache plan' to look "
+                "at models"
             ) from None
         raise ManifestError(
             f"{file}: no such file; an engine needs the manifest that 'trt-kvcache build' wrote beside it"
@@ -198,15 +202,17 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         version = msgspec.json.decode(data, type=_SchemaOnly).schema_version
         if version != SCHEMA_VERSION:
             raise ManifestError(
-                f"{file}: manifest schema {version}; this version of trt_kvcache knows schema {SCHEMA_VERSION}: "
-                "use the version of trt_kvcache that built the engine, or build it again"
+                f"{file}: the manifest has schema {version}, but this version of trt_kvcache reads schema "
+                f"{SCHEMA_VERSION}: use the version of trt_kvcache that built the engine, or build it again"
             )
         content = msgspec.json.decode(data)
         if content.pop("digest", None) != _digest(content):
-            raise ManifestError(f"{file}: edited or damaged since 'trt-kvcache build' wrote it; {advice}")
+            raise ManifestError(
+                f"{file}: the manifest was edited or damaged since 'trt-kvcache build' wrote it; {advice}"
+            )
         return msgspec.json.decode(data, type=Manifest)
     except (msgspec.ValidationError, OptionError) as error:  # OptionError comes from the plan's options
-        raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
+        raise ManifestError(f"{file}: this is not a valid manifest: {error}; {advice}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
 
@@ -219,14 +225,19 @@ def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
     """
     engine = Path(engine)
     if engine.suffix == ".json":
-        raise ManifestError(f"{engine}: a manifest; give the engine beside it, {engine.with_suffix('')}")
+        raise ManifestError(f"{engine}: this is a manifest; give the engine beside it, {engine.with_suffix('')}")
     advice = "the manifest is not of this engine; build again, or put back the pair that was built together"
     try:
         size = engine.stat().st_size
         if size != manifest.engine.size:
-            raise ManifestError(f"{engine}: {size} bytes, its manifest says {manifest.engine.size}; {advice}")
+            raise ManifestError(
+                f"{engine}: the engine has {size} bytes, but its manifest says {manifest.engine.size}; {advice}"
+            )
         digest = identify(engine).blake3
     except OSError as error:
         raise ManifestError(f"{engine}: the engine cannot be read: {error.strerror}") from error
     if digest != manifest.engine.blake3:
-        raise ManifestError(f"{engine}: BLAKE3 {digest}, its manifest says {manifest.engine.blake3}; {advice}")
+        raise ManifestError(
+            f"{engine}: the engine has the BLAKE3 digest {digest}, but its manifest says "
+            f"{manifest.engine.blake3}; {advice}"
+        )

@@ -84,7 +84,9 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
         )
     encoder = _encoder(build)
     if encoder and not any("encoder" in t.axes for t in plan.tensors):
-        raise OptionError("--max-encoder is given, and no input of the model is as long as an encoder's output")
+        raise OptionError(
+            "--max-encoder is given, but no input of the model has the length of an encoder's output; leave it out"
+        )
     return Limits(max_batch, opt_batch, max_chunk, capacity, _logits(plan, build, chunk, max_chunk), encoder)
 
 
@@ -97,16 +99,18 @@ def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: 
     if plan.logits_span is None:
         if asked is not None:
             raise OptionError(
-                f"--max-logits is {asked}, and the plan leaves the model's logits as they are (see its notes, and "
+                f"--max-logits is {asked}, but the plan leaves the model's logits as they are (see its notes, and "
                 "--logits); leave it out"
             )
         return None
     if asked is not None and asked > max_chunk:
-        raise OptionError(f"--max-logits is {asked}, and a step has at most {max_chunk} positions; give at most that")
+        raise OptionError(
+            f"--max-logits is {asked}, but a step has at most {max_chunk} positions; give that number or less"
+        )
     if fixed is not None and asked not in (None, fixed):
         raise OptionError(
-            f"--max-logits is {asked}, and all updates of the model have {fixed} tokens, and any of them may "
-            "be the last valid one: leave it out"
+            f"--max-logits is {asked}, but the logits of all {fixed} positions are needed, because every update of "
+            f"the model has {fixed} tokens, and any of them may be the last valid one: leave it out"
         )
     return fixed or asked or min(DEFAULT_LOGITS, max_chunk)
 
@@ -292,9 +296,9 @@ def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
     known = {t.name: t.shape for t in inputs}
     for flag, name, shape in ((f, n, s) for f, kind in _SHAPES.items() for n, s in getattr(build, kind).items()):
         if name not in known:
-            raise OptionError(f"{flag} names {name!r}, which is no input of the model; inputs: {', '.join(known)}")
+            raise OptionError(f"{flag} names {name!r}, which is not an input of the model; inputs: {', '.join(known)}")
         model = known[name]
-        mismatch = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
+        mismatch = f"{flag} gives {name!r} the shape {_text(shape)}, but in the model it is {_text(model)}"
         if len(shape) != len(model):
             raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
         for i, (asked, size) in enumerate(zip(shape, model, strict=True)):
