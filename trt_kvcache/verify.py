@@ -165,7 +165,8 @@ def verify_import(
         return report
     except MemoryError:
         raise UnsupportedModelError(
-            f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
+            f"{imported.source.path}: the comparison needs more memory than is free; verify the model on a larger "
+            "machine"
         ) from None
     except ValueError as error:  # NumPy raises it if sizes do not fit
         raise UnsupportedModelError(
@@ -234,7 +235,7 @@ class _Verification:
         limits = replace(limits, linear=min((n for n in ends if n is not None), default=None))
         pieces = plan_pieces(limits, plan, self.verify.chunks, self.verify.tokens, full=not self.large)
         if not pieces:
-            raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")
+            raise OptionError("the caches of this model are too small for any of these steps; give shorter --chunks")
         tokens = plan.tensor(Role.TOKENS)
         has_ids = tokens is not None and not tokens.embedded
         rows = 2 if self.table is None else len(self.table)
@@ -280,7 +281,7 @@ class _Verification:
             if compare(first, first.steps(reference), _FLOOR).passed:
                 return garbage
         self.notes.append(
-            "the model as exported reads cache rows that were never written: so these rows get no garbage"
+            "the model as exported reads cache rows that were never written, so these rows are not filled with garbage"
         )
         return 0.0
 
@@ -396,7 +397,7 @@ class _Verification:
         found = compare(decode, decode.steps(runner), _FLOOR, stop=False)
         if found.typical <= 10 * _FLOOR and found.largest <= moved.largest:
             return replace(station, passed=True, failure="", allowed=moved.largest,
-                           note="some numbers lie between two codes, which rounding decides")  # fmt: skip
+                           note="some numbers lie between two codes, and rounding decides between them")  # fmt: skip
         return station
 
     def _session(self) -> Station:
@@ -404,7 +405,7 @@ class _Verification:
         from trt_kvcache.runtime.replay import SessionSteps
 
         if self.written:
-            return _not_compared("session", "a session runs the model, not a file of its rewritten form")
+            return _not_compared("session", "a session rewrites a model itself, and does not run a rewritten file")
         options = (self.quantized or self.imported).plan.options
         chunk = max(p.length for p in self.decode.pieces)
         runner = OnnxRuntimeRunner(self.imported.source.path, options, max_batch=self.decode.rows, max_chunk=chunk)
@@ -423,7 +424,7 @@ class _Verification:
         from trt_kvcache.engine.parsing import compare_parsed
 
         if self.written:
-            return _not_compared("network", "TensorRT builds a model, not a file of its rewritten form")
+            return _not_compared("network", "TensorRT builds from a model, and not from a rewritten file")
         with phase(self.title):
             texts = self.decode.tokens[: _LARGE_NETWORK if self.large else _NETWORK]
             pieces, imported = self.decode.pieces[: len(texts)], self.quantized or self.imported
@@ -452,7 +453,10 @@ class _Verification:
         if given is None and not passed:
             allowed = max(floor, _TIMES * self._measured(unit))
             if allowed > _SHOWS:
-                note = f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size: it shows no small fault"
+                note = (
+                    f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size, so this comparison "
+                    "cannot show a small fault"
+                )
             found, passed = compared(allowed)
         return Station(
             name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,

@@ -142,7 +142,7 @@ def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: C
     for layer in reversed([*layers]):
         for name in leads.intersection(layer.output):
             if differs.get(name):
-                found = f"the first layer that differs is '{layer.name}' ({layer.op_type}), which gives '{name}'"
+                found = f"the first layer that differs is '{layer.name}' ({layer.op_type}), whose output is '{name}'"
         if not leads.isdisjoint(layer.output):
             leads.update(name for name in layer.input if name and differs.get(name) is not False)
     return found

@@ -79,13 +79,13 @@ class Exported:
         try:
             self._session = _open(runnable(for_cpu(define(source.proto))[0]), source.path.parent, copies, edit)
         except RunError as error:
-            raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {error}") from None
+            raise UnsupportedModelError(f"{source.path}: ONNX Runtime cannot open the model: {error}") from None
         self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
         self.outputs = {o.name: o.shape for o in self._session.get_outputs()}
         tensors: tuple[OriginalTensor | TensorRole, ...] = plan.original or plan.tensors
         if strange := self._types.keys() - {t.name for t in tensors if t.io == "input"}:
             raise UnsupportedModelError(
-                f"{source.path}: '{min(strange)}' cannot be the next past: it holds several caches"
+                f"{source.path}: cannot carry '{min(strange)}' from step to step, because it holds several caches"
             )
         limits = read_limits(plan, 1)
         self.batch, self._length = limits.batch, limits.length
@@ -102,7 +102,7 @@ class Exported:
         found += [o.name for o in source.proto.graph.output if o.name not in self._carried.values()]
         if not found:
             raise UnsupportedModelError(
-                f"{source.path}: the model has no output but its caches: there is nothing to compare"
+                f"{source.path}: the model has no output except its caches, so there is nothing to compare"
             )
         self._logits = found[0]
         self._axes = next((t.axes for t in tensors if t.io == "output" and t.name == self._logits), ())
@@ -125,7 +125,9 @@ class Exported:
         """
         longest = self._length or piece.length
         if piece.length % longest:
-            raise UnsupportedModelError(f"{self._path}: it takes {longest} tokens in each step, and got {piece.length}")
+            raise UnsupportedModelError(
+                f"{self._path}: the model takes exactly {longest} tokens in each step; got {piece.length}"
+            )
         texts = []
         for row, text in zip(piece.rows, tokens, strict=True):
             parts = [self._run(row, text[at : at + longest]) for at in range(0, piece.length, longest)]
@@ -158,8 +160,8 @@ class Exported:
             outputs = dict(zip(self.outputs, run_in_time(self._session, [*self.outputs], feeds), strict=True))
         except RunError as error:
             raise UnsupportedModelError(
-                f"{self._path}: ONNX Runtime does not run {len(tokens)} tokens after {start}: {error}"
-                f"{guessed(self._plan, self._given)}"
+                f"{self._path}: ONNX Runtime cannot run a step of {len(tokens)} tokens after a past of {start} "
+                f"tokens: {error}{guessed(self._plan, self._given)}"
             ) from None
         self.watch(feeds, outputs)
         carried |= {past: outputs[present] for past, present in self._carried.items() if past in self._types}

@@ -80,8 +80,9 @@ class NetworkComparison:
         """
         if self.finding:
             raise BuildError(
-                f"TensorRT's parser made another network of the model: {self.finding}; an engine of it would give "
-                "wrong numbers; try another version of TensorRT, and please report the model ('trt-kvcache report')"
+                f"the network that TensorRT's parser made computes other numbers than the model: {self.finding}; an "
+                "engine built from it would give wrong numbers; try another version of TensorRT, and please report "
+                "the model ('trt-kvcache report')"
             )
 
 
@@ -156,7 +157,9 @@ def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> 
     except NetworkError as error:
         return NetworkComparison(0, math.inf, error.message)
     worst = max(shares)
-    return NetworkComparison(len(shares), worst, "" if worst <= LIMIT else "its outputs are not the model's")
+    return NetworkComparison(
+        len(shares), worst, "" if worst <= LIMIT else "the network's outputs differ from the model's"
+    )
 
 
 class NetworkWatch:
@@ -217,7 +220,10 @@ class NetworkWatch:
         try:
             wanted = Float32Session(model, self._folder).run(feeds)
         except RunError as error:
-            return f"no layer is named: ONNX Runtime does not give what is inside of the model: {error}"
+            return (
+                "the first layer that differs is unknown, because ONNX Runtime cannot return the values inside "
+                f"the model: {error}"
+            )
         differs: dict[str, bool] = {}
 
         def watch(node: Any, results: Sequence[Array]) -> None:
@@ -238,6 +244,6 @@ def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
     if needed <= free:
         return ""
     return (
-        f"it takes {weights / 1e9:.1f} GB for weights in float32 and {_COPIES * caches / 1e9:.1f} GB for caches, and "
-        f"{free / 1e9:.1f} GB are free"
+        f"the comparison takes {weights / 1e9:.1f} GB for weights in float32 and {_COPIES * caches / 1e9:.1f} GB "
+        f"for caches, but only {free / 1e9:.1f} GB are free"
     )

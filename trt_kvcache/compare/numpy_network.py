@@ -124,10 +124,10 @@ class Network:
                     results = self._results(node, read, attentions)
                     results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except NotImplementedError as error:
-                raise UnknownLayerError(f"{node} does not run here: {error}") from error
+                raise UnknownLayerError(f"NumPy cannot compute {node}: {error}") from error
             except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
                 said = " ".join(str(error).split())
-                raise NetworkError(f"{node} does not run on inputs with which the model runs: {said}") from error
+                raise NetworkError(f"{node} fails on inputs that the model accepts: {said}") from error
             values.update(zip(node.output, results, strict=True))
             watch(node, results)
             for name in {*node.input, *node.output}.difference(self._outputs):
@@ -147,7 +147,9 @@ class Network:
         known = kind in _RUN or kind in ("CONSTANT", "ATTENTION_INPUT")
         if not known or "" in dtypes:
             what = f"gives {outputs[dtypes.index('')].dtype}" if known else f"has the type {kind}"
-            raise UnknownLayerError(f"layer '{layer.name}' of TensorRT's network {what}, which does not run here")
+            raise UnknownLayerError(
+                f"layer '{layer.name}' of TensorRT's network {what}, which NumPy cannot compute here"
+            )
         layer.__class__ = self._classes[f"i{kind.replace('_', '').lower()}layer"]  # this gives access to its attributes
         return node
 
@@ -196,7 +198,7 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
         while stack:
             node = stack[-1]
             if len(stack) > len(nodes):
-                raise NetworkError(f"{node} reads what it gives")
+                raise NetworkError(f"{node} reads its own output")
             before = [makers[name] for name in node.input if name not in done]
             half = halves[node.name.removesuffix("_AttentionOutput")] if node.op_type == "ATTENTION_OUTPUT" else node
             before += [half] if half is not node and id(half) not in order else []
@@ -295,7 +297,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
         inside = (at >= 0) & (at < length)
         if mode == "STRICT_BOUNDS" and not inside.all():
             raise ValueError(
-                f"it reads rows {start} to {start + stride * (size - 1)} of axis {axis}, which has {length}"
+                f"it reads rows {start} to {start + stride * (size - 1)} of axis {axis}, which has {length} rows"
             )
         if mode == "REFLECT":
             period = max(2 * (length - 1), 1)
@@ -344,7 +346,7 @@ def _gather(layer: Any, x: Sequence[Any]) -> Array:
     mode, shared = _name(layer.mode), layer.num_elementwise_dims
     bounds = data.shape[shared : shared + indices.shape[-1]] if mode == "ND" else data.shape[layer.axis]
     if indices.size and ((indices < -np.asarray(bounds)) | (indices >= bounds)).any():
-        raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of {bounds}")
+        raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of a tensor with {bounds}")
     if mode == "ELEMENT":
         return np.asarray(np.take_along_axis(data, indices, layer.axis))
 
@@ -422,7 +424,7 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:
     if _name(layer.operation) != "LINSPACE":
-        raise NotImplementedError(f"it fills by {_name(layer.operation)}")
+        raise NotImplementedError(f"its kind of fill is {_name(layer.operation)}")
     shape = list(layer.shape) if x[0] is None else _ints(x[0])
     first = layer.alpha if x[1] is None else x[1]
     steps = np.atleast_1d(layer.beta if x[2] is None else x[2])
@@ -572,7 +574,7 @@ def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
 
 def _assertion(layer: Any, x: Sequence[Any]) -> list[Any]:
     if not np.all(x[0]):
-        raise ValueError(f"what it asserts is false: {layer.message}")
+        raise ValueError(f"its assertion is false: {layer.message}")
     return []
 
 

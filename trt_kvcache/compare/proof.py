@@ -128,13 +128,13 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
         size = int.from_bytes(content[:8], "little")
         header = msgspec.json.decode(content[8 : 8 + size])["__metadata__"]
         if header["format"] != FORMAT:
-            raise ValueError(f"of format {header['format']}, and this version of trt_kvcache knows {FORMAT}")
+            raise ValueError(f"of format {header['format']}, but this version of trt_kvcache reads format {FORMAT}")
         proof = Proof(msgspec.json.decode(header["facts"], type=Facts), load(content))
         if faults := [*_faults(proof)]:
             raise ValueError(f"contradicting itself ({'; '.join(faults[:3])})")
         return proof, str(header["engine"])
     except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not readable as one ({' '.join(str(error).split())})") from None
+        raise ValueError(f"not a readable proof file ({' '.join(str(error).split())})") from None
 
 
 def _faults(proof: Proof) -> Iterator[str]:
@@ -145,11 +145,11 @@ def _faults(proof: Proof) -> Iterator[str]:
     if not all(least <= number < _MOST for number, least in sizes):
         yield "one of its numbers is out of range"
     if not facts.pieces or any(p.rows != tuple(range(len(p.rows))) or not p.rows for p in facts.pieces):
-        yield "it has no steps, or one that is not of the first texts"
+        yield "it has no steps, or a step that does not run the first texts in their order"
     elif min(facts.lengths) < 0 or any(p.drawn and len(p.rows) != facts.rows for p in facts.pieces):
-        yield "it has texts of less than no tokens, or random caches of some texts"
+        yield "a text has a negative length, or a step with random caches does not run all texts"
     if any(not min(s.largest, s.typical) > 0 for shares in facts.allowed.values() for s in shares.values()):
-        yield "it allows no difference"
+        yield "an allowed difference is not above 0"
     if any(array.dtype.kind not in "if" or array.ndim < 2 for array in proof.arrays.values()):
         yield "one of its arrays has no rows"
 

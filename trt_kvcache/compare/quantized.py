@@ -49,7 +49,9 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
     for cache in plan.caches:
         node = writers.get(cache.present)
         if node is None or node.op_type != "TensorScatter":
-            raise UnsupportedModelError(f"the rows of '{cache.past}' cannot be rounded by themselves")
+            raise UnsupportedModelError(
+                f"the new rows of '{cache.past}' cannot be rounded, because no TensorScatter writes this cache"
+            )
         size = cache.physical_shape[-1]
         assert isinstance(size, int)
         value = None if options.cache_ranges is None else options.cache_ranges[cache.past] / most

@@ -176,7 +176,7 @@ def output_of(plan: CachePlan) -> str:
     outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
     found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
     if not found:
-        raise OptionError("the model has no output but its caches: there is nothing to compare")
+        raise OptionError("the model has no output except its caches, so there is nothing to compare")
     return found[0]
 
 

@@ -134,7 +134,7 @@ def guessed(plan: CachePlan, given: Collection[str]) -> str:
         return ""
     names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
     return (
-        f". Nothing says which values input {names} takes, so it got random ones of 0 and 1: give values that are "
+        f". The legal values of input {names} are unknown, so it got random values of 0 and 1: give values that are "
         "legal in every step in an .npz file (--inputs)"
     )
 
@@ -152,17 +152,17 @@ def load_inputs(path: str | None) -> dict[str, Array]:
             packed = zipfile.ZipFile(opened).infolist() if zipfile.is_zipfile(opened) else []
         size, free = sum(part.file_size for part in packed), free_memory()
         if 2 * size > free:
-            raise ValueError(f"its arrays take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+            raise ValueError(f"its arrays take {size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free")
         file = np.load(path, allow_pickle=False, mmap_mode="r")
         if isinstance(file, np.ndarray):
-            raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
+            raise TypeError("it is one array without a name, as in an .npy file; np.savez writes names")
         with file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy raise many kinds of errors on damaged files
         said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
         if "pickle" in said:  # NumPy takes unknown bytes for a pickle, and advises to run it
-            said = "it is none, or holds Python objects"
-        raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
+            said = "it is not an .npz file, or it holds Python objects"
+        raise OptionError(f"{path}: cannot be read as an .npz file of named arrays ({said})") from None
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
@@ -175,7 +175,7 @@ def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
     for name in values:
         if name not in roles:
             raise OptionError(
-                f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
+                f"values are given for '{name}', which is not an input of the model; inputs are {', '.join(roles)}"
             )
         if roles[name] in _DRIVEN:
             raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")
