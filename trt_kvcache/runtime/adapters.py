@@ -219,12 +219,12 @@ def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Ada
     """
     if plan is None:
         raise OptionError(
-            f"adapter '{name}': the model takes none; plan it for adapters, with --lora-rank {folder.rank} or more"
+            f"adapter '{name}': the model takes no adapters; plan the model with --lora-rank {folder.rank} or more"
         )
     if folder.rank > plan.rank:
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, and the model takes up to {plan.rank}; "
-            f"plan it with --lora-rank {folder.rank}"
+            f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, but the model takes a rank of at most "
+            f"{plan.rank}; plan the model with --lora-rank {folder.rank}"
         )
     places = {key: product for product in plan.products for key in _columns(product)}
     changes: dict[AdapterProduct, list[_Piece]] = {}
@@ -278,15 +278,17 @@ def _pieces(
         known = sorted({part.module for product in places.values() for part in product.parts})
         near = get_close_matches(module.name, known, 2, 0.4) or known[:2]
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) changes module '{module.name}', and in this model adapters change "
-            f"others, such as {list_names(near)}; give an adapter of this model, or plan it with other --lora-targets"
+            f"adapter '{name}' ({folder.path}) changes module '{module.name}', but in this model adapters change "
+            f"other modules, such as {list_names(near)}; give an adapter of this model, or plan the model with "
+            "other --lora-targets"
         )
 
 
 def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs: int, outputs: int) -> OptionError:
     return OptionError(
-        f"adapter '{name}' ({folder.path}) changes module '{module.name}' as one of {module.inputs} inputs and "
-        f"{module.outputs} outputs, and in this model it has {inputs} and {outputs}; give an adapter of this model"
+        f"adapter '{name}' ({folder.path}) changes module '{module.name}' with {module.inputs} inputs and "
+        f"{module.outputs} outputs, but in this model the module has {inputs} and {outputs}; give an adapter of "
+        "this model"
     )
 
 
@@ -296,9 +298,9 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) changes {list_names(names)}, which are one product in this model, with "
-            f"a rank of {rank} together, and it takes {product.rank}; plan it with a larger --lora-rank, or with more "
-            "--lora-targets"
+            f"adapter '{name}' ({folder.path}) changes {list_names(names)}, which this model computes in one "
+            f"product. Together they have a rank of {rank}, but the product takes at most {product.rank}; plan the "
+            "model with a larger --lora-rank, or with more --lora-targets"
         )
     a = np.zeros((product.inputs, rank), np.float32)
     b = np.zeros((rank, product.outputs), np.float32)
@@ -316,7 +318,7 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
         factors = a.astype(dtype), b.astype(dtype)
     if not all(np.isfinite(array).all() for array in factors):
         raise OptionError(
-            f"adapter '{name}' ({folder.path}): module '{names[0]}' has NaN, infinity or numbers that {dtype}, in "
-            "which the model computes, does not hold"
+            f"adapter '{name}' ({folder.path}): module '{names[0]}' has NaN, infinity or numbers outside the range "
+            f"of {dtype}, in which the model computes"
         )
     return factors

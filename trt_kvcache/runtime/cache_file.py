@@ -82,7 +82,9 @@ class SavedSlots:
             CacheFileError: they differ.
         """
         if self.digest != _digest_of(self._digests, self.slots, self.adapters):
-            raise CacheFileError(f"{self.path}: not what was saved: the file is damaged; save the cache again")
+            raise CacheFileError(
+                f"{self.path}: the file is damaged, because its contents are not what was saved; save the cache again"
+            )
 
     def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
         """Return a copy of a tensor, and check its dtype and shape if they are given.
@@ -97,7 +99,7 @@ class SavedSlots:
         if (dtype and data.dtype != _plain_dtype(dtype)) or (shape is not None and data.shape != shape):
             wanted = " ".join(str(part) for part in (dtype, shape and list(shape)) if part is not None)
             raise CacheFileError(
-                f"{self.path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {wanted} belongs; save the "
+                f"{self.path}: tensor '{name}' is {data.dtype} {list(data.shape)}; expected {wanted}; save the "
                 "cache again"
             )
         self._digests[name] = _digest(data)
@@ -243,24 +245,24 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
         open_regular(path).close()  # opening a pipe would block all threads until something writes to it
         file = safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
-        raise CacheFileError(f"{path}: not a saved cache: {error}") from error
+        raise CacheFileError(f"{path}: this is not a saved cache: {error}") from error
     with file:
         metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
         if metadata.get("format") not in (_FORMAT, _EXTENDED_FORMAT, _ADAPTED_FORMAT):
             raise CacheFileError(
-                f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known are "
-                f"{_FORMAT!r} to {_ADAPTED_FORMAT!r})"
+                f"{path}: this version cannot read format {metadata.get('format')!r} of saved caches; it reads "
+                f"{_FORMAT!r} to {_ADAPTED_FORMAT!r}"
             )
         identity = runner.identity()
         if metadata.get("model") != identity:
             raise CacheFileError(
-                f"{path}: saved with another model ({str(metadata.get('model'))[:16]}..., this one is "
-                f"{identity[:16]}...); cache contents mean nothing to any other model: load it with that one"
+                f"{path}: this cache was saved with another model ({str(metadata.get('model'))[:16]}..., this one "
+                f"is {identity[:16]}...); no other model can use its contents: load it with the model that saved it"
             )
         if metadata.get("caches") != _layout(runner):
             raise CacheFileError(
-                f"{path}: saved from caches of other sizes, layouts or scales of the same model; open the model with "
-                "the options (capacity, cache layout, calibration) that it was saved with"
+                f"{path}: this cache was saved from caches of other sizes, layouts or scales of the same model; "
+                "open the model with the options (capacity, cache layout, calibration) that it was saved with"
             )
         saved = SavedSlots(file, path, metadata, runner)
         if adapters is not None:
@@ -284,8 +286,8 @@ def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dic
             raise CacheFileError(f"{path}: slot {name}: {error}") from None
         if not 0 <= length <= min(written, len(tokens)) or written > min(rows, default=written):
             raise CacheFileError(
-                f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}"
-                f"{f' in caches of {min(rows)} rows' if rows else ''}; save the cache again"
+                f"{path}: slot {name} has {len(tokens)} tokens, and its length is {length} of {written} written "
+                f"rows{f' in caches of {min(rows)} rows' if rows else ''}: this is impossible; save the cache again"
             )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
         _read_inputs(file, slots[name], name, runner)
@@ -320,7 +322,8 @@ def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> Non
         planes = PositionInput(runner.plan).planes
         if data.dtype != np.int64 or data.ndim != 2 or len(data) != planes or data.shape[1] > len(slot.tokens):
             raise CacheFileError(
-                f"{file.path}: slot {name}: positions {data.dtype} {list(data.shape)} of {planes} planes"
+                f"{file.path}: slot {name}: positions are {data.dtype} {list(data.shape)}; expected integers for at "
+                f"most all tokens in {planes} planes"
             )
         slot.positions = Positions(data)
     if f"{name}/given_embeds" in file:
@@ -329,7 +332,10 @@ def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> Non
         rows = file.read(f"{name}/given_embeds", None if tensor is None else array_dtype(tensor.dtype))
         waiting = set(range(slot.length, len(slot.tokens)))
         if tensor is None or rows.shape != (at.size, tensor.shape[-1]) or not waiting >= set(at.ravel().tolist()):
-            raise CacheFileError(f"{file.path}: slot {name}: embeddings {list(rows.shape)} of {len(waiting)} tokens")
+            raise CacheFileError(
+                f"{file.path}: slot {name}: embeddings are {list(rows.shape)}, which does not fit "
+                f"its {len(waiting)} waiting tokens or the model"
+            )
         slot.embeds = Embeds(at, rows)
 
 

@@ -226,9 +226,9 @@ class CacheRows:
             wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
             if wrapped and length < min(entry.length, entry.written - 1):
                 raise CapacityError(
-                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
-                    f"{cache.capacity} of {entry.written}, and what a sequence of {length} sees was overwritten; crop "
-                    f"to {entry.written - 1} or more, or fork the slot before it grows"
+                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds only the "
+                    f"last {cache.capacity} of {entry.written} tokens, and rows that a sequence of {length} tokens "
+                    f"reads were overwritten; crop to {entry.written - 1} or more, or fork the slot before it grows"
                 )
 
     # --- what the loop writes
@@ -276,12 +276,12 @@ class CacheRows:
             return
         if slot.positions and (self._most is None or count <= self._most):
             raise CapacityError(
-                f"{what} stands at positions up to {slot.next_position - 1}, and the model knows "
-                f"{runner.max_positions}, from 0 on; give smaller ones, or use a model with more"
+                f"{what} has positions up to {slot.next_position - 1}, but the model has {runner.max_positions} "
+                "positions, counted from 0; give smaller positions, or use a model with more"
             )
         raise CapacityError(
-            f"{what} has {count} tokens, and a sequence may have {self.capacity}; shorten it, or use a model with a "
-            "larger capacity"
+            f"{what} has {count} tokens, but a sequence may have at most {self.capacity}; shorten it, or use a "
+            "model with a larger capacity"
         )
 
     def note_touched(self, slot: int, stop: int) -> None:

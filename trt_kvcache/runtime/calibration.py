@@ -61,8 +61,8 @@ def calibrate_caches(
                     largest = float(np.abs(rows @ rotation(rows.shape[-1])).max())
                     if not np.isfinite(largest):
                         raise OptionError(
-                            f"cache '{name}' holds NaN or infinity after {what}, which no scale fits; leave that "
-                            "prompt out, or export the model in a wider type"
+                            f"cache '{name}' holds NaN or infinity after {what}, for which there is no scale; leave "
+                            "that prompt out, or export the model in a wider type"
                         )
                     ranges[name] = max(before, largest)
             session.cache.release(slot)
@@ -73,7 +73,7 @@ def calibrate_caches(
 
 def _ids(session: DecodeSession, prompt: Prompt, what: str) -> list[int]:
     if isinstance(prompt, str) and session.tokenizer is None:
-        raise PromptError(f"{what} is text, and there is no tokenizer beside the model; give token ids")
+        raise PromptError(f"{what} is text, but there is no tokenizer beside the model; give token ids")
     try:
         ids = read_ids(session.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, session.vocab)
     except PromptError as error:
@@ -83,7 +83,7 @@ def _ids(session: DecodeSession, prompt: Prompt, what: str) -> list[int]:
     most = session.cache.capacity
     if most is not None and len(ids) > most:
         raise CapacityError(
-            f"{what} has {len(ids)} tokens, and a sequence may have {most}; shorten it, or plan with a larger "
-            "--capacity where the model leaves that open"
+            f"{what} has {len(ids)} tokens, but a sequence may have at most {most}; shorten it, or plan with a "
+            "larger --capacity if the model leaves it open"
         )
     return ids

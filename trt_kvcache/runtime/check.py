@@ -132,9 +132,9 @@ class CheckReport:
             return
         more = f" ({len(self.findings) - 1} other outputs, too)" if len(self.findings) > 1 else ""
         raise VerificationError(
-            f"{self.engine}: does not give the numbers of its proof on {self.ran_on}, driver {self.driver}: "
-            f"{self.findings[0]}{more}; do not use it here: build it with another version of TensorRT, and see "
-            f"'trt-kvcache check --locate'"
+            f"{self.engine}: this engine does not repeat the numbers of its proof on {self.ran_on}, driver "
+            f"{self.driver}: {self.findings[0]}{more}; do not use it here: build it with another version of "
+            "TensorRT, and see 'trt-kvcache check --locate'"
         )
 
 
@@ -224,7 +224,7 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
     """
     path = proof_path(engine)
     if manifest.proof is None:
-        raise ManifestError(f"{engine}: was built without a proof: {manifest.no_proof}")
+        raise ManifestError(f"{engine}: this engine was built without a proof: {manifest.no_proof}")
     try:
         content = read_file(path, _LARGEST)
     except OSError as error:
@@ -233,13 +233,15 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
             "--check off opens the engine without it"
         ) from None
     if (len(content), blake3(content).hexdigest()) != (manifest.proof.size, manifest.proof.blake3):
-        raise ManifestError(f"{path}: not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}")
+        raise ManifestError(
+            f"{path}: this is not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}"
+        )
     try:
         proof, of = decode_proof(content)
     except ValueError as error:
-        raise ManifestError(f"{path}: the proof is {error}; {_AGAIN}") from None
+        raise ManifestError(f"{path}: this proof is {error}; {_AGAIN}") from None
     if of != manifest.engine.blake3:
-        raise ManifestError(f"{path}: the proof of another engine, {of[:16]}; {_AGAIN}")
+        raise ManifestError(f"{path}: this is the proof of another engine, {of[:16]}; {_AGAIN}")
     return proof
 
 

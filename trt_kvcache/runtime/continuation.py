@@ -53,7 +53,9 @@ class Continuation:
         if not len(prompt):
             raise PromptError(f"the prompt of sequence {sequence} is empty; it needs at least one token")
         if config.stops and tokenizer is None:
-            raise OptionError(f"stop_strings {list(config.stops)} need a tokenizer to be found; give one, or drop them")
+            raise OptionError(
+                f"stop_strings {list(config.stops)} need a tokenizer; give one, or leave stop_strings out"
+            )
         self.sequence = sequence
         self.config = config
         self.finish_reason: FinishReason | None = None

@@ -43,8 +43,8 @@ class DraftModel:
             )
         if constants := ConstantInputs(plan).tensors:
             raise OptionError(
-                f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "
-                "that reads tokens alone"
+                f"the draft also reads input '{constants[0].name}', which only its own encoder can make; use a "
+                "draft whose only input is the text"
             )
         self._cache = CacheRows(runner)
         opened = open_embeddings(embeddings, plan, runner.vocab)
@@ -66,7 +66,7 @@ class DraftModel:
         check_target(runner)
         if runner.vocab != self._runner.vocab:
             raise OptionError(
-                f"the draft has a vocabulary of {self._runner.vocab} tokens, and the model one of {runner.vocab}; use "
+                f"the draft has a vocabulary of {self._runner.vocab} tokens, but the model has {runner.vocab}; use "
                 "a draft with the model's own vocabulary, such as a smaller one of its family"
             )
 
@@ -128,7 +128,8 @@ class DraftModel:
         free = self._cache.free_after(after)
         if free is not None and free < 0:
             continuation.speculation.impossible = (
-                f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
+                f"the cache of the draft holds at most {self._cache.capacity} tokens; use a draft with a larger "
+                "capacity"
             )
             return
         self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)

@@ -98,12 +98,12 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     tensor = embedded_input(plan)
     if tensor is None:
         if source is not None:
-            raise OptionError("embeddings are given, and the model takes token ids; leave them out")
+            raise OptionError("embeddings are given, but the model takes token ids; leave the embeddings out")
         return None
     if source is None:
         raise OptionError(
-            f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and nothing "
-            f"says how token ids become these: give --embeddings: {_WHAT}"
+            f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and it is "
+            f"unknown how token ids become embeddings: give --embeddings: {_WHAT}"
         )
     if not isinstance(source, (str, os.PathLike)):
         return Embeddings(np.asarray(source), tensor)
@@ -118,9 +118,9 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     if suffix == ".safetensors":
         if (setting := scaled_by(path)) is not None:
             raise OptionError(
-                f"{path}: the checkpoint's model scales embeddings ({setting} in config.json), and nothing says "
-                "whether the decoder takes them scaled or scales them itself; give the table as it takes them, as .npy "
-                "or as an array, or the exporter's embedding model"
+                f"{path}: the checkpoint's model scales embeddings ({setting} in config.json), and it is unknown "
+                "whether the decoder expects scaled embeddings or scales them itself; give the table as the "
+                "decoder expects it, as .npy or as an array, or give the exporter's embedding model"
             )
         return Embeddings(*_read_safetensors(path, name, tensor))
     raise OptionError(f"{path}: cannot be read as embeddings; supported: {_WHAT}")
@@ -165,8 +165,8 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
     """
     if width != tensor.shape[-1]:
         raise OptionError(
-            f"{what}: embeddings of width {width}, and the model's input '{tensor.name}' {list(tensor.shape)} takes "
-            f"{tensor.shape[-1]}; give those of this model"
+            f"{what}: the embeddings have width {width}, but the model's input '{tensor.name}' {list(tensor.shape)} "
+            f"takes {tensor.shape[-1]}; give the embeddings of this model"
         )
 
 
@@ -204,7 +204,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
                 fitting = [k for k in tables if shapes[k][1] == tensor.shape[-1]] or tables
                 raise OptionError(
                     f"{path}: "
-                    + (f"no tensor {name!r}" if name else f"{len(wanted)} tables, and nothing says which is meant")
+                    + (f"no tensor {name!r}" if name else f"{len(wanted)} tables, and it is unclear which one is meant")
                     + f"; name one as {path.name}:NAME, such as {', '.join(fitting[:4]) or 'none here'}"
                 )
             return file.get_tensor(wanted[0]), tensor, f"{path}:{wanted[0]}"
@@ -357,8 +357,8 @@ class ModelEmbeddings(Embeddings):
         named = [v for v in fitting if v.name == "input_ids"] or fitting
         if len(named) != 1 or any(isinstance(size, int) for size in shape_of(named[0]) or ()):
             raise UnsupportedModelError(
-                f"{self._path}: an embedding model has one input of token ids, int [batch, sequence] of any size; this "
-                f"one takes {', '.join(map(_describe, inputs)) or 'nothing'}"
+                f"{self._path}: an embedding model must have exactly one input of token ids, int [batch, sequence] "
+                f"of any size; this one takes {', '.join(map(_describe, inputs)) or 'nothing'}"
             )
         ids: onnx.ValueInfoProto = named[0]
         return ids
@@ -372,8 +372,9 @@ class ModelEmbeddings(Embeddings):
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
             raise UnsupportedModelError(
-                f"{self._path}: input {_describe(value)} of the embedding model cannot be left empty, and there is "
-                "nothing to give it; supported are token ids, and inputs such as the features of any number of images"
+                f"{self._path}: input {_describe(value)} of the embedding model needs values, and the session has "
+                "none for it; supported inputs are token ids, and inputs that may be empty, such as the features "
+                "of any number of images"
             )
         dtype = helper.tensor_dtype_to_np_dtype(elem_type_of(value))
         free = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
@@ -387,7 +388,7 @@ class ModelEmbeddings(Embeddings):
         named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:
             raise UnsupportedModelError(
-                f"{self._path}: an embedding model gives float [batch, sequence, width]; this one gives "
+                f"{self._path}: an embedding model must return float [batch, sequence, width]; this one returns "
                 f"{', '.join(map(_describe, model.graph.output))}"
             )
         width = (shape_of(named[0]) or ())[-1]
@@ -414,12 +415,12 @@ class ModelEmbeddings(Embeddings):
             alone = self._run(ids[:, np.newaxis], self._empty)[:, 0].astype(np.float64)
             beside = self._run(np.stack([ids, ids[::-1]]), self._empty).astype(np.float64)
         except SessionError as error:
-            raise UnsupportedModelError(f"{error}; it must embed any number of token ids") from None
+            raise UnsupportedModelError(f"{error}; the embedding model must take any number of token ids") from None
         scale = np.abs(alone).max(initial=0.0)
         if not np.abs(beside - np.stack([alone, alone[::-1]])).max() <= _SAME * scale:
             raise UnsupportedModelError(
-                f"{self._path}: a token's embedding depends on the others or on its place; an embedding model must "
-                "give every token its own, wherever it stands"
+                f"{self._path}: a token's embedding depends on the other tokens or on its position; an embedding "
+                "model must return the same embedding for a token at every position"
             )
 
 

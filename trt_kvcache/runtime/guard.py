@@ -41,8 +41,8 @@ class Guard:
         """
         if self.elsewhere:
             raise SessionError(
-                f"the session was opened in process {self._process}, and this is a fork of it, {os.getpid()}, without "
-                "its threads and GPU; open the model in this one"
+                f"the session was opened in process {self._process}, but used in its fork, process {os.getpid()}, "
+                "which has neither the session's threads nor its GPU; open the model in this process"
             )
         return self._lock
 

@@ -334,7 +334,7 @@ class DecodeLoop:
         if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
                 f"slot {name} has {slot.pending} tokens to write in one step, because they see each other in this "
-                f"model, and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
+                f"model, but a step returns the logits of at most {self._max_logits} positions; ask for fewer (keep)"
             )
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
@@ -518,5 +518,5 @@ def why_no_drafts(runner: Runner) -> str:
     if runner.max_logits == 1:
         return "the engine gives the logits of one position: build it with --max-logits 2 or more"
     if runner.max_chunk == 1:
-        return "a step takes one token: use a model, or a max_chunk, for several"
+        return "a step takes only one token: use a model that takes several, or a larger max_chunk"
     return ""

@@ -133,8 +133,8 @@ def bench_session(
     longest = max(max(lengths), max(positions) + warmup + repeats)
     if capacity is not None and longest > capacity:
         raise OptionError(
-            f"lengths up to {max(lengths)} and {warmup + repeats} steps from position {max(positions)} need {longest} "
-            f"rows, and the caches hold {capacity}; ask for less"
+            f"lengths up to {max(lengths)} and {warmup + repeats} steps from position {max(positions)} need "
+            f"{longest} rows, but the caches hold {capacity}; ask for less"
         )
     if max(batches) > session.cache.free:
         raise OptionError(f"batch {max(batches)} is more than the {session.cache.free} rows that are free")

@@ -117,7 +117,8 @@ class Schedule:
         most = self.max_sequences
         if most is not None and as_whole(most, "max_sequences") < max_batch:
             raise OptionError(
-                f"max_sequences is {most}, and max_batch is {max_batch}; give as many or more, or a smaller max_batch"
+                f"max_sequences is {most}, less than max_batch, which is {max_batch}; give a larger max_sequences, "
+                "or a smaller max_batch"
             )
 
 
@@ -198,10 +199,10 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
     model = is_model(path)
     if model and options.device == "cuda":
         raise OptionError(
-            f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
+            f"{path} is a model, but a GPU runs only engines; build an engine with 'trt-kvcache build', and open that"
         )
     if not model and options.device == "cpu":
-        raise OptionError(f"{path} looks like an engine, and the CPU runs models; open the .onnx file instead")
+        raise OptionError(f"{path} looks like an engine, but the CPU runs only models; open the .onnx file instead")
     foreign = ("gpu",) if model else ("cpu", "capacity", "plan_options")
     if given := [name for name in foreign if getattr(options, name) is not None]:
         kind, other = ("a model", "engines") if model else ("taken for an engine", "models")

@@ -239,12 +239,12 @@ class _Replay:
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
-            return f"its steps have up to {facts.chunk} tokens, and the engine takes {runner.max_chunk}"
+            return f"its steps have up to {facts.chunk} tokens, but the engine takes at most {runner.max_chunk}"
         if max(facts.lengths) > min(bounds, default=math.inf):
-            return f"it has texts of {max(facts.lengths)} tokens, and the engine takes {min(bounds)}"
+            return f"it has texts of {max(facts.lengths)} tokens, but the engine takes at most {min(bounds)}"
         caches = {b.past for b in carried_buffers(runner.plan)}
         if unknown := {n for shares in facts.allowed.values() for n in shares} - {*caches, LOGITS}:
-            return f"it has a cache '{min(unknown)}'"
+            return f"it has a cache '{min(unknown)}', which the engine does not have"
         return ""
 
     def run(self) -> Replay:
@@ -364,7 +364,7 @@ class _Replay:
         elif math.isfinite(share.typical):
             what = f"differs by {share.typical:.2g} of its size on average (allowed: {limit.typical:.2g})"
         else:
-            what = "is not finite where the proof is"
+            what = "is not finite where the proof is finite"
         self._find(name, number, part, row, what)
 
     def _find(self, name: str, number: int, part: str, row: int, what: str) -> None:

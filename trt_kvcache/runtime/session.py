@@ -114,7 +114,8 @@ class DecodeSession:
         able = any(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode"))
         if isinstance(tokenizer, (str, bytes)) or (tokenizer is not None and not able):
             raise OptionError(
-                f"tokenizer is {shown(tokenizer)}; give an object that encodes and decodes, or open a path"
+                f"tokenizer is {shown(tokenizer)}; give an object with the methods encode and decode, or the path "
+                "of a tokenizer.json to DecodeSession.open"
             )
         schedule = as_options(Schedule() if schedule is None else schedule, Schedule, "schedule")
         schedule.check(runner.max_batch)
@@ -441,7 +442,9 @@ class DecodeSession:
             raise PromptError(f"messages is {shown(messages)}; give a list of {entries}")
         tokenizer = self._reader.text_tokenizer("a chat")
         if not hasattr(tokenizer, "render_chat"):
-            raise PromptError(f"a chat needs a tokenizer with a chat template, and {shown(tokenizer)} renders none")
+            raise PromptError(
+                f"a chat needs a tokenizer with a chat template, but {shown(tokenizer)} has no method render_chat"
+            )
         ids: list[int]
         if hasattr(tokenizer, "chat_tokens"):
             ids = tokenizer.chat_tokens(several, tools, **how)
@@ -544,7 +547,7 @@ class DecodeSession:
         if config.num_beams > 1:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
-            raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
+            raise OptionError(f"slot {slot} got its constants when its sequence began; leave the constants out")
         with self._guard.lock, self._guard.idle:
             new, after = self._reader.read_added(slot, prompt, constants, inputs_embeds, positions)
             if slot is not None:
@@ -673,8 +676,8 @@ class DecodeSession:
         own = self._rows.slot(slot).adapter
         if config.adapter is not None and (own is None or own is not self.adapters.find(config.adapter)):
             raise OptionError(
-                f"adapter is {shown(config.adapter)}, and slot {slot} was computed with "
-                f"{'none' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
+                f"adapter is {shown(config.adapter)}, but slot {slot} was computed with "
+                f"{'no adapter' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
             )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:

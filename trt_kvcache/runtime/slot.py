@@ -36,8 +36,8 @@ class HostRows:
         size, free = sum(buffer.range_bytes(0, tokens) for buffer in self._buffers), free_memory()
         if size > free:
             raise SessionError(
-                f"{tokens} tokens take {size / 1e9:.3f} GB of host memory to be offloaded, and {free / 1e9:.3f} GB are "
-                "free; offload to a file (cache.offload(slot, path)), or remove sequences"
+                f"to offload {tokens} tokens takes {size / 1e9:.3f} GB of host memory, but only {free / 1e9:.3f} GB "
+                "are free; offload to a file (cache.offload(slot, path)), or remove sequences"
             )
         self._memory = runner.host_memory(size)
         runner.pack_rows(row, 0, tokens, self._memory.data)

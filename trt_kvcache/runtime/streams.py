@@ -134,9 +134,9 @@ class Streams:
             self._loop.add(slot, prompt.after(self._rows.slot(slot)), continuation, mailbox, keep_slot=False)
         if waiting and not self._loop.slots:
             raise SlotError(
-                f"{self._rows.max_sequences or self._rows.count} sequences that do not run leave no room for the "
-                f"{len(waiting)} prompt(s) that wait, and never will; remove some, or open the session with a larger "
-                "max_batch or max_sequences"
+                f"{len(waiting)} prompt(s) wait for room and will never get it, because "
+                f"{self._rows.max_sequences or self._rows.count} sequences that are not running take all of it; "
+                "remove some, or open the session with a larger max_batch or max_sequences"
             )
 
     def _advance(self) -> None:

@@ -119,7 +119,7 @@ class Grammars:
         try:
             text = any_to_lark(text) if "::=" in text else text
         except Exception as error:  # noqa: BLE001 - the converter raises several classes, none of its own
-            raise OptionError(f"the grammar is no GBNF that can be read: {error}") from None
+            raise OptionError(f"the grammar cannot be read as GBNF: {error}") from None
         return self._compile(self._matcher.grammar_from_lark(text), "grammar")
 
     @property
@@ -201,7 +201,7 @@ class _Matched:
 
 def _text(value: str, what: str) -> str:
     if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-        raise OptionError(f"the {what} is {shown(value)}; give a text, of Unicode")
+        raise OptionError(f"the {what} is {shown(value)}; give a Unicode text")
     return value
 
 

@@ -172,7 +172,7 @@ class PositionInput:
         elif len(inputs) > 1:
             self._why = f"the model has several inputs of positions ({self._names}), which may count different things"
         elif not {"sequence", "tokens"} & set(inputs[0].axes) and fixed_length(plan) != 1:
-            self._why = f"the model is told where a whole step stands ({self._names}), not each of its tokens"
+            self._why = f"the model takes one position for a whole step ({self._names}), not one for each token"
         else:
             (tensor,) = inputs
             planar = len(tensor.shape) == 3
@@ -190,7 +190,7 @@ class PositionInput:
             PromptError: the model takes no positions, or they have another shape, or are negative.
         """
         if not self.planes:
-            raise PromptError(f"positions are given, and {self._why}; leave them out")
+            raise PromptError(f"positions are given, but {self._why}; leave the positions out")
         try:
             array = np.asarray(values)
         except ValueError:

@@ -201,7 +201,7 @@ def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Score
             with np.errstate(over="ignore"):  # overflow, as above
                 return result.astype(np.float32, copy=False)
         kind = "NaN"
-    raise SessionError(f"logits_processor {name} gave {kind}; it has to return scores, float32 [{scores.size}]")
+    raise SessionError(f"logits_processor {name} returned {kind}; it has to return scores, float32 [{scores.size}]")
 
 
 def log_softmax(scores: Scores) -> Scores:

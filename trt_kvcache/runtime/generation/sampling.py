@@ -197,7 +197,10 @@ class Sampler:
 
 
 def _no_token(new_tokens: int) -> OptionError:
-    return OptionError(f"the grammar and the other settings leave no token after {new_tokens} new ones; change one")
+    return OptionError(
+        f"after {new_tokens} new tokens, the grammar and the other settings leave no token to "
+        "choose; change one of them"
+    )
 
 
 def _check_ruled(top: float) -> None:

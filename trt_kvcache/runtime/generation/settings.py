@@ -86,12 +86,16 @@ def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ELSEWHERE = {
-    **dict.fromkeys(("n", "num_return_sequences"), "give the prompt as often in a list, with do_sample=True"),
+    **dict.fromkeys(("n", "num_return_sequences"), "repeat the prompt in a list, with do_sample=True"),
     **dict.fromkeys(("stream", "streamer"), "call session.stream, or session.stream_chat for messages"),
     **dict.fromkeys(("pad_token_id", "padding", "attention_mask"), "nothing is padded here; leave it out"),
     **dict.fromkeys(("use_cache", "cache_implementation", "past_key_values"), "there are always caches; leave it out"),
-    **dict.fromkeys(("return_dict_in_generate", "output_scores"), "results are objects; output_logprobs has scores"),
-    **dict.fromkeys(("typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), "there is no such sampling"),
+    **dict.fromkeys(
+        ("return_dict_in_generate", "output_scores"), "results are always objects; for scores set output_logprobs"
+    ),
+    **dict.fromkeys(
+        ("typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), "this kind of sampling is not supported"
+    ),
 }
 """Names of transformers, vLLM and OpenAI that are not settings here, and what to use instead."""
 

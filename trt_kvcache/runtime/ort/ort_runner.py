@@ -170,8 +170,8 @@ class OnnxRuntimeRunner:
                 for path, before in self._stamps:
                     if stamp(path)[:-1] != before:
                         raise SessionError(
-                            f"{path}: has changed since the session was opened, and nothing else tells which model the "
-                            "caches belong to; save before models are replaced, or open the session again"
+                            f"{path}: the file has changed since the session was opened, so it is unknown which model "
+                            "the caches belong to; save caches before you replace the model, or open the session again"
                         )
                 self._identity = identity
             return self._identity

@@ -98,7 +98,7 @@ class TextStream:
             return self._tokenizer.decode(tokens) if tokens else ""
         except Exception as error:
             what = f"the tokenizer failed on token {tokens[-1]}: {type(error).__name__}: {error}"
-            raise SessionError(f"{what}; forbid it, or do without") from error
+            raise SessionError(f"{what}; forbid this token, or open the session without the tokenizer") from error
 
 
 def _complete(text: str) -> str:

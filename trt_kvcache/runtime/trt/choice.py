@@ -254,7 +254,7 @@ def open_choice(
     try:
         choice.prove(memory, size, staging)
     except BackendError as error:
-        warnings.warn(f"the host chooses tokens, because the GPU does not: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"the host chooses tokens, because the GPU cannot: {error}", RuntimeWarning, stacklevel=2)
         return None, str(error)
     return choice, ""
 

@@ -98,8 +98,8 @@ class Cuda:
         except (RuntimeError, BackendError) as error:  # cuda-python's DynamicLibNotFoundError is a RuntimeError
             said = " ".join(str(error).split()).rstrip(".")
             raise BackendError(
-                f"an engine runs on an NVIDIA GPU, and no driver works here: {said}; install "
-                "the NVIDIA driver, or run the model's .onnx file, which needs no GPU"
+                f"an engine needs an NVIDIA GPU, but no driver works here: {said}; install the NVIDIA driver, or "
+                "run the model's .onnx file, which needs no GPU"
             ) from error
         if not 0 <= device < count:
             raise BackendError(f"there is no GPU number {device}: the driver finds {count}, counted from 0")
@@ -411,8 +411,8 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
         return
     parts = ", ".join(f"{need.what} {human_bytes(need.size)}" for need in needs)
     raise BackendError(
-        f"{gpu} has {human_bytes(free)} of {human_bytes(total)} free, and {human_bytes(needed)} are needed: {parts}, "
-        f"reserve {human_bytes(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
+        f"{gpu} has {human_bytes(free)} of {human_bytes(total)} free, but {human_bytes(needed)} are needed: "
+        f"{parts}, reserve {human_bytes(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
     )
 
 

@@ -40,8 +40,8 @@ class DeviceCaches:
                 state = buffer.is_state
                 advice = "" if state else "build the engine with a capacity that makes it a multiple, or "
                 raise ManifestError(
-                    f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, and "
-                    f"TensorRT binds memory at multiples of {ALIGNMENT} bytes only, so rows cannot be addressed "
+                    f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, but "
+                    f"TensorRT binds memory only at multiples of {ALIGNMENT} bytes, so rows cannot be addressed "
                     f"separately; {advice}open it with max_batch 1"
                 )
         self._two_sided = not all(b.in_place for b in self.buffers.values())
@@ -170,8 +170,8 @@ def _checked(cache: Carried) -> Carried:
     """Refuse a cache that the runtime cannot address."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
-            f"cache {cache.past!r} has the shape {list(cache.shape)}; an engine's cache has fixed sizes but "
-            "for its batch: build the engine again"
+            f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "
+            "batch must be fixed: build the engine again"
         )
     if cache.dtype in _PACKED:
         raise ManifestError(

@@ -229,7 +229,7 @@ class StepShapes:
             for state in self._manifest.plan.states:
                 if sizes[state.present] != sizes[state.past]:
                     raise UnsupportedModelError(
-                        f"state {state.past!r} is {list(sizes[state.past])}, and what replaces it, {state.present!r}, "
+                        f"state {state.past!r} is {list(sizes[state.past])}, but its new value {state.present!r} is "
                         f"{list(sizes[state.present])}; state must keep its shape from step to step"
                     )
             for name, shape in sizes.items():
