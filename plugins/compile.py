@@ -29,8 +29,8 @@ _WARPS = {75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110:
 
 _OPTIONS = (
     "--std=c++17",
-    "--fmad=false",  # otherwise the driver may fuse a product and a sum, and round once instead of twice
-    "--device-as-default-execution-space",  # NVRTC 13.0 takes generic lambdas in device functions for host functions
+    "--fmad=false",  # otherwise the driver may fuse a product and a sum, which rounds once instead of twice
+    "--device-as-default-execution-space",  # NVRTC 13.0 treats generic lambdas in device functions as host functions
 )
 
 _REGISTERS = 65536  # registers of a multiprocessor, on all architectures; a warp gets them in units of 256
@@ -62,7 +62,7 @@ class CompiledKernel:
         name: name of the entry function.
         arch: architecture, such as ``"sm_90"``.
         nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
-            needs one for its major version.
+            needs a driver for the same major version.
         ptx: `code` is PTX, without a final zero byte; otherwise a cubin.
         log: log of the compiler.
     """
@@ -110,13 +110,13 @@ def compile_source(
     """Compile a kernel, or take it from the cache on disk.
 
     The cache's key is the source, the options, the architecture and NVRTC's version; files are written completely or
-    not at all. If the cache cannot be written, compiling takes time again, and nothing else changes.
+    not at all. If the cache cannot be written, the next call compiles again; nothing else changes.
 
     Args:
         source: CUDA C++.
         name: name of its entry function.
         arch: the GPU's architecture, such as ``"sm_90"``.
-        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this one.
+        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this architecture only.
         driver: the CUDA version of the driver that will load it, if known.
 
     Raises:
@@ -199,7 +199,8 @@ def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> 
     program = _handle_return(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # Not bytes: NVRTC writes into them, and Python shares bytes of length 1, such as an empty log.
+        # Not a `bytes` object: NVRTC writes into the buffer, but Python shares `bytes` of length 1, such as an empty
+        # log.
         log = bytearray(_handle_return(nvrtc.nvrtcGetProgramLogSize(program)))
         _handle_return(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0").decode(errors="replace")

@@ -17,7 +17,7 @@ from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import IntegerType, KernelConfig, Quantization, arguments
 
 NAMESPACE = "trt_kvcache"
-"""The ONNX domain of the nodes, and the plugin namespace in TensorRT's registry."""
+"""The ONNX domain of the nodes. It is also the plugin namespace in TensorRT's registry."""
 
 VERSION = "1"
 """The plugin version; quickly deployable plugins have only this one."""
@@ -52,7 +52,10 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """The ONNX operator type, which is the plugin's name: ``KVCacheUpdate`` and the words that apply."""
+        """The ONNX operator type.
+
+        It is also the plugin's name: ``KVCacheUpdate`` and words for form, mode, caches and quantization.
+        """
         parts = (
             ("Packed", self.packed),
             ("Circular", self.mode is UpdateMode.CIRCULAR),
@@ -68,7 +71,7 @@ class Operator:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs, in order: ``present_i`` is like ``cache_i``."""
+        """Names of the outputs, in order. ``present_i`` has the type and shape of ``cache_i``."""
         return arguments(self._any_config()).outputs
 
     def _any_config(self) -> KernelConfig:
@@ -115,7 +118,7 @@ class Operator:
         The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 
         Args:
-            shapes: shapes by the operator's input names, without inputs of unknown rank; None for a size that is open.
+            shapes: shapes by the operator's input names, without inputs of unknown rank; None for a dynamic size.
 
         Raises:
             OptionError: ranks or sizes do not fit.

@@ -24,13 +24,13 @@ VECTOR_BYTES = 16
 """Bytes that one access moves, if rows and addresses allow it."""
 
 VECTORS_PER_THREAD = 4
-"""Accesses that a thread has in flight at once."""
+"""The number of accesses that a thread starts before it waits for the first one."""
 
 HEADS_PER_THREAD = VECTORS_PER_THREAD
-"""Heads for which a thread writes one packed token."""
+"""The number of heads of one packed token that a thread writes."""
 
 BLOCK_BYTES = THREADS * VECTOR_BYTES * VECTORS_PER_THREAD
-"""Bytes of the cache that one block writes before it moves on."""
+"""Bytes of the cache that one block writes before it goes to its next part."""
 
 ELEMENT_BITS = (4, 8, 16, 32, 64, 128)
 
@@ -73,14 +73,14 @@ class KernelConfig:
     """One member of the kernel family.
 
     Attributes:
-        element_bits: bits of a cache element; without quantization, also of the update's. The kernel moves bytes, not
-            numbers, so types of one size share a kernel.
+        element_bits: bits of a cache element; without quantization, also of an element of the update. The kernel moves
+            bytes, not numbers, so types of one size share a kernel.
         form: padded or packed updates.
         mode: linear or circular.
         caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
             head sizes may differ.
         index_type: type of the write indices ``[B]``.
-        length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded ones.
+        length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded updates.
         quantization: quantize on write.
     """
 
@@ -161,7 +161,9 @@ def arguments(config: KernelConfig) -> Arguments:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes of one launch: integers, or TensorRT's symbolic ones (``ShapeExpr``, whose operators are used here).
+    """The sizes of one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
+
+    The code uses only operators that both have.
 
     Attributes:
         length: tokens of the update: ``S_new``, or ``T`` if packed.
@@ -191,7 +193,9 @@ class LaunchParams:
 
 
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
-    """Return the grid's size, as expressions of the sizes; the kernel is correct with any grid, and fast with this one.
+    """Return the launch, whose numbers are expressions of the sizes.
+
+    The kernel is correct with any grid, and fast with this one.
 
     Args:
         config: the kernel.
@@ -236,5 +240,6 @@ def _row_bytes(bits: int, size: Any) -> Any:
 
 
 def _blocks(size: Any, each: int) -> Any:
-    # One block too many if `each` divides the size. So the result is never zero, and no number is negative.
+    # This is one block too many if `each` divides the size. In return, the result is never zero, and no intermediate
+    # number is negative.
     return size // each + 1
