@@ -49,8 +49,8 @@ PACKED_NATIVE_SINCE = (11, 0)
 """The first TensorRT whose KV-cache layer takes packed updates. Every supported TensorRT for RTX takes them."""
 
 WRONG_REFIT = (11, 0), (11, 3)
-"""The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if none are;
-``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
+"""The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if no weights
+are refitted; ``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
 https://docs.nvidia.com/deeplearning/tensorrt/11.3.0/inference-library/refitting-engines.html; not run here."""
 
 RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
@@ -81,13 +81,13 @@ class Backend:
 
 @cache  # the search reads the metadata of all packages, some 60 ms each time
 def installed_version(target: Target) -> str | None:
-    """The version of the package that provides this builder's module, or None if it is not installed."""
+    """Return the version of the package that provides this builder's module; None if it is not installed."""
     module = PACKAGES[target].module
     if importlib.util.find_spec(module) is None:
         return None
     for distribution in importlib.metadata.packages_distributions().get(module, ()):
         return importlib.metadata.version(distribution)
-    # Unpacked from an archive, without package metadata: only the module itself knows.
+    # The module was unpacked from an archive, without package metadata: only the module itself knows its version.
     return str(importlib.import_module(module).__version__)
 
 
@@ -99,7 +99,10 @@ def driver_present() -> bool:
 
 
 def can_build(target: Target | None) -> bool:
-    """Return True if a builder is installed and has what it needs here; fast. None: any builder."""
+    """Return True if a builder is installed, and this machine has what it needs to build. None: any builder.
+
+    The call is fast.
+    """
     installed = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
     if Target.TENSORRT in installed and target is not Target.TENSORRT_RTX and driver_present():
         return True

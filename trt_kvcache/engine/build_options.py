@@ -21,9 +21,9 @@ VERBOSITIES = ("none", "layer-names-only", "detailed")
 REFITS = ("none", "any", "identical")
 DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
-"""Enough to verify drafts of 15 tokens in one step."""
+"""The default of `max_logits`: enough to verify drafts of 15 tokens in one step."""
 CURRENT = "current"
-"""The compute capability of this machine's GPU."""
+"""The name that stands for the compute capability of this machine's GPU."""
 
 Shape = tuple[int, ...]
 
@@ -86,7 +86,7 @@ _how = partial(Setting, group="How the engine is built")
 
 
 class BuildValues(TypedDict, total=False):
-    """Values that `BuildOptions` takes, by name: some also as the text of their flag."""
+    """The values that `BuildOptions` takes, by name. Some may also be given as the text of their command-line flag."""
 
     max_batch: int | None
     max_chunk: int | None

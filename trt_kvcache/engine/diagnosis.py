@@ -98,7 +98,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """One cache route: whether it is `available` here, and why in `detail`. `form`: packed or padded updates."""
+    """One cache route. `available` and `detail` say whether it can be used here, and why.
+
+    `form`: packed or padded updates.
+    """
 
     route: Route
     form: str
@@ -148,7 +151,7 @@ def diagnose() -> Diagnosis:
 
 
 def find_gpus() -> tuple[str | None, tuple[Gpu, ...], str]:
-    """Return the driver's CUDA version, the GPUs, and the reason for having none (empty if there are some)."""
+    """Return the driver's CUDA version, the GPUs, and the reason why there is no GPU (empty if there is one)."""
     try:
         from cuda.bindings import driver
         from cuda.pathfinder import DynamicLibNotFoundError
@@ -257,7 +260,10 @@ def _advice(
 
 
 def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Advise on ``--compute-capabilities``: engines of TensorRT for RTX are for its GPUs from 8.0 on by default."""
+    """Return advice on ``--compute-capabilities``.
+
+    By default, engines of TensorRT for RTX run only on GPUs from 8.0 on.
+    """
     if not any(backend.name == "tensorrt-rtx" and backend.importable for backend in backends):
         return ()
     advice = []
@@ -274,7 +280,7 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 
 
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Advise on versions: a driver takes libraries of its own major version of CUDA or an older one.
+    """Return advice on versions: a driver takes libraries for its own major version of CUDA or for an older one.
 
     The names of packages say which major version they need. Engines with the plugin contain PTX, which a driver takes
     only up to its own version.

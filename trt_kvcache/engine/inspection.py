@@ -34,8 +34,8 @@ class EngineView:
     """The inputs, outputs, aliases and profiles that an opened engine reports.
 
     Attributes:
-        aliases: output -> input of the same buffer, for TensorRT's own layers. TensorRT does not report aliases of
-            plugins.
+        aliases: maps each output to the input with the same buffer, for TensorRT's own layers. TensorRT does not report
+            aliases of plugins.
         profiles: per profile, the shapes of the inputs.
     """
 
@@ -46,7 +46,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """A built engine: its manifest, whose hash is the engine's, and the report of the opened engine.
+    """A built engine: its manifest, whose digest of the engine was checked, and the report of the opened engine.
 
     Attributes:
         view: agrees with `manifest`; None if the engine was not opened.
@@ -60,7 +60,9 @@ class EngineReport:
 
 
 def inspect_engine(engine: str | Path) -> EngineReport:
-    """Read an engine's manifest, check the engine's hash against it, and with a GPU the opened engine, too.
+    """Read an engine's manifest, and check the engine's hash against it.
+
+    If there is a GPU, open the engine and compare it with the manifest, too.
 
     Args:
         engine: path of the engine, whose manifest lies beside it as ``<engine>.json``; or of its folder.
@@ -109,7 +111,10 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """Compare shapes. An engine may know a size that the model leaves open; it may not know the size of an output."""
+    """Return True if the shapes agree.
+
+    An engine may know a size that the model leaves open, and it may not know the size of an output.
+    """
     if len(tensor.shape) != len(plan.shape):
         return False
     for actual, expected in zip(tensor.shape, plan.shape, strict=True):

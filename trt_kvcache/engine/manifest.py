@@ -1,4 +1,4 @@
-"""The manifest: the facts that running or auditing an engine needs, beside the engine as ``<engine>.json``."""
+"""The manifest: a file ``<engine>.json`` beside an engine, with the facts that are needed to run or to audit it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trt_kvcache.page import Html, table, tag
 _LARGEST = 1 << 28  # bytes
 SCHEMA_VERSION = 2
 NO_PROOF = "the engine has no proof: "
-"""The beginning of the warning of a build without a proof."""
+"""The first words of the warning that a build without a proof gives."""
 ENCODER = "encoder"
-"""The profile of an encoder's engine."""
+"""The name of the only profile in an encoder's engine."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Profile:
 
     Attributes:
         name: ``"prefill"`` or ``"decode"``; `ENCODER` of an encoder.
-        shapes: shapes of each input with a dynamic dimension.
+        shapes: the range of shapes of each input with a dynamic dimension.
     """
 
     name: str
@@ -50,11 +50,12 @@ class Profile:
 
 @dataclass(frozen=True, repr=False)
 class Manifest:
-    """The facts that running or auditing an engine needs.
+    """The facts that are needed to run or to audit an engine.
 
     Attributes:
-        aliases: present tensor -> past tensor, bound to one device address.
-        double_buffered: present tensor -> past tensor for state, and for caches that are not in place.
+        aliases: maps each present tensor to the past tensor with the same device address.
+        double_buffered: maps each present tensor to its past tensor, for state and for caches that are not updated in
+            place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
         max_logits: most positions of one sequence with logits in a step; None: the model decides.
         vocab, max_positions: rows of the tables that token ids and positions look up; None if no table is known. The
@@ -126,7 +127,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SchemaOnly:
-    """The only field that every schema version has; it is decoded first, because the rest may have changed."""
+    """The only field that every schema version has.
+
+    It is decoded first, because other fields may differ between versions.
+    """
 
     schema_version: int
 
