@@ -55,8 +55,8 @@ Array = npt.NDArray[Any]
 
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()
-_CAPACITY = 96  # tokens of caches that grow: a decode reaches their end
-_WIDE = 2.0**-20  # rounding that is measured for float32: sixteen times that of the type itself
+_CAPACITY = 96  # capacity, in tokens, of caches that grow: short enough that a decode reaches their end
+_WIDE = 2.0**-20  # unit of the rounding that is measured for float32: sixteen times that of float32 itself
 _FLOOR = 5e-5  # least allowed difference between two computations in float32 (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
 """Least allowed differences by type of the model: a rewrite rounds a constant, such as a scale, to that type."""
@@ -65,11 +65,11 @@ _UNITS = 16.0  # least allowed difference, in units of rounding
 _SHOWS = 0.3  # share of the logits; a larger allowed difference could not show a fault
 # share of positions that may differ if the model chooses experts: rounding decides between nearly equal experts
 _CHOSEN = 0.25
-_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage to try, largest first, until the model as exported hides it
+_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage, tried from the largest on until the exported model hides it
 # pieces that TensorRT's network runs: NumPy takes seconds for one piece of a large model
 _NETWORK, _LARGE_NETWORK = 6, 4
-_LARGE = 100 << 20  # bytes of weights that make a model large: each run reads all of them
-_LAYER = 1e-4  # allowed difference of a tensor inside of a model, as a share of its largest number
+_LARGE = 100 << 20  # bytes of weights from which a model counts as large: each run reads all of them
+_LAYER = 1e-4  # allowed difference of a tensor inside a model, as a share of its largest number
 _ROUNDED_ROWS = "the rewritten model with rounded rows"
 _LAST = 4  # last positions of a step whose logits are compared
 
@@ -216,7 +216,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Run a station; if it cannot run here, its note says why, and it does not fail."""
+        """Run a station. If it cannot run on this machine, its note says why, and it counts as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -358,7 +358,7 @@ class _Verification:
                     at = piece.rows.index(found.row)
                     reference.step(replace(piece, rows=(found.row,)), tokens[at : at + 1])
         except (RunError, TrtKvCacheError, MemoryError):
-            return ""  # the inner tensors of a model may be larger than the model
+            return ""  # the tensors inside a model may be larger than the model itself
         place, allowed = (pieces[-1].rows.index(found.row), len(pieces[-1].rows)), max(_LAYER, found.allowed)
         differs = {
             name: share_between(*pair) > allowed

@@ -45,9 +45,9 @@ class Exported:
 
     Attributes:
         vocabulary: last size of the logits; None if the model leaves it open.
-        batch: number of rows of the model's batch; all hold the same text.
+        batch: number of rows in the model's batch; all rows hold the same text.
         outputs: shapes of its outputs, by name.
-        garbage: contents of caches of a fixed length before the first token.
+        garbage: the value that fills caches of a fixed length before the first token.
         watch: called with inputs and outputs of each run.
 
     Args:
@@ -57,7 +57,7 @@ class Exported:
         table: see `TextInputs`.
         seed: see `TextInputs`.
         last: most positions of a piece whose logits are returned; None: all.
-        edit: changes the model in float32, before it is opened; outputs that it adds are for `watch`.
+        edit: a function that changes the float32 model before it is opened; `watch` also gets the outputs that it adds.
         copies: makes the float32 copy; its file must exist as long as this object. None: the copy has its own file.
 
     Raises:
@@ -135,7 +135,7 @@ class Exported:
         return np.stack(texts).astype(np.float32)
 
     def _empty(self) -> Feeds:
-        """Return caches and states without tokens, as the model as exported takes them."""
+        """Return empty caches and states, in the form in which the model as exported takes them."""
         states = {s.past for s in self._plan.states}
         growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
@@ -171,7 +171,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return how many rows the model as exported has in caches that become rings of another size when rewritten."""
+    """Return how many rows the exported model has in caches that become rings of another size when rewritten."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
@@ -185,9 +185,9 @@ def _open(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # growing caches have many sizes
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # prepacking would copy weights, and there are few rows to use them
+    # prepacking would copy the weights, which does not pay for so few rows
     options.add_session_config_entry("session.disable_prepacking", "1")
     model, folder = copies.copy(model, folder)
-    model = open_types(model, wide=True)  # such as float8 caches, which are only moved
+    model = open_types(model, wide=True)  # types such as float8 caches, which are only moved
     model = model if edit is None else edit(model)
     return open_in_time(for_session(model, folder, options), options)

@@ -4,8 +4,9 @@
 layer computes what TensorRT documents for its class
 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); undocumented
 details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. Layers of this project's plugin
-compute what `trt_kvcache.importer.families.plugin_route` defines; they were run on a stand-in only, because TensorRT
-for RTX has no plugins. An unknown layer is refused with its name and type; no layer is skipped.
+compute what `trt_kvcache.importer.families.plugin_route` defines; they were tested only with a replacement for
+TensorRT, because TensorRT for RTX has no plugins. An unknown layer is refused with its name and type; no layer is
+skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HALVES = ("HALF", "BF16")
 _MOST_INPUTS = 6  # of a layer with optional inputs
 _CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; other constants are converted at each use
 _HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_AttentionOutput"}
-"""An attention consists of two layers; their types by the ends of their names."""
+"""TensorRT represents an attention by two layers. This maps their types to the ends of their names."""
 
 
 class NetworkError(TrtKvCacheError):
@@ -68,14 +69,15 @@ class Node:
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the text of messages."""
+        """Return the name of the layer for messages."""
         return f"layer '{self.name}' ({self.op_type}) of TensorRT's network"
 
 
 class Network:
     """A parsed network that runs in NumPy.
 
-    Floating-point tensors of all widths are float32 arrays here, and keep the digits of float32: small faults show.
+    Floating-point tensors of all widths are float32 arrays here, and keep the precision of float32, so that small
+    faults are visible.
 
     Attributes:
         nodes: the layers; each comes after the layers that it reads.
@@ -189,7 +191,10 @@ def _converted(given: Any, dtype: str) -> Array:
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
-    """Return the layers, each after the layers that it reads: TensorRT's own order is another one."""
+    """Return the layers sorted so that each comes after the layers that it reads.
+
+    TensorRT's own order does not guarantee this.
+    """
     makers = {name: node for node in nodes for name in node.output}
     halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
@@ -408,7 +413,8 @@ _REDUCE: dict[str, Callable[..., Any]] = {
 
 
 def _activation(layer: Any, x: Sequence[Any]) -> Any:
-    # `type` is the layer's own type before its class is changed, and the activation's type afterwards.
+    # Before its class is changed, a layer's `type` is the type of the layer; afterwards it is the type of the
+    # activation.
     return _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta)
 
 
@@ -482,7 +488,7 @@ def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
         for row, (start, (begin, end)) in enumerate(zip(starts, spans, strict=True)):
             legal = sorted(bounds) == bounds and 0 <= begin <= end <= length
             if legal and (circular or 0 <= start <= capacity - (end - begin)):
-                first = max(begin, end - capacity)  # of tokens for one row of a ring, the last is written
+                first = max(begin, end - capacity)  # if several tokens go to one row of a ring, the last one is written
                 rows = (start + np.arange(first - begin, end - begin)) % capacity
                 present[row][:, rows] = (new if packed else new[row])[:, first:end]
     return presents

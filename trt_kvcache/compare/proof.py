@@ -1,6 +1,6 @@
 """Reads and writes the proof of an engine: a stored decode, with logits, cache values, and allowed differences.
 
-The rewritten model decodes in float32; the model as exported must give the same logits for the first part. The file is
+The rewritten model decodes in float32. For the first part, the model as exported must give the same logits. The file is
 safetensors; its header has the other facts as JSON:
 
 <piece>/tokens    int32 [R, S]
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
-"""Names the logits where an output's name is needed; caches have their own names."""
+"""The name that stands for the logits where the name of an output is needed. Caches have their own names."""
 
 _MOST = 1 << 31  # largest number of tokens, rows and so on that is accepted
 
@@ -51,10 +51,11 @@ class Facts:
         garbage: magnitude of values in cache rows without a token.
         encoder: length of an encoder's output, if the model leaves it open.
         pieces: pieces of the decode; at most `Piece.kept` positions of each are compared.
-        chooses: the model chooses experts: if two are nearly equal, rounding decides, and a row may differ.
+        chooses: the model chooses experts. If two experts are nearly equal, rounding decides between them, and a row
+            may differ.
         digest: digest of numbers drawn from the seed: another version of NumPy may draw other numbers.
-        allowed: allowed differences, by names of part and output; other outputs could not show a fault, and are not
-            compared.
+        allowed: allowed differences, by names of part and output. Outputs that are not listed could not show a fault,
+            and are not compared.
         uneven: factor by which one row of a part may differ more.
         note: why some output cannot show a fault; empty if all can.
     """
@@ -155,7 +156,10 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def draws_digest(seed: int) -> str:
-    """Return the BLAKE3 (hex) of random numbers drawn in all ways that proofs use: NumPy may change them."""
+    """Return the BLAKE3 (hex) of random numbers drawn in all ways that proofs use.
+
+    A digest changes if another version of NumPy draws other numbers.
+    """
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
     for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
@@ -164,7 +168,9 @@ def draws_digest(seed: int) -> str:
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
-    """Return some numbers ``[T, W]`` of the newest tokens' rows, evenly spread, so that each head has some of them.
+    """Return some numbers ``[T, W]`` from the rows of the newest tokens.
+
+    They are spread evenly, so that some come from each head.
 
     Args:
         cache: a cache; or state, which has one row.

@@ -1,9 +1,9 @@
-"""Records a proof: a decode of the rewritten model in float32, twice: exactly, and with rounding.
+"""Records a proof: a decode of the rewritten model in float32. It runs twice: once exactly, and once with rounding.
 
 The rewritten model has the engine's interface, so caches need no conversion. The model as exported decodes the first
-part, too, and must give the same logits. Caches hold what the model wrote, and the text is the model's own. Random
-cache contents and random tokens amplify rounding far more than texts like those of training; the tolerances, which
-follow rounding, would then hide faults.
+part, too, and must give the same logits. The caches hold rows that the model wrote, and the text continues with tokens
+that the model chose. Random cache contents and random tokens amplify rounding far more than texts like those of
+training; the tolerances, which follow rounding, would then hide faults.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def record_proof(
         steps: number of steps; None: as many as are useful, about 20.
         seconds: time limit of the decode; None: no limit.
         replaced: bytes of weights by name, used instead of those in their files.
-        watch: returns a function that is called at each step; it takes the rewritten model in float32, the folder of
-            its data and the garbage.
+        watch: takes the rewritten model in float32, the folder of its data and the garbage, and returns a function that
+            is called at each step.
 
     Raises:
         UnsupportedModelError: the model has no tokens or no logits, or ONNX Runtime cannot run it; or the rewritten
@@ -100,7 +100,10 @@ def record_proof(
 
 
 def chooses_experts(model: ModelProto) -> bool:
-    """Return True if a model chooses experts: if two are nearly equal, rounding decides."""
+    """Return True if a model chooses experts.
+
+    If two experts are nearly equal, rounding decides which one it chooses.
+    """
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
@@ -183,7 +186,7 @@ class _Recording:
         return logits, rows
 
     def _rows(self, runner: Rewritten, part: str) -> list[tuple[str, Array]]:
-        """Return numbers of the newest cache rows after a part, by name of the past."""
+        """Return numbers from the newest cache rows after a part, each with the name of the past."""
         pieces, texts = self.decode.pieces, range(self.decode.rows)
         fewest = min(sum(p.length for p in pieces if p.part == part and text in p.rows) for text in texts)
         caches = {name: c for name, c in runner.tensors.items() if c.output is not None}

@@ -23,8 +23,8 @@ __all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs"
 
 Array = npt.NDArray[Any]
 
-_KINDS = 256  # number of tokens that have their own numbers; other tokens share them
-_SIZE = 0.5  # size of these numbers
+_KINDS = 256  # number of different sets of numbers; tokens beyond this number share them
+_SIZE = 0.5  # magnitude of these numbers
 _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
@@ -33,10 +33,10 @@ class TextInputs:
 
     Args:
         plan: plan of the rewritten model.
-        limits: limits of random token ids, and of positions.
+        limits: upper limits of random token ids and of positions.
         given: values of inputs that do not follow from the text, by name: with a batch of 1, or a row for each text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        rings: circular caches replaced windows, so valid lengths count the whole text.
+        rings: circular caches replaced windows; valid lengths then count the whole text.
         seed: seed of all other values.
     """
 
@@ -49,7 +49,7 @@ class TextInputs:
         self._inputs = {t.name: t for t in plan.tensors if t.io == "input"}
 
     def start(self, rows: int) -> None:
-        """Begin `rows` texts."""
+        """Start `rows` new texts."""
         self._rng = np.random.default_rng(self._seed)
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
@@ -89,7 +89,7 @@ def token_table(plan: CachePlan, seed: int) -> Array | None:
 
 
 def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> Array:
-    """Return numbers for an input without a known role: each token has its own, equal at every station.
+    """Return numbers for an input without a known role: each token has its own numbers, the same at every station.
 
     So a part of a model, which takes queries, keys and values, decodes texts like a whole model.
 
@@ -113,7 +113,9 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
-    """Return an output as ``[R, S, ...]``, flat from there on: one entry for each position, or one for each text.
+    """Return an output as ``[R, S, N]``, all further axes in one.
+
+    It has one entry for each position, or one for each text.
 
     Args:
         values: values of the output.
@@ -127,7 +129,10 @@ def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:
-    """Return the end of a message about a failed step: integer inputs with random values, which may be illegal."""
+    """Return the last sentence of a message about a failed step.
+
+    It names integer inputs that got random values, which may be illegal. It is empty if there are none.
+    """
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
     drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
     if not drawn:
@@ -143,7 +148,7 @@ def load_inputs(path: str | None) -> dict[str, Array]:
     """Read values by name from an ``.npz`` file.
 
     Raises:
-        OptionError: the file cannot be read as one.
+        OptionError: the file cannot be read as an ``.npz`` file.
     """
     if path is None:
         return {}

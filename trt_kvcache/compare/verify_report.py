@@ -1,4 +1,4 @@
-"""Holds options and results of a verification, as plain data for JSON."""
+"""The options and results of a verification, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.setting import Setting, check_settings, described
 
-# Larger numbers show nothing more; a number like 10 ** 20 would never end.
+# Larger numbers would show nothing more, and a number such as 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 20
 
@@ -127,10 +127,10 @@ class Station:
             is finite and the other is not; None: not compared.
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
-        passed: True also if it was not compared; then `note` says why.
-        failure: the first step, text and token that differ by more than allowed, and the first layer; empty if it
-            passed.
-        note: why it was not compared, or another remark.
+        passed: no fault was found; also True if the station was not compared, and `note` says why.
+        failure: the first step, text and token that differ by more than `allowed`, and the first layer that differs;
+            empty if the station passed.
+        note: why the station was not compared, or another remark.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Quality:
-    """How far quantized caches change a model's results: a figure, not a verdict.
+    """How far quantized caches change a model's results: figures to read, which decide nothing.
 
     Attributes:
         cache_dtype: dtype of the caches.
@@ -186,7 +186,7 @@ class VerifyReport:
         passed: every station that was compared agrees with the one before it.
         texts: number of texts that were decoded.
         positions: number of tokens of all texts.
-        capacity: tokens per sequence that were planned for; None: the model fixes them.
+        capacity: the capacity that the model was planned with; None: the model fixes it.
         reference: the runtime that ran the model as exported.
         stations: the stations, in the order of `STATIONS`.
         notes: other remarks.
