@@ -1,4 +1,6 @@
-"""Adapters (LoRA) of a session: by name in host memory, and in slots of the runner while sequences need them.
+"""Adapters (LoRA) of a session.
+
+Host memory holds all of them by name; slots of the runner hold those that sequences need.
 
 If a name is unloaded or reused, running sequences keep the adapter that they started with.
 """
@@ -25,10 +27,10 @@ from trt_kvcache.runtime.runner import Array, Runner
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in host memory. Two are equal if they are the same object.
+    """An adapter in host memory. Two adapters are equal only if they are the same object.
 
     Attributes:
-        name: the name it was loaded under.
+        name: the name under which it was loaded.
         rank: the largest rank of its modules.
         digest: digest of its contents: cache rows depend on the model and on this digest.
         arrays: A ``[inputs, rank]`` and B ``[rank, outputs]`` by input of the model, in the model's dtype; inputs that
@@ -47,7 +49,7 @@ class Adapter:
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: a mapping from names to ranks. Several threads may call all methods at any time.
+    """The adapters of a session: a mapping from names to ranks. Any thread may call any method at any time.
 
     Args:
         plan: plan of the model.
@@ -77,7 +79,9 @@ class Adapters(Mapping[str, int]):
         return {name: self._known[name].digest for name in sorted(self._known)}
 
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
-        """Load an adapter that peft wrote, under a name. It replaces one of this name; running sequences keep theirs.
+        """Load an adapter that peft wrote, under a name. If the name is in use, the new adapter replaces the old one.
+
+        Running sequences keep their adapter.
 
         Args:
             name: the name that `GenerationConfig.adapter` will use.
@@ -107,7 +111,7 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter of a name; None for None.
+        """Return the adapter with this name; None if `name` is None.
 
         Raises:
             OptionError: there is no adapter of this name.
@@ -177,7 +181,9 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Load the adapters of a step into slots. Return each row's slot, 0 for None; or None if no row has an adapter.
+        """Load the adapters of a step into slots. Return the slot of each row, which is 0 for a row without an adapter.
+
+        If no row has an adapter, return None.
 
         Raises:
             SlotError: all slots hold adapters of running sequences.
@@ -208,7 +214,7 @@ class AdapterSlots:
         for product in self._plan.products:
             self._runner.write_adapter(product.a, slot, adapter.arrays.get(product.a))
             self._runner.write_adapter(product.b, slot, adapter.arrays.get(product.b))
-        self._slots[adapter] = slot  # last: after an interrupt a half-written slot belongs to no adapter
+        self._slots[adapter] = slot  # last: after an interrupt, a half-written slot must belong to no adapter
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
@@ -242,7 +248,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of an adapter's module; `key` is the module of the model that they change."""
+    """Columns `start` to `stop - 1` of a module in an adapter. `key` names the module of the model that they change."""
 
     module: LoraModule
     key: _Key

@@ -2,9 +2,9 @@
 
 Tensors are ``<slot>/tokens`` (int64); ``<slot>/<past>``: the cache rows in use, in the engine's layout, or the whole
 state; and ``<slot>/<input>``: inputs of the whole sequence. Format 2 adds the caller's inputs, for slots that have any:
-``<slot>/given_positions`` (int64 ``[planes, K]``), and for tokens that wait ``<slot>/given_embeds`` ``[K, H]`` and
-``<slot>/given_embeds_at`` (int64 ``[K]``). A file without any is of format 1. Format 3 adds the digest of each slot's
-adapter.
+``<slot>/given_positions`` (int64 ``[planes, K]``), and, for tokens that are not in the cache yet,
+``<slot>/given_embeds`` ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``). A file without such inputs has format
+1. Format 3 adds the digest of each slot's adapter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedSlots:
 
     Attributes:
         path: path of the file.
-        slots: slots by their former names, without rows.
+        slots: the saved slots, by the names that they had; they have no rows.
         adapters: digests of the adapters of slots that have one.
         digest: digest of the file's contents, as saved; None if the file lacks it.
     """
@@ -55,7 +55,7 @@ class SavedSlots:
     def __init__(self, file: Any, path: Path, metadata: Mapping[str, str], runner: Runner) -> None:
         self._file, self.path, self._runner = file, path, runner
         self._names = set(file.keys())
-        self._digests: dict[str, bytes] = {}  # of the tensors that were read, by name
+        self._digests: dict[str, bytes] = {}  # digests of the tensors that were read, by name of the tensor
         self.digest = metadata.get("digest")
         self.slots = _slots(self, metadata, runner)
         self.adapters = _adapters(path, metadata)
@@ -172,7 +172,9 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
 
 
 class FileRows:
-    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
+    """The contents of an offloaded slot, in a file that `KVCache.load` can read, too.
+
+    The file stays when the slot is restored.
 
     Args:
         path: path of the file.
@@ -209,7 +211,7 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """See `HostRows`: the file belongs to the caller, and stays."""
+        """See `HostRows`. The file is not removed, because it belongs to the caller."""
 
 
 def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
@@ -238,7 +240,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
         adapters: adapters that slots may have; None: do not look adapters up.
 
     Raises:
-        CacheFileError: the file is unreadable, or belongs to another model, or to caches of another kind.
+        CacheFileError: the file is unreadable, or was saved with another model or with caches of another kind.
     """
     path = as_path(path, "path", CacheFileError)
     try:
@@ -362,7 +364,7 @@ def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters
 
 
 def _layout(runner: Runner) -> str:
-    """Return, as JSON, what two sessions must have in common to read each other's files."""
+    """Return, as JSON, the facts that must be equal in two sessions so that one can read the other's files."""
     kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)

@@ -50,7 +50,7 @@ class PassedCheck:
     largest: float = 0.0
 
     def differs(self, now: PassedCheck) -> str:
-        """Return the changes since this was written, as text; empty if nothing changed."""
+        """Return, as text, what changed since this record was written; empty if nothing changed."""
         changes = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
             for name in ("gpu", "driver", "backend", "checked_by")
@@ -68,7 +68,7 @@ def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Pat
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Return why a passed check does not count here; empty if it counts.
+    """Return why a passed check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
 
     Args:
         path: path of the file.
@@ -105,9 +105,10 @@ class CheckReport:
         steps: steps of the proof that were run.
         outputs: the largest difference of each output.
         findings: outputs that disagree with the proof.
-        passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees.
+        passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees with its
+            proof.
         notes: other remarks for the reader.
-        layer: description of the first layer that differs, if it was searched.
+        layer: description of the first layer that differs, if one was searched for.
     """
 
     engine: str

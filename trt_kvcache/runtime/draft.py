@@ -111,12 +111,12 @@ class DraftModel:
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Bring the draft's slot to the text of a sequence, and continue it."""
+        """Make the draft's slot hold the text of a sequence, and let the draft continue it."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]
                 if not others:
-                    return  # the draft has fewer rows than the model: no guesses for this sequence now
+                    return  # the draft has fewer rows than the model, so it makes no guesses for this sequence now
                 self._release(self._slots.pop(others[0]))
             self._slots[slot] = self._cache.take()
         name = self._slots[slot] = self._slots.pop(slot)
@@ -152,12 +152,12 @@ def check_target(runner: Runner) -> None:
 
 
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
-    """Open a model or an engine as draft. If its capacity is open, it gets the capacity of the model.
+    """Open a model or an engine as a draft. If the draft does not fix its capacity, it gets the capacity of the model.
 
     Args:
         path: path of the draft.
         runner: runner of the model.
-        options: options of the model's runner; the draft takes those about the machine.
+        options: options of the model's runner. The draft uses those that concern the machine.
 
     Raises:
         See `DecodeSession.open`.

@@ -85,8 +85,8 @@ class _Idle:
 
     Args:
         open_: tells whether the session is closed.
-        stepping: locked while a step runs, by a thread that holds the session's lock: another call that holds this lock
-            must come from within the step.
+        stepping: locked while a step runs. The thread that locks it also holds the session's lock, so another call that
+            holds the session's lock must come from within the step.
         signals: the waiting signals.
     """
 

@@ -1,4 +1,4 @@
-"""Finds the first wrong layer of an engine: compares its values with ONNX Runtime's, both for the rewritten model."""
+"""Finds the first wrong layer of an engine: compares it with ONNX Runtime. Both run the same rewritten model."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class BenchReport:
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
-    """Return `first` times powers of `factor`, below `most`; and `most`."""
+    """Return `most`, and before it all sizes below `most` that are `first` times a power of `factor`."""
     sizes = []
     while first < most:
         sizes.append(first)
@@ -189,7 +189,7 @@ def load_report(path: Path) -> BenchReport:
 
 
 _FEWEST = 3
-"""Fewest measured runs, however long they take."""
+"""The smallest number of measured runs; they run however long they take."""
 Tokens = Callable[[int], list[int]]
 
 

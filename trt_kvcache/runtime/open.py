@@ -46,7 +46,7 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
 
     Args:
         model: path of the model or engine.
-        tokenizer: names the end token if no file does; or None.
+        tokenizer: a tokenizer, which names the end token if no file does; or None.
 
     Raises:
         OptionError: a file beside the model is unreadable, or has a value that is out of range.
@@ -57,7 +57,9 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
 
 
 USUAL_SAMPLING = {"temperature": 0.8, "min_p": 0.05}
-"""For models that recommend no sampling. At temperature 1 without a limit, unlikely tokens derail small models."""
+"""The sampling for models whose files recommend none. With temperature 1 and no other limit, unlikely tokens derail
+small models.
+"""
 
 
 def default_sampling(model: Path) -> dict[str, Any]:
@@ -231,7 +233,9 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Read a ``tokenizer.json``: the named one; for None, the one beside the model. False: no tokenizer.
+    """Open a tokenizer.
+
+    A path names a ``tokenizer.json``; None means the file beside the model; False means no tokenizer.
 
     Other objects are returned unchanged.
     """

@@ -44,8 +44,8 @@ class PrefixStats:
 class PrefixCache:
     """Copies of cache rows. Each row must depend only on the adapter and on the token ids up to it.
 
-    When a new block needs space, the least recently used block is dropped; of one text, the last block first. A block
-    can be found only with all blocks before it, so blocks are not kept long without them.
+    When a new block needs space, the least recently used block is dropped; among the blocks of one text, the last block
+    goes first. A block can be found only together with all blocks before it, so it is of no use without them.
 
     Args:
         runner: runner of the caches.
@@ -55,7 +55,7 @@ class PrefixCache:
         stats: counts so far.
 
     Raises:
-        OptionError: `size` is not a size, or less than one block; or rows of this model cannot be reused.
+        OptionError: `size` is not a number of bytes, or is less than one block; or rows of this model cannot be reused.
         SessionError: too little memory is free.
     """
 

@@ -33,7 +33,7 @@ ConstantsAll = Sequence[ConstantValues] | None
 """The constants of each prompt, in order; None for models that have no such inputs."""
 
 EmbedsAll = Sequence[npt.NDArray[Any] | None] | None
-"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for prompts of ids alone."""
+"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for a prompt that has only ids."""
 
 PositionsAll = Sequence[npt.ArrayLike | None] | None
 """Positions ``[S]`` or ``[planes, S]`` of each prompt's tokens, in order; None if they are consecutive."""
@@ -132,7 +132,7 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Read several prompts, none of them empty, with the inputs of each.
+        """Read several prompts with their inputs. No prompt may be empty.
 
         Raises:
             PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.

@@ -295,7 +295,7 @@ class DecodeSession:
                 memory, which is freed with the last reference; ``numpy.asarray`` copies them.
 
         Raises:
-            OptionError: the model takes nothing from an encoder, or no encoder lies beside the model.
+            OptionError: the model takes no inputs from an encoder, or no encoder lies beside the model.
             ModelError, ManifestError: the encoder cannot be used.
             PromptError: the source does not fit the encoder.
             SessionError: the encoder failed, or the session is closed.
@@ -348,10 +348,11 @@ class DecodeSession:
         """Continue every prompt to its end.
 
         Args:
-            prompts: a list of texts or of lists of token ids, which take turns if there are more than rows; or one
-                prompt.
-            config: for all prompts; None: `config` of the session.
-            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, its own.
+            prompts: one prompt or a list of prompts. A prompt is a text or a list of token ids. If there are more
+                prompts than free rows, the others wait.
+            config: settings for all prompts; None: `config` of the session.
+            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, give its constants without a
+                list.
             inputs_embeds: embeddings of each prompt, see `add`.
             positions: positions of each prompt, see `add`.
             settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``; they override the config. Settings of
@@ -520,8 +521,8 @@ class DecodeSession:
             config: settings of the generation; None: `config` of the session.
             slot: an existing slot that does not run: the prompt is appended to its tokens. None: a new slot.
             keep: keep the slot, with its tokens and caches, when the sequence ends.
-            index: number of the random stream among sequences of one seed; forks with the same index draw the same
-                numbers.
+            index: number of the stream of random numbers, which differs between sequences with one seed. Forks with the
+                same index draw the same numbers.
             client: the owner of the sequence. A free row goes to the client that has waited longest since its last row,
                 so that a client with 100 prompts does not delay a client with one. None: a client with this sequence
                 alone.

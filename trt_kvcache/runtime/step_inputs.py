@@ -142,8 +142,8 @@ class StepInputs:
     capacity. Masks hide rows that are not written yet and, within a step, later tokens.
 
     Attributes:
-        uniform: an input has no batch axis, but would differ between rows: all rows of a step must start at one
-            position.
+        uniform: an input has no batch axis, although its values depend on the row; so all rows of a step must start at
+            one position.
         max_rows: most rows in a step; None if the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
         constants: inputs that a sequence has once.
@@ -178,7 +178,10 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Zeros as embeddings of tokens ``[R, S]`` for a model that takes embeddings: for steps without results."""
+        """Return zeros as embeddings of tokens ``[R, S]``, for a model that takes embeddings; None for other models.
+
+        Steps whose results are not used take them.
+        """
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
@@ -222,7 +225,10 @@ class StepInputs:
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Rows, tokens per row, cache rows read and so on: steps with equal signatures have inputs of equal shapes."""
+        """Return rows, tokens per row, cache rows that are read, and so on.
+
+        Steps with equal signatures have inputs of equal shapes.
+        """
         sizes = batch.constants[0].sizes if batch.constants else ()
         positions = (batch.sizes["kept"],) if self._logits_span else ()
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
@@ -269,7 +275,7 @@ class StepInputs:
             ring = self._reach[tensor.name] if self._circular(tensor) else None
             held, new = newest_tokens(batch.starts, batch.length, keys, ring)
             visible = (held >= 0) & (held <= new)
-            if dtype.kind not in "iub":  # a bias that is added to the scores
+            if dtype.kind not in "iub":  # this is a bias that is added to the scores
                 visible = np.where(visible, 0.0, _lowest(dtype))
             return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
         known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
@@ -286,7 +292,7 @@ class StepInputs:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
-        """Return the caches that attention reads with these lengths or this mask; all if the plan does not tell."""
+        """Return the caches that attention reads with these lengths or this mask; all if the plan does not say."""
         return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
 
     def _circular(self, tensor: TensorRole) -> bool:

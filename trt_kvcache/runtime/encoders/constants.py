@@ -24,7 +24,7 @@ _SHOWN = 4  # names in a message; deep models have a hundred
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """The constants of one sequence. Two are equal if they are the same object.
+    """The constants of one sequence. Two of them are equal only if they are the same object.
 
     Attributes:
         arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
@@ -45,7 +45,7 @@ class Constants:
 
 
 NO_CONSTANTS = Constants()
-"""For sequences of a model that takes no constants."""
+"""The constants of a sequence, for a model that takes no constants."""
 
 
 class ConstantInputs:
@@ -74,7 +74,7 @@ class ConstantInputs:
         """Check the constants of one sequence.
 
         Args:
-            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted.
+            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted, too.
                 `Constants` are returned unchanged.
 
         Raises:

@@ -38,7 +38,7 @@ class Encoder(Protocol):
     """Computes a decoder's constants.
 
     Attributes:
-        where: where the encoder runs, if not on the decoder's device; else empty.
+        where: the place where the encoder runs; empty if it runs on the decoder's device.
     """
 
     where: str
@@ -70,7 +70,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         guard: lock of the session; code that uses the runner holds it.
 
     Raises:
-        OptionError: the model takes nothing from an encoder, or there is no encoder.
+        OptionError: the model takes no inputs from an encoder, or there is no encoder.
         ModelError, ManifestError, BackendError, SessionError: the encoder cannot be used. If an engine exists but
             cannot be opened, the encoder does not run on the CPU instead: a server would become slow without notice.
     """
@@ -165,7 +165,7 @@ class OnnxEncoder:
 
 
 BY_HAND = "run it yourself, and give what the decoder takes as constants"
-"""Advice if a model that runs before a decoder cannot be run."""
+"""The advice in messages about a model that should run before a decoder, but cannot."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -173,7 +173,7 @@ class FirstStep:
     """The part of a first step that computes the encoder's keys and values.
 
     Args:
-        path: path of the first step's model, or of one with both steps.
+        path: path of the model of the first step, or of a model with both steps.
         wanted: names of outputs; names that the model lacks are left out.
 
     Attributes:

@@ -22,7 +22,10 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder. A symbol has the same size in all inputs. The first size of a sequence's array is 1."""
+    """One input of an encoder. Equal symbols stand for equal sizes in all inputs.
+
+    The first size of an array is 1, because it holds one sequence.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -85,7 +88,7 @@ class SourceReader:
             ``[1, length]``.
 
         Raises:
-            PromptError: the encoder's mask hides positions, and has another length.
+            PromptError: the encoder's mask hides positions, and its length is not that of the output.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]

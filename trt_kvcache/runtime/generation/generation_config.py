@@ -367,14 +367,14 @@ class GenerationConfig:
         try:
             return cls(**settings)
         except OptionError as error:
-            cls(**changes)  # raises an error that is in the caller's own settings
+            cls(**changes)  # this raises an error if the fault is in the caller's own settings
             raise OptionError(f"{path}: {error}") from None
 
     @classmethod
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
         """A config with settings of tokens from the files beside a model: end tokens, forced and suppressed tokens.
 
-        How tokens are drawn is not taken from the files. They are transformers' ``generation_config.json``, and
+        Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, and
         onnxruntime-genai's ``genai_config.json`` with lower priority. Without ``generation_config.json``,
         ``config.json`` is read with the lowest priority. The manifest of an engine holds the settings of these files
         from the time of its build; files beside the engine have priority over it.
@@ -446,7 +446,7 @@ _IDLE: dict[str, dict[str, object]] = {
     "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }
-"""The condition under which settings have an effect, with each setting's default."""
+"""Settings that have an effect only under a condition: for each condition, the settings and their defaults."""
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
@@ -566,7 +566,9 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop_strings": (_texts, "texts of at least one character, or None"),
     "sequence_bias": (_biases, "{token: number, (token, token): number}, with -inf to forbid"),
 }
-"""By setting: converts a caller's value to plain ones, and what is supported."""
+"""For each setting, a function that converts the caller's value to a plain value, and a text that says which values are
+supported.
+"""
 
 
 def _as_sequence(value: Any) -> Iterable[Any]:
@@ -576,7 +578,8 @@ def _as_sequence(value: Any) -> Iterable[Any]:
 
 
 _WITHOUT_EFFECT = {
-    # Ids of other tokens, how transformers runs and what it returns: these do not change which tokens are chosen.
+    # Ids of other tokens, how transformers runs, and what it returns. These settings do not change which tokens are
+    # chosen.
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config",
     "_commit_hash", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
     "low_memory", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size",

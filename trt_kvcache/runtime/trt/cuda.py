@@ -36,7 +36,9 @@ _PAGE = 2 << 20
 """Bytes of the pages in which the driver allocates GPU memory: widely observed, but not documented."""
 
 _STAGING = 8 << 20
-"""Bytes of pinned memory through which arrays are copied that do not lie in pinned memory; longer ones in pieces."""
+"""Bytes of pinned memory through which arrays are copied if they do not lie in pinned memory. Longer arrays are copied
+in pieces.
+"""
 
 _DEVICE, _HOST = "Device", "Host"
 
@@ -237,7 +239,7 @@ class Cuda:
         self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """The inverse of `download_rows`: packed host runs to runs `pitch` bytes apart on the GPU."""
+        """Copy `height` runs of `width` bytes from consecutive pinned memory to the GPU, `pitch` bytes apart."""
         self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
@@ -263,7 +265,7 @@ class Cuda:
             BackendError: a part of the work cannot be recorded. The stream is usable again.
         """
         driver = self._driver
-        # Not "relaxed": a call that would allocate or wait must fail here, not be left out of the graph.
+        # Not "relaxed": a call that would allocate or wait must fail here. Otherwise it would be missing in the graph.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         try:
             self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))

@@ -80,7 +80,10 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Note that a step has written these rows: with two buffers, the newest contents are now in the other one."""
+        """Note that a step has written these rows.
+
+        If there are two buffers, the newest contents are now in the other buffer.
+        """
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -126,7 +129,10 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """See `Runner.view`. Of two buffers, it returns the one with the first row's newest contents."""
+        """See `Runner.view`.
+
+        If there are two buffers, it returns the buffer with the newest contents of the first row.
+        """
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         shape = (self._max_batch, *buffer.row_shape(buffer.capacity))

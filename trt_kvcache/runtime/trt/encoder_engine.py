@@ -82,7 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Check the source: TensorRT does not report token ids outside of a table, and reports little about shapes.
+        """Check the source: TensorRT does not report token ids outside of a table, and says little about wrong shapes.
 
         Raises:
             PromptError: the source has such token ids or shapes.

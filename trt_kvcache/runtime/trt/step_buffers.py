@@ -44,7 +44,7 @@ class StepBuffers:
         self._logits = StepLogits(plan)
         self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
-        self._offsets: dict[str, int] = {}  # of inputs, in the pinned memory that they are copied from
+        self._offsets: dict[str, int] = {}  # offsets of the inputs in the pinned memory from which they are copied
         self._constants: tuple[Constants, ...] = ()
         self._choice: DeviceChoice | None = None
 
@@ -152,7 +152,7 @@ class StepBuffers:
 
     @property
     def _positions(self) -> int:
-        """Most positions of all rows whose logits one step returns."""
+        """The largest number of positions, of all rows together, whose logits one step returns."""
         return self._size(self._logits.name) // self._position_bytes
 
     @property
