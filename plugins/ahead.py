@@ -17,17 +17,19 @@ from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 from trt_kvcache.plugins.spec import KernelConfig
 
 Kernels = KernelConfig | ChoiceKernels
-"""Kernels of cache updates, which engines contain as PTX; or of the choice of tokens, which sessions launch."""
+"""Kernels of cache updates, which engines contain as PTX; or kernels that choose tokens, which sessions launch."""
 
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel on one architecture; for several kernels in one cubin, the largest values.
+    """The resources of one kernel on one architecture.
+
+    If a cubin has several kernels, each value is the largest of them.
 
     Attributes:
         spill_bytes, stack_bytes: bytes of local memory per thread; nonzero is slow.
         occupancy: see `ResourceUse`.
-        ptx_bytes: None for the choice of tokens, which a session loads as a cubin.
+        ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads these as a cubin.
     """
 
     kernel: str
@@ -62,14 +64,17 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 
 
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
-    """Return the kernels with which a session chooses tokens; an empty tuple for logits of other types."""
+    """Return the kernels with which a session chooses tokens.
+
+    For logits of other types there are none: an empty tuple.
+    """
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
     return tuple(ChoiceKernels(name) for name in names if name in CHOICE_DTYPES)
 
 
 def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[KernelReport]:
-    """Compile kernels for architectures, several at a time, architecture by architecture.
+    """Compile all kernels for each architecture in turn, several kernels at the same time.
 
     Raises:
         OptionError: NVRTC does not know an architecture; nothing was compiled.
@@ -84,7 +89,7 @@ def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[K
             return _report(compile_choice(kernels.logits, arch), None)
         return _report(compile_kernel(kernels, arch), compile_kernel(kernels, arch, ptx=True))
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside Python's lock
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC runs without Python's lock, so threads compile in parallel
         yield from pool.map(compile_one, [(arch, kernels) for arch in archs for kernels in chosen])
 
 

@@ -1,4 +1,4 @@
-"""Source, launch and results of kernels that find the best tokens in logits; the host then chooses among these.
+"""Source, launch and results of kernels that find the best tokens in logits. The host then chooses among these.
 
 The runtime launches them after an engine, without TensorRT. See ``choice.cu``.
 """
@@ -24,13 +24,14 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
 """Types of logits that have kernels."""
 
 KERNELS = ("best_token", "set_maxima", "candidates")
-"""Names of the entry functions. Arguments: three addresses (`candidates` four), int32 keep, vocab, blocks, int64 pitch.
+"""Names of the entry functions. Arguments: three addresses (for `candidates` four), then int32 keep, vocab, blocks, and
+int64 pitch.
 
 The second address is the address of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0.
 """
 
 MOST_TOKENS = 1 << 30
-"""Largest vocabulary: positions of 32 bits must not overflow."""
+"""The largest vocabulary that the kernels take: positions of 32 bits must not overflow."""
 
 SETS = 8
 """Number of sets into which each warp of `set_maxima` divides its scores."""
@@ -123,7 +124,10 @@ def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
-    """Invert `ordered`, as float32; the bits of NaN and the sign of 0 are lost. 0, for no score, becomes ``-inf``."""
+    """Invert `ordered`, as float32.
+
+    The bits of NaN and the sign of 0 are lost. 0 stands for "no score" and becomes ``-inf``.
+    """
     bits = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
     sign = 1 << 8 * bits.itemsize - 1
     distance = order.astype(np.int64) - sign

@@ -29,8 +29,8 @@ _WARPS = {75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110:
 
 _OPTIONS = (
     "--std=c++17",
-    "--fmad=false",  # otherwise the driver may fuse a product and a sum, and round once instead of twice
-    "--device-as-default-execution-space",  # NVRTC 13.0 takes generic lambdas in device functions for host functions
+    "--fmad=false",  # otherwise the driver may fuse a product and a sum, which rounds once instead of twice
+    "--device-as-default-execution-space",  # NVRTC 13.0 treats generic lambdas in device functions as host functions
 )
 
 _REGISTERS = 65536  # registers of a multiprocessor, on all architectures; a warp gets them in units of 256
@@ -62,7 +62,7 @@ class CompiledKernel:
         name: name of the entry function.
         arch: architecture, such as ``"sm_90"``.
         nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
-            needs one for its major version.
+            needs a driver for the same major version.
         ptx: `code` is PTX, without a final zero byte; otherwise a cubin.
         log: log of the compiler.
     """
@@ -82,7 +82,10 @@ class CompiledKernel:
             OptionError: the code is PTX, which ptxas has not seen.
         """
         if self.ptx:
-            raise OptionError(f"kernel {self.name} is PTX, whose registers are not known yet: compile a cubin")
+            raise OptionError(
+                f"the registers of kernel {self.name} are not known, because it was compiled to PTX: "
+                "compile it to a cubin"
+            )
         sizes = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
         used = re.findall(r"Used (\d+) registers", self.log)
         if not sizes or not used:
@@ -107,13 +110,13 @@ def compile_source(
     """Compile a kernel, or take it from the cache on disk.
 
     The cache's key is the source, the options, the architecture and NVRTC's version; files are written completely or
-    not at all. If the cache cannot be written, compiling takes time again, and nothing else changes.
+    not at all. If the cache cannot be written, the next call compiles again; nothing else changes.
 
     Args:
         source: CUDA C++.
         name: name of its entry function.
         arch: the GPU's architecture, such as ``"sm_90"``.
-        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this one.
+        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this architecture only.
         driver: the CUDA version of the driver that will load it, if known.
 
     Raises:
@@ -179,12 +182,15 @@ def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | No
     """
     version, known = nvrtc_version(), supported_archs()
     if arch not in known:
-        raise OptionError(f"architecture {arch!r}: NVRTC {_text(version)} knows {', '.join(known)}; give one of those")
+        raise OptionError(
+            f"NVRTC {_text(version)} cannot compile for architecture {arch!r}; give one of {', '.join(known)}"
+        )
     if driver is not None and ((driver < version) if ptx else (driver[0] < version[0])):
         kind, needed = ("PTX", _text(version)) if ptx else ("a cubin", str(version[0]))
         raise OptionError(
-            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA {needed}: "
-            f"install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a newer driver"
+            f"{kind} from NVRTC {_text(version)} needs a driver for CUDA {needed}, but this driver is for CUDA "
+            f"{_text(driver)}: install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a "
+            "newer driver"
         )
 
 
@@ -193,7 +199,8 @@ def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> 
     program = _handle_return(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        # Not bytes: NVRTC writes into them, and Python shares bytes of length 1, such as an empty log.
+        # Not a `bytes` object: NVRTC writes into the buffer, but Python shares `bytes` of length 1, such as an empty
+        # log.
         log = bytearray(_handle_return(nvrtc.nvrtcGetProgramLogSize(program)))
         _handle_return(nvrtc.nvrtcGetProgramLog(program, log))
         text = log.rstrip(b"\0").decode(errors="replace")

@@ -59,7 +59,7 @@ def this_gpu() -> tuple[str, tuple[int, int]]:
         minor = _call(driver.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
     except RuntimeError as error:  # cuda-python: the driver's library is not on this machine
         raise BackendError(
-            f"the cache-update plugin is compiled for the GPU here, but no driver works: {error}"
+            f"the cache-update plugin is compiled for the GPU of this machine, but no NVIDIA driver works here: {error}"
         ) from error
     return f"sm_{major}{minor}", (version // 1000, version % 1000 // 10)
 
@@ -67,5 +67,7 @@ def this_gpu() -> tuple[str, tuple[int, int]]:
 def _call(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if int(status):
-        raise BackendError(f"the cache-update plugin is compiled for the GPU here, and the driver says {status.name}")
+        raise BackendError(
+            f"the cache-update plugin is compiled for the GPU of this machine, but the driver returned {status.name}"
+        )
     return values[0] if values else None

@@ -17,7 +17,7 @@ from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import IntegerType, KernelConfig, Quantization, arguments
 
 NAMESPACE = "trt_kvcache"
-"""The ONNX domain of the nodes, and the plugin namespace in TensorRT's registry."""
+"""The ONNX domain of the nodes. It is also the plugin namespace in TensorRT's registry."""
 
 VERSION = "1"
 """The plugin version; quickly deployable plugins have only this one."""
@@ -52,7 +52,10 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """The ONNX operator type, which is the plugin's name: ``KVCacheUpdate`` and the words that apply."""
+        """The ONNX operator type.
+
+        It is also the plugin's name: ``KVCacheUpdate`` and words for form, mode, caches and quantization.
+        """
         parts = (
             ("Packed", self.packed),
             ("Circular", self.mode is UpdateMode.CIRCULAR),
@@ -68,7 +71,7 @@ class Operator:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of the outputs, in order: ``present_i`` is like ``cache_i``."""
+        """Names of the outputs, in order. ``present_i`` has the type and shape of ``cache_i``."""
         return arguments(self._any_config()).outputs
 
     def _any_config(self) -> KernelConfig:
@@ -88,7 +91,7 @@ class Operator:
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]
             if cache not in CACHE_BITS:
-                raise OptionError(f"{self.name}: cache_{i} is {cache}; supported are {', '.join(CACHE_BITS)}")
+                raise OptionError(f"{self.name}: cache_{i} is {cache}; expected one of {', '.join(CACHE_BITS)}")
             if not self.quantized and update != cache:
                 raise OptionError(
                     f"{self.name}: update_{i} is {update} and cache_{i} {cache}; they must have one type, or the "
@@ -115,7 +118,7 @@ class Operator:
         The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 
         Args:
-            shapes: shapes by the operator's input names, without inputs of unknown rank; None for a size that is open.
+            shapes: shapes by the operator's input names, without inputs of unknown rank; None for a dynamic size.
 
         Raises:
             OptionError: ranks or sizes do not fit.
@@ -132,7 +135,7 @@ class Operator:
                 other, where = known.setdefault("B" if label == "B + 1" else label, (value, name))
                 if value != other:
                     raise OptionError(
-                        f"{self.name}: {name} is {_text(shape)}, {where} {_text(shapes[where])}; they must be "
+                        f"{self.name}: {name} is {_text(shape)} and {where} is {_text(shapes[where])}; they must be "
                         f"[{', '.join(expected)}] and [{', '.join(self._sizes(where))}]"
                     )
         if self.quantized:
@@ -146,8 +149,8 @@ class Operator:
                 raise OptionError(f"{self.name}: scale_{i} has {count} values; it must have 1, or one for each of the "
                                   f"{heads} heads")  # fmt: skip
         if None not in counts and len(set(counts)) > 1:
-            raise OptionError(f"{self.name}: scales of {counts[0]} and {counts[1]} values; both caches must have as "
-                              "many")  # fmt: skip
+            raise OptionError(f"{self.name}: the scales of the two caches have {counts[0]} and {counts[1]} values; "
+                              "both must have the same number")  # fmt: skip
 
     def _sizes(self, name: str) -> tuple[str, ...]:
         """Return the names of an input's dimensions."""

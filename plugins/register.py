@@ -32,7 +32,7 @@ class Registration:
 
     Attributes:
         names: names of the operators.
-        errors: refusals while TensorRT asked for kernels; TensorRT reports them only in its own words.
+        errors: errors that were raised while TensorRT asked for kernels. TensorRT does not pass on their messages.
     """
 
     names: tuple[str, ...]
@@ -69,7 +69,7 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
 
 
 def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
-    """Return the function that describes an operator's outputs: ``present_i`` is like ``cache_i``."""
+    """Return the function that describes an operator's outputs: ``present_i`` has the type and shape of ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
         tensors = dict(zip(operator.inputs, inputs, strict=True))
@@ -85,7 +85,7 @@ def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: l
 
 
 def _implementation(trtp: Any, operator: Operator, compile_kernel: Compile, errors: list[TrtKvCacheError]) -> Any:
-    """Return the function that gives TensorRT an operator's kernel and its launch."""
+    """Return the function from which TensorRT gets an operator's kernel and the arguments of its launch."""
 
     def implement(*arguments: Any) -> Any:
         tensors = dict(zip(operator.inputs, arguments, strict=False))
@@ -116,7 +116,7 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 
 
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
-    """Return the function with this signature; it appends its refusals to `errors`."""
+    """Return the function with this signature. If a call raises an error, the error is appended to `errors`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -140,19 +140,19 @@ def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
     for i in range(operator.caches):
         count = tensors[f"scale_{i}"].shape_expr[0]
         if _open(count) or (_constant(count) not in (None, 1) and _open(tensors["cache_0"].shape_expr[1])):
-            raise OptionError(f"{operator.name}: the number of heads, or of values in scale_{i}, is open; both must be "
-                              "fixed: one scale, or one for each head")  # fmt: skip
+            raise OptionError(f"{operator.name}: the number of heads and the number of values in scale_{i} must be "
+                              "fixed, but one of them is dynamic; give one scale, or one for each head")  # fmt: skip
     return _constant(tensors["scale_0"].shape_expr[0]) not in (None, 1)
 
 
 def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
-    """Check that rows of 4-bit elements end on a byte."""
+    """Check that rows of 4-bit elements end at a full byte."""
     for i in range(operator.caches):
         size = tensors[f"cache_{i}"].shape_expr[3]
         if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):
             raise OptionError(f"{operator.name}: rows of cache_{i} hold {'?' if _open(size) else _constant(size)} "
-                              f"elements of {bits} bits and do not end on a byte; an even number is "
-                              "needed")  # fmt: skip
+                              f"elements of {bits} bits and do not end at a full byte; the number of elements must "
+                              "be even")  # fmt: skip
 
 
 def _open(size: Any) -> bool:
@@ -161,7 +161,7 @@ def _open(size: Any) -> bool:
 
 
 def _constant(size: Any) -> int | None:
-    """Return a fixed size, or None if it is open or shapes are not computed yet."""
+    """Return a fixed size; None if it is dynamic, or if TensorRT has not computed shapes yet."""
     return int(size.constant_value()) if not size.is_fake and size.is_constant else None
 
 

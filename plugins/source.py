@@ -32,7 +32,10 @@ def family_source() -> str:
 
 
 def entry_source(config: KernelConfig) -> str:
-    """Return the entry function of one configuration; it passes its arguments, in TensorRT's order, to the family."""
+    """Return the entry function of one configuration.
+
+    It passes its arguments, which come in TensorRT's order, to the code that all kernels share.
+    """
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")
     types |= dict.fromkeys(args.scalars, "int") | dict.fromkeys(args.outputs, "void*")

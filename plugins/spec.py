@@ -24,13 +24,13 @@ VECTOR_BYTES = 16
 """Bytes that one access moves, if rows and addresses allow it."""
 
 VECTORS_PER_THREAD = 4
-"""Accesses that a thread has in flight at once."""
+"""The number of accesses that a thread starts before it waits for the first one."""
 
 HEADS_PER_THREAD = VECTORS_PER_THREAD
-"""Heads for which a thread writes one packed token."""
+"""The number of heads of one packed token that a thread writes."""
 
 BLOCK_BYTES = THREADS * VECTOR_BYTES * VECTORS_PER_THREAD
-"""Bytes of the cache that one block writes before it moves on."""
+"""Bytes of the cache that one block writes before it goes to its next part."""
 
 ELEMENT_BITS = (4, 8, 16, 32, 64, 128)
 
@@ -73,14 +73,14 @@ class KernelConfig:
     """One member of the kernel family.
 
     Attributes:
-        element_bits: bits of a cache element; without quantization, also of the update's. The kernel moves bytes, not
-            numbers, so types of one size share a kernel.
+        element_bits: bits of a cache element; without quantization, also of an element of the update. The kernel moves
+            bytes, not numbers, so types of one size share a kernel.
         form: padded or packed updates.
         mode: linear or circular.
         caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
             head sizes may differ.
         index_type: type of the write indices ``[B]``.
-        length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded ones.
+        length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded updates.
         quantization: quantize on write.
     """
 
@@ -102,7 +102,10 @@ class KernelConfig:
         if self.length_type not in (None, "int32", "int64"):
             raise OptionError(f"lengths of type {self.length_type!r}: expected int32 or int64")
         if (self.form is UpdateForm.PACKED_NHD) != (self.length_type is not None):
-            raise OptionError("a packed update needs the type of its cumulative lengths [B + 1], a padded one has none")
+            raise OptionError(
+                "a packed update needs a type of its cumulative lengths [B + 1] (length_type); a "
+                "padded update must not have one"
+            )
         if self.quantization is not None and self.element_bits != 8:
             raise OptionError(f"quantization on write into elements of {self.element_bits} bits: expected 8")
 
@@ -158,7 +161,9 @@ def arguments(config: KernelConfig) -> Arguments:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes of one launch: integers, or TensorRT's symbolic ones (``ShapeExpr``, whose operators are used here).
+    """The sizes of one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
+
+    The code uses only operators that both have.
 
     Attributes:
         length: tokens of the update: ``S_new``, or ``T`` if packed.
@@ -188,7 +193,9 @@ class LaunchParams:
 
 
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
-    """Return the grid's size, as expressions of the sizes; the kernel is correct with any grid, and fast with this one.
+    """Return the launch, whose numbers are expressions of the sizes.
+
+    The kernel is correct with any grid, and fast with this one.
 
     Args:
         config: the kernel.
@@ -200,7 +207,9 @@ def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False)
         OptionError: the kernel does not support a known size.
     """
     if len(shapes.head_sizes) != config.caches:
-        raise OptionError(f"{len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each")
+        raise OptionError(
+            f"got {len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each cache"
+        )
     rows = tuple(_row_bytes(config.element_bits, size) for size in shapes.head_sizes)
     planes, heads = shapes.batch * shapes.heads, (shapes.heads + (HEADS_PER_THREAD - 1)) // HEADS_PER_THREAD
     if copies:
@@ -224,10 +233,13 @@ def _row_bytes(bits: int, size: Any) -> Any:
     if bits % 8 == 0:
         return size * (bits // 8)
     if isinstance(size, int) and size * bits % 8:
-        raise OptionError(f"rows of {size} elements of {bits} bits do not end on a byte: an even number is needed")
+        raise OptionError(
+            f"rows of {size} elements of {bits} bits do not end at a full byte: the number of elements must be even"
+        )
     return size * bits // 8
 
 
 def _blocks(size: Any, each: int) -> Any:
-    # One block too many if `each` divides the size. So the result is never zero, and no number is negative.
+    # This is one block too many if `each` divides the size. In return, the result is never zero, and no intermediate
+    # number is negative.
     return size // each + 1

@@ -94,10 +94,10 @@ def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError]
 
 
 def as_options(value: object, kind: type[_Options], what: str) -> _Options:
-    """Return a caller's options.
+    """Return a caller's options, after a check of their type.
 
     Raises:
-        OptionError: the options have another type.
+        OptionError: the options are not of type `kind`.
     """
     if not isinstance(value, kind):
         raise OptionError(f"{what} is {shown(value)}; give {kind.__name__}(...)")

@@ -1,4 +1,4 @@
-"""Opens and runs models in ONNX Runtime on the CPU, for importer, verify and runtime; and names its errors."""
+"""Opens and runs models in ONNX Runtime on the CPU, and turns its errors into errors of this package."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ class Setting:
 
 @cache
 def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
-    """Return type, "may be None" and setting of each field that has a setting, by name, in the order of fields.
+    """Return a dict from each field's name to its type, whether it may be None, and its setting.
 
-    If a field may have several types, the type is `object`.
+    Fields without a setting are left out. If a field may have several types, the type is `object`.
     """
     settings = {}
     for field in fields(options):

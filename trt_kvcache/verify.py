@@ -55,8 +55,8 @@ Array = npt.NDArray[Any]
 
 _PLAN = PlanOptions()
 _VERIFY = VerifyOptions()
-_CAPACITY = 96  # tokens of caches that grow: a decode reaches their end
-_WIDE = 2.0**-20  # rounding that is measured for float32: sixteen times that of the type itself
+_CAPACITY = 96  # capacity, in tokens, of caches that grow: short enough that a decode reaches their end
+_WIDE = 2.0**-20  # unit of the rounding that is measured for float32: sixteen times that of float32 itself
 _FLOOR = 5e-5  # least allowed difference between two computations in float32 (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
 """Least allowed differences by type of the model: a rewrite rounds a constant, such as a scale, to that type."""
@@ -65,11 +65,11 @@ _UNITS = 16.0  # least allowed difference, in units of rounding
 _SHOWS = 0.3  # share of the logits; a larger allowed difference could not show a fault
 # share of positions that may differ if the model chooses experts: rounding decides between nearly equal experts
 _CHOSEN = 0.25
-_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage to try, largest first, until the model as exported hides it
+_SMALLER = (GARBAGE, 100.0, 1.0)  # magnitudes of garbage, tried from the largest on until the exported model hides it
 # pieces that TensorRT's network runs: NumPy takes seconds for one piece of a large model
 _NETWORK, _LARGE_NETWORK = 6, 4
-_LARGE = 100 << 20  # bytes of weights that make a model large: each run reads all of them
-_LAYER = 1e-4  # allowed difference of a tensor inside of a model, as a share of its largest number
+_LARGE = 100 << 20  # bytes of weights from which a model counts as large: each run reads all of them
+_LAYER = 1e-4  # allowed difference of a tensor inside a model, as a share of its largest number
 _ROUNDED_ROWS = "the rewritten model with rounded rows"
 _LAST = 4  # last positions of a step whose logits are compared
 
@@ -165,7 +165,8 @@ def verify_import(
         return report
     except MemoryError:
         raise UnsupportedModelError(
-            f"{imported.source.path}: needs more memory than is free; verify it on a larger machine"
+            f"{imported.source.path}: the comparison needs more memory than is free; verify the model on a larger "
+            "machine"
         ) from None
     except ValueError as error:  # NumPy raises it if sizes do not fit
         raise UnsupportedModelError(
@@ -215,7 +216,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Run a station; if it cannot run here, its note says why, and it does not fail."""
+        """Run a station. If it cannot run on this machine, its note says why, and it counts as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -234,7 +235,7 @@ class _Verification:
         limits = replace(limits, linear=min((n for n in ends if n is not None), default=None))
         pieces = plan_pieces(limits, plan, self.verify.chunks, self.verify.tokens, full=not self.large)
         if not pieces:
-            raise OptionError("the caches of this model hold no step of this size; give shorter --chunks")
+            raise OptionError("the caches of this model are too small for any of these steps; give shorter --chunks")
         tokens = plan.tensor(Role.TOKENS)
         has_ids = tokens is not None and not tokens.embedded
         rows = 2 if self.table is None else len(self.table)
@@ -280,7 +281,7 @@ class _Verification:
             if compare(first, first.steps(reference), _FLOOR).passed:
                 return garbage
         self.notes.append(
-            "the model as exported reads cache rows that were never written: so these rows get no garbage"
+            "the model as exported reads cache rows that were never written, so these rows are not filled with garbage"
         )
         return 0.0
 
@@ -357,7 +358,7 @@ class _Verification:
                     at = piece.rows.index(found.row)
                     reference.step(replace(piece, rows=(found.row,)), tokens[at : at + 1])
         except (RunError, TrtKvCacheError, MemoryError):
-            return ""  # the inner tensors of a model may be larger than the model
+            return ""  # the tensors inside a model may be larger than the model itself
         place, allowed = (pieces[-1].rows.index(found.row), len(pieces[-1].rows)), max(_LAYER, found.allowed)
         differs = {
             name: share_between(*pair) > allowed
@@ -396,7 +397,7 @@ class _Verification:
         found = compare(decode, decode.steps(runner), _FLOOR, stop=False)
         if found.typical <= 10 * _FLOOR and found.largest <= moved.largest:
             return replace(station, passed=True, failure="", allowed=moved.largest,
-                           note="some numbers lie between two codes, which rounding decides")  # fmt: skip
+                           note="some numbers lie between two codes, and rounding decides between them")  # fmt: skip
         return station
 
     def _session(self) -> Station:
@@ -404,7 +405,7 @@ class _Verification:
         from trt_kvcache.runtime.replay import SessionSteps
 
         if self.written:
-            return _not_compared("session", "a session runs the model, not a file of its rewritten form")
+            return _not_compared("session", "a session rewrites a model itself, and does not run a rewritten file")
         options = (self.quantized or self.imported).plan.options
         chunk = max(p.length for p in self.decode.pieces)
         runner = OnnxRuntimeRunner(self.imported.source.path, options, max_batch=self.decode.rows, max_chunk=chunk)
@@ -423,7 +424,7 @@ class _Verification:
         from trt_kvcache.engine.parsing import compare_parsed
 
         if self.written:
-            return _not_compared("network", "TensorRT builds a model, not a file of its rewritten form")
+            return _not_compared("network", "TensorRT builds from a model, and not from a rewritten file")
         with phase(self.title):
             texts = self.decode.tokens[: _LARGE_NETWORK if self.large else _NETWORK]
             pieces, imported = self.decode.pieces[: len(texts)], self.quantized or self.imported
@@ -452,7 +453,10 @@ class _Verification:
         if given is None and not passed:
             allowed = max(floor, _TIMES * self._measured(unit))
             if allowed > _SHOWS:
-                note = f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size: it shows no small fault"
+                note = (
+                    f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size, so this comparison "
+                    "cannot show a small fault"
+                )
             found, passed = compared(allowed)
         return Station(
             name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,

@@ -232,7 +232,7 @@ def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
     assert f"{stats['accepted']} of {stats['proposed']} proposed tokens accepted" in told
     assert stats["impossible"] is None
     told = call(folder, *arguments, "--prompt-lookup", "4", "--max-chunk", "1").stderr
-    assert ", no tokens proposed (a step takes one token: " in told
+    assert ", no tokens proposed (a step takes only one token: " in told
 
 
 @pytest.mark.slow
@@ -248,9 +248,9 @@ def test_a_draft_tells_how_it_did(folder: Path, tmp_path: Path) -> None:
     assert proposed > 10
     write_decoder(tmp_path / "other.onnx", DecoderConfig(vocab=200))
     said = call(folder, *arguments, "--draft", str(tmp_path / "other.onnx"), code=1).stderr
-    assert said.startswith("error: the draft has a vocabulary of 200 tokens, and the model one of 300; use a draft ")
+    assert said.startswith("error: the draft has a vocabulary of 200 tokens, but the model has 300; use a draft ")
     said = call(folder, *arguments, "--num-assistant-tokens", "3", code=1).stderr
-    assert said.startswith("error: --num-assistant-tokens is 3, and the session has no draft model; open it with --dr")
+    assert said.startswith("error: --num-assistant-tokens is 3, but the session has no draft model; open it with --dr")
 
 
 def test_the_prefix_cache_tells_how_it_did(folder: Path) -> None:

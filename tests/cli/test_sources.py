@@ -77,7 +77,7 @@ def test_mistakes(folder: Path) -> None:
         (["--tokens=1", "--encoder", folder], "has nothing to read; give --source, or leave it out"),
         (["--tokens=1"], "past_key_values.a.encoder.key"),
         (["--source-tokens=one"], "--source-tokens 'one' is not a list of token ids"),
-        (["--source-tokens=1"], "'input_ids' is no input of the encoder"),
+        (["--source-tokens=1"], "'input_ids' is not an input of the encoder"),
         (["--source=one"], "text needs a tokenizer"),
         (["--source-inputs", folder / "none.npz"], "none.npz: cannot be read"),
         ([], "nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds, or --source"),
@@ -122,4 +122,4 @@ def test_build_says_where_the_encoder_is(folder: Path) -> None:
         assert words in CliRunner().invoke(app, ["inspect", str(folder / engine)]).stdout
     refused = CliRunner().invoke(app, [*command, "--encoder=nowhere"])
     assert refused.exit_code == 1
-    assert "there is none at nowhere" in refused.output
+    assert "there is no encoder at nowhere" in refused.output

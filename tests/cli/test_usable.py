@@ -95,7 +95,9 @@ def test_plan_says_that_no_session_reads_several_scores_for_each_position(tmp_pa
     graph.output[0].type.tensor_type.shape.dim.insert(1, onnx.TensorShapeProto.Dimension(dim_value=2))
     onnx.save(model, tmp_path / "model.onnx")
     result = run("plan", tmp_path / "model.onnx", "--capacity", 24)
-    assert "hold 2 vectors of scores for each position, as of several codebooks" in " ".join(result.stdout.split())
+    assert "hold 2 vectors of scores for each position, as models with several codebooks" in " ".join(
+        result.stdout.split()
+    )
     with pytest.raises(UnsupportedModelError, match="hold 2 vectors of scores"):
         trt_kvcache.DecodeSession.open(tmp_path / "model.onnx", capacity=24)
 
@@ -121,7 +123,10 @@ def test_verify_names_inputs_whose_values_it_guessed(tmp_path: Path) -> None:
     model = write(tmp_path, at_index)
     refused = run("verify", model, "--capacity", 24)
     assert refused.exit_code == 1
-    assert "input 'last_index' (int64 ['batch']) takes, so it got random ones of 0 and 1: give values" in refused.stderr
+    assert (
+        "input 'last_index' (int64 ['batch']) are unknown, so it got random values of 0 and 1: give values"
+        in refused.stderr
+    )
     np.savez(tmp_path / "inputs.npz", last_index=np.zeros(3, np.int64))
     assert run("verify", model, "--capacity", 24, "--inputs", tmp_path / "inputs.npz").exit_code == 0
 

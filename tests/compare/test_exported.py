@@ -141,8 +141,10 @@ def test_caches_that_grow_take_no_room_for_the_capacity(tmp_path: Path) -> None:
 def test_what_it_cannot_decode(tmp_path: Path) -> None:
     write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, sequence=4))
     runner = Exported(tmp_path, plan_model(tmp_path))
-    with pytest.raises(UnsupportedModelError, match="it takes 4 tokens in each step, and got 6"):
+    with pytest.raises(UnsupportedModelError, match="takes exactly 4 tokens in each step; got 6"):
         decoded(runner, [6], [[3] * 6])
     assert decoded(runner, [4, 8], [[5] * 12])[0].shape == (12, 256)
-    with pytest.raises(UnsupportedModelError, match="ONNX Runtime does not run 4 tokens after 0: .*indices"):
+    with pytest.raises(
+        UnsupportedModelError, match="ONNX Runtime cannot run a step of 4 tokens after a past of 0 tokens: .*indices"
+    ):
         decoded(runner, [4], [[1000] * 4])

@@ -145,7 +145,7 @@ def test_a_layer_gives_what_onnx_runtime_gives(name: str) -> None:
 def test_a_layer_of_another_kind_is_named() -> None:
     model = _model([node("MaxPool", ["x"], ["y"], kernel_shape=[2])], {"x": _floats(2, 3, 6)}, {})
     network = _network(model)
-    with pytest.raises(UnknownLayerError, match="has the type POOLING, which does not run here"):
+    with pytest.raises(UnknownLayerError, match="has the type POOLING, which NumPy cannot compute here"):
         Network(network, TRT)
 
 
@@ -235,7 +235,9 @@ def test_a_model_that_is_too_large_is_not_compared(monkeypatch: pytest.MonkeyPat
 
 def test_a_finding_is_an_error_that_says_what_to_do() -> None:
     result = comparing.NetworkComparison(1, 1.0, "'logits' differs")
-    with pytest.raises(BuildError, match="'logits' differs; an engine of it would give wrong numbers; try another"):
+    with pytest.raises(
+        BuildError, match="'logits' differs; an engine built from it would give wrong numbers; try another"
+    ):
         result.check()
 
 

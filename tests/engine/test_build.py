@@ -169,11 +169,11 @@ def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (".", "the folder of a model, model.onnx; give another folder"),
+        (".", "this folder holds the model model.onnx; give another folder"),
         ("model.onnx", "is a file of the model"),
         ("model.onnx.data", "is a file of the model"),
-        ("engine.json", "manifests end in .json"),
-        ("engine.onnx", "models end in .onnx"),
+        ("engine.json", "ends in .json is for manifests"),
+        ("engine.onnx", "ends in .onnx is for models"),
         ("taken", "taken.json: a directory"),
     ],
 )
@@ -344,5 +344,5 @@ def test_attention_is_decomposed_after_all(tmp_path: Path, monkeypatch: pytest.M
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, dtype="float32"))
     manifest = build_module.build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=8))
     assert (tmp_path / "model.engine").stat().st_size == manifest.engine.size > 0
-    assert any("lacks a fused kernel" in warning for warning in manifest.warnings)
+    assert any("has no fused kernel" in warning for warning in manifest.warnings)
     assert not (tmp_path / "model.engine").read_bytes().startswith(bytes(64))

@@ -115,8 +115,8 @@ def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) ->
     [
         ("8.9", "13.0.88", True, []),
         ("12.1", "13.5.37", False, []),
-        ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': kernels of the cache-update plugin"]),
-        ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs are not for the Fake"]),
+        ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': NVRTC"]),
+        ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs do not run on the Fake"]),
         ("9.0", None, True, ["build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not "
                              "made for the Fake (compute capability 9.0)"]),
     ],

@@ -81,10 +81,10 @@ def test_which_encoder(model: Path, tmp_path: Path) -> None:
         model.with_name(name).rename(folder / name)
     assert found() == []
     assert found(encoder=str(folder)) == ["elsewhere/encoder_model.onnx", "elsewhere/decoder_model.onnx"]
-    with pytest.raises(OptionError, match=r"encoder names an encoder, and there is none at .*nowhere"):
+    with pytest.raises(OptionError, match=r"encoder names an encoder, but there is no encoder at .*nowhere"):
         found(encoder=str(tmp_path / "nowhere"))
     alone = plan_model(write(tmp_path / "alone.onnx", hybrid_model()), PlanOptions(target=Target.TENSORRT_RTX))
-    with pytest.raises(OptionError, match="takes nothing from one; leave it out"):
+    with pytest.raises(OptionError, match="takes no inputs from an encoder; leave it out"):
         found(alone, encoder=str(folder))
 
 
@@ -109,7 +109,7 @@ def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
     nonzero(tmp_path / "encoder_model.onnx")
     shapes = {"max_shapes": {"input_features": (1, 12, WIDTH)}}
     (warning,) = build(model, **shapes).warnings
-    assert warning.startswith("the encoder becomes no engine, and runs on the CPU: ")
+    assert warning.startswith("no engine could be built from the encoder, so it runs on the CPU: ")
     assert "NonZero" in warning
     assert not any("encoder.engine" in p.name for p in tmp_path.iterdir())
     with pytest.raises(BuildError, match='NonZero.*; with encoder="none" the encoder runs on the CPU'):
@@ -126,7 +126,7 @@ def test_a_fault_of_ours_costs_the_engine_of_the_encoder_only(model: Path, monke
     monkeypatch.setattr(engine_build, "_build_encoder", fails)
     (warning,) = build(model).warnings
     assert warning.startswith(
-        "the encoder becomes no engine, and runs on the CPU: RuntimeError: KeyError: 'x': a fault"
+        "no engine could be built from the encoder, so it runs on the CPU: RuntimeError: KeyError: 'x': a fault"
     )
     assert load_manifest(model.with_name("model.engine")).encoder is None
     monkeypatch.setattr(engine_build, "find_job", fails)
@@ -302,7 +302,7 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     plan, _ = constants(model)
     with pytest.raises(OptionError, match="input 'pixels' .1, size, 32.: the largest size is unknown; .*max_shapes"):
         find_job(model, plan, BuildOptions(**SIZES))
-    with pytest.raises(OptionError, match="names 'pixel', which is no input .*the largest size is unknown"):
+    with pytest.raises(OptionError, match="names 'pixel', which is not an input .*the largest size is unknown"):
         build(model, max_shapes={"pixel": (1, 24, WIDTH)})
     manifest = build(model, max_shapes={"pixels": (1, 24, WIDTH), "input_ids": (1, 8)})
     assert manifest.warnings == ()
@@ -331,7 +331,7 @@ def test_an_encoder_says_how_much_it_makes_of_a_source(model: Path) -> None:
 
     assert largest() == [6, 6]
     assert largest(max_encoder=9) == [9, 9]
-    with pytest.raises(OptionError, match="is 5, and the encoder makes 6 positions of every source; give"):
+    with pytest.raises(OptionError, match="is 5, but the encoder makes 6 positions from every source; give"):
         largest(max_encoder=5)
 
 
@@ -420,7 +420,7 @@ def test_shapes_given_by_name(tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="max_encoder is given, and no input of the model is as long"):
+    with pytest.raises(OptionError, match="max_encoder is given, but no input of the model has the length"):
         build_engine(
             write(tmp_path / "m.onnx", of_fixed_length()), tmp_path / "m.engine", build=BuildOptions(max_encoder=24)
         )

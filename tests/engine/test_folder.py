@@ -46,7 +46,7 @@ def test_build_writes_a_folder_that_commands_take(model: Path, tmp_path: Path) -
         assert CliRunner().invoke(app, command).exit_code == 0
     refused = CliRunner().invoke(app, ["generate", str(output), "--tokens", "1", "--capacity", "9"])
     assert "was planned when it was built" in refused.stderr
-    with pytest.raises(OptionError, match=r"model\.engine looks like an engine, and the CPU runs models"):
+    with pytest.raises(OptionError, match=r"model\.engine looks like an engine, but the CPU runs only models"):
         DecodeSession.open(output, device="cpu")
 
 
@@ -63,7 +63,7 @@ def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
     assert output_engine("new/") == (Path("new/model.engine"), Path("new"))
     assert output_engine(tmp_path) == (tmp_path / "model.engine", tmp_path)
     (tmp_path / "model.onnx").touch()
-    with pytest.raises(OutputError, match=r"the folder of a model, model\.onnx; give another folder, or the name"):
+    with pytest.raises(OutputError, match=r"this folder holds the model model\.onnx; give another folder, or the name"):
         output_engine(tmp_path)
 
 
@@ -71,7 +71,7 @@ def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
 def test_files_of_something_else_are_neither_replaced_nor_removed(name: str, tmp_path: Path) -> None:
     """A checkpoint's folder, for one; an engine's own folder is built into again."""
     (tmp_path / name).write_text("mine")
-    with pytest.raises(OutputError, match=f"holds {name}, and no engine that it belongs to; give another folder"):
+    with pytest.raises(OutputError, match=f"holds {name}, but not the engine that it belongs to; give another folder"):
         output_engine(tmp_path)
     assert (tmp_path / name).read_text() == "mine"
     (tmp_path / ENGINE).write_bytes(b"")

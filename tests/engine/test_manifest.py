@@ -53,13 +53,17 @@ def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     for path in (tmp_path, ".", "", "/"):
         with pytest.raises(ManifestError, match="a folder; give the path of an engine$"):
             load_manifest(path)
-    with pytest.raises(ManifestError, match=r"m.onnx: a model without a manifest; .*'trt-kvcache plan' shows models"):
+    with pytest.raises(
+        ManifestError, match=r"m.onnx: this is a model, which has no manifest; .*'trt-kvcache plan' to look at models"
+    ):
         load_manifest("m.onnx")
 
 
 def test_an_unknown_schema_is_named_before_anything_else_is_read(engine: Path) -> None:
     change(engine, {"schema_version": 1, "plan": "of another form", "profiles": None})
-    with pytest.raises(ManifestError, match="manifest schema 1; this version of trt_kvcache knows schema 2: use the"):
+    with pytest.raises(
+        ManifestError, match="the manifest has schema 1, but this version of trt_kvcache reads schema 2: use the"
+    ):
         load_manifest(engine)
 
 
@@ -98,7 +102,10 @@ def test_nothing_in_a_manifest_can_be_changed(engine: Path) -> None:
             part = part[key]
         part[place[-1]] = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "x"
         path.write_bytes(json.dumps(edited).encode())
-        with pytest.raises(ManifestError, match=r"model.engine.json: (edited or damaged|manifest schema|not a valid)"):
+        with pytest.raises(
+            ManifestError,
+            match=r"model.engine.json: (the manifest (was edited or damaged|has schema)|this is not a valid)",
+        ):
             load_manifest(engine)
     path.write_bytes(json.dumps(json.loads(data)).encode())  # without the line breaks
     assert load_manifest(engine).max_batch
@@ -108,14 +115,14 @@ def test_nothing_in_a_manifest_can_be_changed(engine: Path) -> None:
 def test_garbage_is_refused(engine: Path, data: bytes) -> None:
     manifest_path(engine).write_bytes(data)
     with pytest.raises(
-        ManifestError, match=r"model.engine.json: not (JSON|a valid manifest): .*; build the engine again"
+        ManifestError, match=r"model.engine.json: (not JSON|this is not a valid manifest): .*; build the engine again"
     ):
         load_manifest(engine)
 
 
 def test_the_manifest_in_place_of_its_engine_is_refused(engine: Path) -> None:
     with pytest.raises(
-        ManifestError, match=r"model.engine.json: a manifest; give the engine beside it, .*model.engine$"
+        ManifestError, match=r"model.engine.json: this is a manifest; give the engine beside it, .*model.engine$"
     ):
         check_engine(load_manifest(engine), manifest_path(engine))
 
@@ -124,11 +131,12 @@ def test_another_engine_is_refused(engine: Path) -> None:
     manifest = load_manifest(engine)
     engine.write_bytes(b"an Engine")
     with pytest.raises(
-        ManifestError, match=r"model.engine: BLAKE3 \w{64}, its manifest says \w{64}; the manifest is not"
+        ManifestError,
+        match=r"model.engine: the engine has the BLAKE3 digest \w{64}, but its manifest says \w{64}; the manifest",
     ):
         check_engine(manifest, engine)
     engine.write_bytes(b"an engine, and more")
-    with pytest.raises(ManifestError, match="model.engine: 19 bytes, its manifest says 9"):
+    with pytest.raises(ManifestError, match="model.engine: the engine has 19 bytes, but its manifest says 9"):
         check_engine(manifest, engine)
     engine.unlink()
     with pytest.raises(ManifestError, match="the engine cannot be read: No such file"):

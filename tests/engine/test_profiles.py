@@ -95,14 +95,14 @@ def test_updates_of_a_fixed_length_may_end_anywhere() -> None:
     assert resolve_limits(plan, BuildOptions(max_batch=2)).max_logits == 4
     made = profiles(plan, BuildOptions(max_batch=2))
     assert [p.shapes["logits_span"] for p in made.values()] == [ShapeRange((1,), (1,), (4,))]
-    with pytest.raises(OptionError, match="all updates of the model have 4 tokens, and any of them may be the"):
+    with pytest.raises(OptionError, match="every update of the model has 4 tokens, and any of them may be the"):
         resolve_limits(plan, BuildOptions(max_logits=2))
 
 
 def test_logits_that_cannot_be_asked_for() -> None:
-    with pytest.raises(OptionError, match="max_logits is 3, and the plan leaves the model's logits as they are"):
+    with pytest.raises(OptionError, match="max_logits is 3, but the plan leaves the model's logits as they are"):
         resolve_limits(PLAN, BuildOptions(max_logits=3))
-    with pytest.raises(OptionError, match="max_logits is 9, and a step has at most 8 positions"):
+    with pytest.raises(OptionError, match="max_logits is 9, but a step has at most 8 positions"):
         resolve_limits(with_logits(PLAN), BuildOptions(max_chunk=8, max_logits=9))
     with pytest.raises(OptionError, match=r"'logits_span' 4 in dimension 0 \(kept\); it must be 16 \(from max_logits"):
         profiles(with_logits(PLAN), BuildOptions(max_batch=4, max_shapes={"logits_span": (4,)}))
@@ -268,11 +268,11 @@ def test_shapes_narrow_known_axes() -> None:
     [
         (
             BuildOptions(min_shapes={"ids": (1,)}),
-            "min_shapes names 'ids', which is no input of the model; inputs: input_i",
+            "min_shapes names 'ids', which is not an input of the model; inputs: input_i",
         ),
         (
             BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
-            r"max_shapes gives 'input_ids' the shape \[1, 2, 3\]; .*: give",
+            r"max_shapes gives 'input_ids' the shape \[1, 2, 3\], but .*: give",
         ),
         (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
         (

@@ -158,44 +158,48 @@ REFUSED = {
             for i, (dtype, shape) in enumerate(inputs_of(PAIR))
         ],
     },
-    "cache_0 is uint8; supported are float, float16,": case(PLAIN, dtype="uint8"),
-    "cache_0 is bool; supported are float, float16,": case(PLAIN, dtype="bool"),
+    "cache_0 is uint8; expected one of float, float16,": case(PLAIN, dtype="uint8"),
+    "cache_0 is bool; expected one of float, float16,": case(PLAIN, dtype="bool"),
     "quantization from 'int32'": case(QUANTIZED, source="int32"),
     "quantization to 'float16'": case(QUANTIZED, dtype="float16"),
     "scale_0 has 3 values; it must have 1, or one for each of the 4 heads": case(QUANTIZED, scales=3),
     "scale_0 is float16; scales are float32": replaced(QUANTIZED, 3, ("float16", [4])),
-    "hold 63 elements of 4 bits and do not end on a byte": {
+    "hold 63 elements of 4 bits and do not end at a full byte": {
         "name": PLAIN.name,
         "inputs": [("int4", ["B", 4, 128, 63]), ("int4", ["B", 4, "S", 63]), ("int64", ["B"])],
     },
-    "hold ? elements of 4 bits and do not end on a byte": {
+    "hold ? elements of 4 bits and do not end at a full byte": {
         "name": PLAIN.name,
         "inputs": [("int4", ["B", 4, 128, "H"]), ("int4", ["B", 4, "S", "H"]), ("int64", ["B"])],
     },
     # The kernel has the sizes of the cache only: whatever disagrees would be read beyond its end.
-    "update_0 is [?, 8, ?, 64], cache_0 [?, 4, 128, 64]; they must be [B, N, S_new, H_0] and [B, N, S_max, H_0]": (
+    "update_0 is [?, 8, ?, 64] and cache_0 is [?, 4, 128, 64]; they must be [B, N, S_new, H_0] and [B, N, S_max,": (
         replaced(PLAIN, 1, ("int8", ["B", 8, "S", 64]))
     ),
-    "update_0 is [?, 4, 32], cache_0 [?, 4, 128, 64]; they must be [T, N, H_0]": (
+    "update_0 is [?, 4, 32] and cache_0 is [?, 4, 128, 64]; they must be [T, N, H_0]": (
         replaced(RAGGED, 1, ("int8", ["T", 4, 32]))
     ),
-    "cache_1 is [?, 4, 64, 32], cache_0 [?, 4, 128, 64]": replaced(PAIR, 1, ("int8", ["B", 4, 64, 32])),
-    "update_1 is [?, 4, 3, 32], update_0 [?, 4, 2, 64]": {
+    "cache_1 is [?, 4, 64, 32] and cache_0 is [?, 4, 128, 64]": replaced(PAIR, 1, ("int8", ["B", 4, 64, 32])),
+    "update_1 is [?, 4, 3, 32] and update_0 is [?, 4, 2, 64]": {
         "name": PAIR.name,
         "inputs": [(d, [{"S": 2 + (i == 3)}.get(n, n) for n in s]) for i, (d, s) in enumerate(inputs_of(PAIR))],
     },
-    "write_indices is [2], cache_0 [3, 4, 128, 64]; they must be [B] and": {
+    "write_indices is [2] and cache_0 is [3, 4, 128, 64]; they must be [B] and": {
         "name": PLAIN.name,
         "inputs": [("int8", [3, 4, 128, 64]), ("int8", [3, 4, "S", 64]), ("int64", [2])],
     },
-    "lengths is [3], cache_0 [3, 4, 128, 64]; they must be [B + 1] and": {
+    "lengths is [3] and cache_0 is [3, 4, 128, 64]; they must be [B + 1] and": {
         "name": RAGGED.name,
         "inputs": [("int8", [3, 4, 128, 64]), ("int8", ["T", 4, 64]), ("int64", [3]), ("int64", [3])],
     },
-    "scales of 4 and 1 values; both caches must have as many": replaced(QUANTIZED_PAIR, 6, ("float", [1])),
+    "the scales of the two caches have 4 and 1 values; both must have the same number": replaced(
+        QUANTIZED_PAIR, 6, ("float", [1])
+    ),
     # One scale or several is decided when the engine is built.
-    "or of values in scale_0, is open; both must be fixed": replaced(QUANTIZED, 3, ("float", ["K"])),
-    "the number of heads, or of values in scale_0, is open": {
+    "the number of values in scale_0 must be fixed, but one of them is dynamic": replaced(
+        QUANTIZED, 3, ("float", ["K"])
+    ),
+    "the number of heads and the number of values in scale_0 must be fixed": {
         "name": QUANTIZED.name,
         "inputs": [("int8", ["B", "N", 128, 64]), ("float16", ["B", "N", "S", 64]), ("int64", ["B"]), ("float", [4])],
     },

@@ -227,7 +227,7 @@ def of_more_rows(engine: Path) -> None:
         (edited, "it was cut or changed"),
         (gone, "cannot be read"),
         (of_another_engine, "the proof of another engine"),
-        (no_proof_at_all, "not readable as one"),
+        (no_proof_at_all, "not a readable proof file"),
         (of_another_format, "of format trt_kvcache.proof.3"),
         (of_another_vocabulary, "vocabulary of 100 tokens"),
         (of_other_caches, "does not fit the engine"),
@@ -273,10 +273,10 @@ def test_an_engine_without_a_proof(own: Path) -> None:
         edit(engine, lambda m, said=noted: replace(m, proof=None, warnings=said))
         with Gpu().open(engine):
             pass
-        said = f"{why}; 'build --proof STEPS' records one of so many steps, whatever they take"
+        said = f"{why}; 'build --proof STEPS' records a proof with this number of steps, however long they take"
         with pytest.raises(ManifestError) as refused:
             Gpu().open(engine, check="always")
-        assert refused.value.message == f"{engine}: was built without a proof: {said}"
+        assert refused.value.message == f"{engine}: this engine was built without a proof: {said}"
         assert ("proof", f"none: {said}") in manifest_lines(load_manifest(engine))
 
 
@@ -386,6 +386,6 @@ def test_another_model_is_refused(own: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     write_decoder(other / "model.onnx", DecoderConfig(seed=5))
-    with pytest.raises(ManifestError, match="not the model that the engine was built from"):
+    with pytest.raises(ManifestError, match="not that of the model from which the engine was built"):
         with_layer(refused(engine), engine, other / "model.onnx")
     shutil.rmtree(other)

@@ -82,7 +82,9 @@ def test_steps_that_are_asked_for(tmp_path: Path) -> None:
 
 def test_a_slow_machine_records_what_there_is_time_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     imported = import_model(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64)))
-    with pytest.raises(OptionError, match="5 steps on the CPU take about 0 s here, more than 0; proof=5 records them"):
+    with pytest.raises(
+        OptionError, match="5 steps on the CPU take about 0 s here, more than 0; give proof=5 to record them"
+    ):
         proof_recording.record_proof(imported, Bounds(3, 8, 4), seconds=0)
     clock = iter(range(10_000))
     monkeypatch.setattr(proof_recording.time, "monotonic", lambda: next(clock))
@@ -117,7 +119,7 @@ def test_where_rounding_decides_the_logits_the_rest_is_compared(
     monkeypatch.setattr(rounding, "_SHOWS", 1e-9)
     monkeypatch.setattr(rounding, "_FAINT", 0.0)
     proof = _recorded(path)
-    assert proof.facts.note.startswith("rounding decides the logits of this model: ")
+    assert proof.facts.note.startswith("rounding alone decides the logits of this model: ")
     assert "\n" not in proof.facts.note
     assert not any(proof.facts.allowed.values())
     runner = OnnxRuntimeRunner(path, max_batch=4, max_chunk=8)
@@ -136,7 +138,7 @@ def test_logits_of_the_model_that_are_no_numbers_are_left_out(tmp_path: Path) ->
     model.graph.node.append(helper.make_node("Sqrt", ["before"], ["logits"]))
     onnx.save(model, tmp_path / "roots.onnx")
     proof = _recorded(tmp_path / "roots.onnx")
-    assert proof.facts.note.startswith("the model has logits that are not a number")
+    assert proof.facts.note.startswith("some logits of the model are NaN")
     assert "\n" not in proof.facts.note
     assert not any("logits" in found for found in proof.facts.allowed.values())
     assert any(proof.facts.allowed.values())

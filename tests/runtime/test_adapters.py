@@ -212,7 +212,7 @@ def test_a_sequence_keeps_its_adapter_when_the_name_goes_to_another(adapted: Ada
         while session.running:
             tokens += [event.token for event in session.step()]
         assert tokens == adapted.tokens("ann", PROMPT, 6)
-        with pytest.raises(OptionError, match="adapter is 'x', and slot 0 was computed with 'x'; leave it out"):
+        with pytest.raises(OptionError, match="adapter is 'x', but slot 0 was computed with 'x'; leave it out"):
             session.add([9], slot=slot, adapter="x")
         other = session.cache.fork(slot)
         for kept in (slot, other):
@@ -298,7 +298,7 @@ def test_sequences_wait_for_a_slot_and_updates_are_refused(adapted: Adapted) -> 
 
 def test_what_a_session_refuses(adapted: Adapted, tmp_path: Path) -> None:
     with DecodeSession.open(adapted.model, tokenizer=False, plan_options=PlanOptions(capacity=64)) as session:
-        with pytest.raises(OptionError, match=r"adapter 'a': the model takes none; .* with lora_rank=4 or more"):
+        with pytest.raises(OptionError, match=r"adapter 'a': the model takes no adapters; .* with lora_rank=4 or more"):
             session.adapters.load("a", adapted.folders["ann"])
         with pytest.raises(OptionError, match="there is no adapter 'x'; there are none"):
             session.generate(PROMPT, adapter="x")
@@ -311,10 +311,11 @@ def test_what_a_session_refuses(adapted: Adapted, tmp_path: Path) -> None:
         slot = session.add(PROMPT, max_new_tokens=3, eos_token_id=())
         session.step()
         with pytest.raises(
-            OptionError, match=r"has a rank of 5, and the model takes up to 4; plan it with lora_rank=5"
+            OptionError,
+            match=r"has a rank of 5, but the model takes a rank of at most 4; plan the model with lora_rank=5",
         ):
             session.adapters.load("wide", wide)
-        with pytest.raises(OptionError, match=r"changes module 'model.layers.0.self_attn.o_proj', and in this model "):
+        with pytest.raises(OptionError, match=r"changes module 'model.layers.0.self_attn.o_proj', but in this model "):
             session.adapters.load("other", other)
         with pytest.raises(OptionError, match="the name of an adapter is ''"):
             session.adapters.load("", other)
@@ -337,7 +338,9 @@ def test_an_adapter_of_other_sizes_is_refused(adapted: Adapted, tmp_path: Path) 
         tensors = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         write(tmp_path / "x", tensors, {"r": 2})
         with (
-            pytest.raises(TrtKvCacheError, match=r"as one of \d+ inputs and \d+ outputs, and in this model it has 64 "),
+            pytest.raises(
+                TrtKvCacheError, match=r"with \d+ inputs and \d+ outputs, but in this model the module has 64 "
+            ),
             DecodeSession.open(adapted.model, tokenizer=False, adapters={"x": tmp_path / "x"}, capacity=64),
         ):
             pass

@@ -44,15 +44,15 @@ def test_the_models_positions_bound_a_sequence_not_its_tokens() -> None:
         assert session.generate([[1] * 20], look, positions=[places])[0].tokens == result.tokens
         beams = config(50, num_beams=2)
         assert len(session.generate([[1] * 20], beams, positions=[places])[0].tokens) == 8
-        with pytest.raises(CapacityError, match="prompt 0 has 20 tokens, and a sequence may have 12"):
+        with pytest.raises(CapacityError, match="prompt 0 has 20 tokens, but a sequence may have at most 12"):
             session.generate([[1] * 20])
         with pytest.raises(
-            CapacityError, match="the prompt stands at positions up to 12, and the model knows 12, from 0"
+            CapacityError, match="the prompt has positions up to 12, but the model has 12 positions, counted from 0"
         ):
             session.add([1, 2], positions=[12, 3])
         slot = session.cache.acquire()
         session.update({slot: [1, 2]}, positions={slot: [4, 11]})
-        with pytest.raises(CapacityError, match=r"slot \d+ stands at positions up to 12"):
+        with pytest.raises(CapacityError, match=r"slot \d+ has positions up to 12"):
             session.update({slot: [3]})
         with pytest.raises(CapacityError, match="prompt 0 has 70 tokens"):
             session.generate([[1] * 70], positions=[[0] * 70])
@@ -133,16 +133,16 @@ def test_what_does_not_fit_is_refused() -> None:
         for name in ("inputs_embeds", "positions"):
             with pytest.raises(PromptError, match=rf"{name} is 2 entries for 1 prompt\(s\); give a list with an array"):
                 session.generate([[1]], **{name: [None, None]})
-            with pytest.raises(PromptError, match="slot 7 has embeddings or positions, and no tokens"):
+            with pytest.raises(PromptError, match="slot 7 has embeddings or positions, but no tokens"):
                 session.update({}, **{name: {7: one}})
         assert session.cache.slots == ()
         three = session.cache.acquire()
         session.update({three: [1]}, inputs_embeds={three: one[None]}, positions={three: [[[4]]] * 3})  # as models do
         np.testing.assert_array_equal(session._runner.written[-1], [[[4]] * 3])  # type: ignore[attr-defined]
     session = DecodeSession(HashRunner())
-    with session, pytest.raises(PromptError, match="the prompt has inputs_embeds, and the model takes token ids"):
+    with session, pytest.raises(PromptError, match="the prompt has inputs_embeds, but the model takes token ids"):
         session.add([1], inputs_embeds=one)
-    with pytest.raises(OptionError, match="embeddings are given, and the model takes token ids"):
+    with pytest.raises(OptionError, match="embeddings are given, but the model takes token ids"):
         DecodeSession(HashRunner(), embeddings=TABLE)
     with pytest.raises(OptionError, match=r"the model takes embeddings \(input 'inputs_embeds', float .*embeddings"):
         DecodeSession(EmbeddedRunner())

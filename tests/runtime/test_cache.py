@@ -51,7 +51,7 @@ def test_crop_of_a_wrapped_cache_goes_back_one_token_and_no_further(session: Dec
     session.cache.crop(slot, 29)
     assert session.cache.lengths == {slot: 29}
     with pytest.raises(
-        CapacityError, match=r"cannot be cropped to 28 tokens: circular cache 'cache\.1' holds the last 8"
+        CapacityError, match=r"cannot be cropped to 28 tokens: circular cache 'cache\.1' holds only the last 8"
     ):
         session.cache.crop(slot, 28)
     assert follow(session, slot) == continued(session._runner, [*range(29), 7], 5)  # type: ignore[arg-type]
@@ -144,7 +144,7 @@ def test_files_that_are_refused_change_nothing(tmp_path: Path) -> None:
     refused("not a saved cache", tmp_path / "text")
     refused("not a saved cache", tmp_path / "missing")
     save_file({"a": np.zeros(3)}, tmp_path / "weights")
-    refused("not a cache that this version saved", tmp_path / "weights")
+    refused("this version cannot read format", tmp_path / "weights")
     whole, tensors, metadata = path.read_bytes(), load_file(path), metadata_of(path)
     path.write_bytes(whole[:-8])
     refused("not a saved cache")
@@ -153,11 +153,11 @@ def test_files_that_are_refused_change_nothing(tmp_path: Path) -> None:
     claims = {"slots": f'{{"{slot}": [{capacity + 1}, {capacity + 1}]}}'}
     tokens, held = f"{slot}/tokens", f"{slot}/cache.0"
     changes: list[tuple[dict[str, Any], dict[str, str], str]] = [
-        ({held: tensors[held][:, :1]}, {}, r"tensor '0/cache\.0' is float32 \[1, 1, 2\], where float32 \[1, 4, 2\]"),
+        ({held: tensors[held][:, :1]}, {}, r"tensor '0/cache\.0' is float32 \[1, 1, 2\]; expected float32 \[1, 4, 2\]"),
         ({tokens: np.array([1, 2, 3, -4])}, {}, f"slot {slot}: .*token id -4 is out of range"),
         ({tokens: np.array([1.0, 2.0, 3.0, 4.0])}, {}, f"slot {slot}: .*float64"),
         ({tokens: np.arange(capacity + 2) % 8}, claims,
-         f"slot {slot} has {capacity + 2} tokens and claims {capacity + 1}.* {capacity} rows"),
+         f"slot {slot} has {capacity + 2} tokens, and its length is {capacity + 1}.* {capacity} rows"),
     ]  # fmt: skip
     for change, more, words in changes:
         save_file(tensors | change, path, metadata | more)
@@ -198,9 +198,9 @@ def test_files_without_anything_given_are_as_they_were(tmp_path: Path) -> None:
     assert formats == ["trt_kvcache.cache.1", "trt_kvcache.cache.2"]
     assert not [name for name in load_file(plain) if "given" in name]
     late = {"given_embeds": np.zeros((1, WIDTH), np.float32), "given_embeds_at": np.array([2])}
-    changes = [({"given_positions": np.zeros(shape, kind)}, "positions int")
+    changes = [({"given_positions": np.zeros(shape, kind)}, "positions are int")
                for shape, kind in (((2, 3), np.int64), ((3, 4), np.int64), ((3, 3), np.int32))]  # fmt: skip
-    for change, words in [*changes, (late, "embeddings .* of 0 tokens")]:
+    for change, words in [*changes, (late, "embeddings are .* its 0 waiting tokens")]:
         tensors = {f"{slot}/{name}": value for name, value in change.items()}
         save_file(load_file(placed) | tensors, bad, metadata_of(placed))
         with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
@@ -247,7 +247,10 @@ def test_a_damaged_bit_never_goes_unnoticed(seed: int, tmp_path: Path) -> None:
     damaged = bytearray(whole)
     damaged[start + rng.randrange(first, last)] ^= 1
     path.write_bytes(damaged)
-    with pytest.raises(CacheFileError, match="slot: not what was saved: the file is damaged; save the cache again"):
+    with pytest.raises(
+        CacheFileError,
+        match="slot: the file is damaged, because its contents are not what was saved; save the cache again",
+    ):
         followed(path)
 
 

@@ -200,8 +200,8 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
         ([], OptionError, "there are no prompts to calibrate caches with; give some"),
         ([[1], []], PromptError, "calibration prompt 2 is empty; it needs at least one token"),
         ([[1, 128]], PromptError, r"calibration prompt 1: token id 128 is out of range; the model has 0 to 127"),
-        ([[1] * 65], CapacityError, "prompt 1 has 65 tokens, and a sequence may have 64; shorten it, or plan"),
-        (["text"], PromptError, "calibration prompt 1 is text, and there is no tokenizer beside the model; give token"),
+        ([[1] * 65], CapacityError, "prompt 1 has 65 tokens, but a sequence may have at most 64; shorten it, or plan"),
+        (["text"], PromptError, "calibration prompt 1 is text, but there is no tokenizer beside the model; give token"),
         ("text", OptionError, "prompts is 'text'; give a list"),
     ]
     for prompts, error, words in cases:

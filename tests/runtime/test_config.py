@@ -220,7 +220,7 @@ def test_config_json_counts_where_there_is_no_generation_config(
     ("settings", "message"),
     [
         ({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
-        ({"max_length": 4096}, "max_length=4096 counts the prompt too and is ignored; say max_new_tokens"),
+        ({"max_length": 4096}, "max_length=4096 is ignored, because it counts the prompt, too; use max_new_tokens"),
         ({"frobnicate": 1}, "frobnicate is not a setting of transformers"),
     ],
     ids=str,

@@ -93,7 +93,7 @@ def test_a_message_that_does_not_fit_is_not_said(session: DecodeSession) -> None
     talk = Conversation(session)
     spoken(talk, "the cache")
     before = list(talk.messages)
-    with pytest.raises(CapacityError, match="and a sequence may have 160"):
+    with pytest.raises(CapacityError, match="but a sequence may have at most 160"):
         spoken(talk, "x" * 200)
     assert talk.messages == before
     assert len(spoken(talk, "fits")) == 6

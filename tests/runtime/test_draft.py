@@ -190,7 +190,10 @@ def test_a_draft_that_fails_costs_its_guesses_alone() -> None:
     with drafted(HashRunner((("linear", 16),)), HashRunner()) as session:
         (result,) = session.generate([[*range(10)]], config(20))
         assert result.tokens == continued(session._runner, [*range(10)], 20)  # type: ignore[arg-type]
-        assert result.speculation.impossible == "the draft holds 16 tokens; use one with more capacity"
+        assert (
+            result.speculation.impossible
+            == "the cache of the draft holds at most 16 tokens; use a draft with a larger capacity"
+        )
         assert 4 <= result.speculation.accepted <= 8
 
 
@@ -200,13 +203,13 @@ def test_drafts_that_cannot_be_used_are_refused() -> None:
     for plan, words in (
         (HashRunner(RINGED).plan, back.format("circular cache 'cache.1' holds the last 16 tokens")),
         (with_state(plain), back.format(r"the model keeps state \('past_state'\)")),
-        (with_encoder(plain), "the draft reads 'encoder_output' beside the text, which only its own encoder makes"),
+        (with_encoder(plain), "the draft also reads input 'encoder_output', which only its own encoder can make"),
     ):
         draft = HashRunner()
         draft.plan = plan
         with pytest.raises(OptionError, match=words):
             DraftModel(draft)
-    words = "the draft has a vocabulary of 5 tokens, and the model one of 97; use a draft with the model's own"
+    words = "the draft has a vocabulary of 5 tokens, but the model has 97; use a draft with the model's own"
     with pytest.raises(OptionError, match=words):
         drafted(Soft())
 
@@ -217,7 +220,7 @@ def test_models_that_cannot_check_guesses_are_refused() -> None:
     for runner, words in (
         (state, r"the model keeps state \('past_state'\) that every step replaces"),
         (one, "the model gives the logits of the last position only"),
-        (HashRunner(max_chunk=1), "a step takes one token"),
+        (HashRunner(max_chunk=1), "a step takes only one token"),
     ):
         with pytest.raises(OptionError, match=f"a draft cannot help this model: {words}.*; leave draft out"):
             drafted(HashRunner(), runner)
@@ -232,7 +235,7 @@ def test_settings_that_contradict_each_other() -> None:
     ):
         with pytest.raises(OptionError, match=words):
             config(4, **changes)
-    with pytest.raises(OptionError, match=r"num_assistant_tokens is 3, and the session has no draft model; open it"):
+    with pytest.raises(OptionError, match=r"num_assistant_tokens is 3, but the session has no draft model; open it"):
         DecodeSession(HashRunner()).generate([[1]], config(4, num_assistant_tokens=3))
     with drafted(HashRunner()) as session:
         (looked,) = session.generate([[1, 2, 1, 2]], config(4, prompt_lookup_num_tokens=2))

@@ -229,29 +229,29 @@ def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> 
         (tmp_path / "broken.npy", OptionError, "cannot be read as an .npy table"),
         (tmp_path / "broken.safetensors", OptionError, "cannot be read as safetensors"),
         (tmp_path / "broken.onnx", ModelError, "broken.onnx: a file with text, not a binary ONNX model"),
-        (tmp_path / "narrow.npy", OptionError, rf"narrow.npy .*: embeddings of width 8, and .* takes {width}"),
+        (tmp_path / "narrow.npy", OptionError, rf"narrow.npy .*: the embeddings have width 8, but .* takes {width}"),
         (
             tmp_path / "two.safetensors",
             OptionError,
-            "3 tables, and nothing says which .*two.safetensors:NAME, such as a, b",
+            "3 tables, and it is unclear which .*two.safetensors:NAME, such as a, b",
         ),
         (f"{tmp_path / 'two.safetensors'}:x", OptionError, "no tensor 'x'; name one as two.safetensors:NAME"),
         (f"{tmp_path / 'two.safetensors'}:norm", OptionError, r"norm is float32 \[4\]; embeddings are a float table"),
         (table[0], OptionError, r"the table of embeddings is float32 \[\d+\]; embeddings are a float table \[V, H\]"),
         (table.astype(np.int64), OptionError, "the table of embeddings is int64"),
-        (form.ids, UnsupportedModelError, "cannot be left empty"),
-        (form.embeds, UnsupportedModelError, "input 'inputs_embeds' .* cannot be left empty"),
+        (form.ids, UnsupportedModelError, "needs values"),
+        (form.embeds, UnsupportedModelError, "input 'inputs_embeds' .* needs values"),
         (headless, UnsupportedModelError, r"one input of token ids, .* this one takes 'x' \(float \['n', 4\]\)"),
-        (mute, UnsupportedModelError, r"gives float \[batch, sequence, width\]; this one gives 'ids' \(int64"),
-        (fixed, UnsupportedModelError, r"input 'image_features' \(float \[4, \d+\]\) of .* cannot be left empty"),
-        (shared, UnsupportedModelError, "input 'image_features' .* cannot be left empty"),
+        (mute, UnsupportedModelError, r"must return float \[batch, sequence, width\]; this one returns 'ids' \(int64"),
+        (fixed, UnsupportedModelError, r"input 'image_features' \(float \[4, \d+\]\) of .* needs values"),
+        (shared, UnsupportedModelError, "input 'image_features' .* needs values"),
         (mixed, UnsupportedModelError, "mixed.onnx: no token id has an embedding of its own"),
-        (placed, UnsupportedModelError, "a token's embedding depends on the others or on its place"),
+        (placed, UnsupportedModelError, "a token's embedding depends on the other tokens or on its position"),
     ]
     for given, kind, message in cases:
         with pytest.raises(kind, match=message):
             opened(form.embeds, "cpu", embeddings=given)
-    with pytest.raises(OptionError, match="the model takes token ids; leave them out"):
+    with pytest.raises(OptionError, match="the model takes token ids; leave the embeddings out"):
         opened(form.ids, "cpu", embeddings=table)
     session = opened(form.embeds, "cpu", embeddings=table)
     with session, pytest.raises(PromptError, match="positions are int64"):

@@ -96,9 +96,9 @@ def test_token_ids_and_text(tmp_path: Path) -> None:
         ids = [7, 60, 0]
         found = [session.encode(given)["encoder_hidden_states"] for given in ("7 60 0", ids, {"input_ids": ids})]
         for wrong in ([1.5], [], [[1], [2]]):
-            with pytest.raises(PromptError, match=r"'input_ids' is .*, and the encoder takes int64 \[1, length\]"):
+            with pytest.raises(PromptError, match=r"'input_ids' is .*, but the encoder takes int64 \[1, length\]"):
                 session.encode(wrong)  # type: ignore[arg-type]
-        with pytest.raises(PromptError, match="'input_ids' is empty, and the encoder takes"):
+        with pytest.raises(PromptError, match="'input_ids' is empty, but the encoder takes"):
             session.encode("")
         with pytest.raises(PromptError, match="'input_ids' is a list of lists of different lengths"):
             session.encode([[1], [2, 3]])  # type: ignore[list-item]
@@ -143,12 +143,12 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
     cases: list[tuple[Any, str]] = [
         ({}, "takes 'input_features' .float32 .1, length, 32.., 'attention_mask' .*; 'input_features' is missing"),
         ({"attention_mask": np.ones(6, int)}, "'input_features' is missing"),
-        ({"input_features": features, "x": 1}, "'x' is no input of the encoder"),
-        ([1, 2], "'input_ids' is no input of the encoder"),
+        ({"input_features": features, "x": 1}, "'x' is not an input of the encoder"),
+        ([1, 2], "'input_ids' is not an input of the encoder"),
         ("one", "a source is text, and there is no .*tokenizer.json"),
         (
             {"input_features": features[..., 1:]},
-            r"is float32 \[1, 6, 31\], and the encoder takes float32 \[1, length, 32\]",
+            r"is float32 \[1, 6, 31\], but the encoder takes float32 \[1, length, 32\]",
         ),
         ({"input_features": np.repeat(features, 2, 0)}, r"is float32 \[2, 6, 32\]"),
         ({"input_features": features[:, :0]}, r"is float32 \[1, 0, 32\]"),
@@ -161,7 +161,8 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
                 session.encode(given)
         for length in (1, 5):  # ONNX Runtime would spread the first over all positions
             with pytest.raises(
-                PromptError, match=rf"'attention_mask' is \[1, {length}\], and 'length' is 6 in 'input_features'"
+                PromptError,
+                match=rf"'attention_mask' is \[1, {length}\], but its size 'length' is 6 in 'input_features'",
             ):
                 session.encode({"input_features": features, "attention_mask": np.ones(length, int)})
     with pytest.raises(SessionError, match="closed"):
@@ -181,7 +182,7 @@ def test_a_mask_of_another_length(tmp_path: Path) -> None:
         assert session.encode(source)["encoder_attention_mask"].tolist() == [[1] * 6]
         source["attention_mask"][-1] = 0
         with pytest.raises(
-            PromptError, match=r"the encoder gives 6 positions, and its mask is \[1, 60\] and not all ones"
+            PromptError, match=r"the encoder returns 6 positions, but its mask is \[1, 60\] and not all ones"
         ):
             session.encode(source)
         with pytest.raises(PromptError, match="'attention_mask' is missing"):
@@ -214,7 +215,7 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
     encoder(tmp_path / "encoder_model.onnx", hidden="x", more=["y"])
     refused(r"an encoder must have one output float \[batch, length, width\], but this model has 'x' .*, 'y'")
     model = write(tmp_path / "alone.onnx", hybrid_model())
-    refused("takes nothing from an encoder", OptionError)
+    refused("takes no inputs from an encoder", OptionError)
 
 
 @pytest.mark.parametrize(

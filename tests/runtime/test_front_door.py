@@ -272,8 +272,8 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"n": 2}, "'n' is not a generation setting: give the prompt as often in a list"),
-        ({"num_return_sequences": 2}, "give the prompt as often in a list"),
+        ({"n": 2}, "'n' is not a generation setting: repeat the prompt in a list"),
+        ({"num_return_sequences": 2}, "repeat the prompt in a list"),
         ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
         ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
         ({"use_cache": True}, "there are always caches"),
@@ -283,7 +283,7 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
         ({"config": 3}, "config is int; give a GenerationConfig"),
         ({"prompts": [1.0, 2.0]}, r"a prompt is float64 \[2\]; token ids are a flat list of whole numbers"),
         ({"prompts": numpy.array([1.0, 2.0])}, r"a prompt is float64 \[2\]"),
-        ({"logits_processor": lambda ids, scores: None}, "gave None, and a change in place has no effect"),
+        ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
     ],
 )  # fmt: skip
 def test_what_other_libraries_take_names_what_to_do(tmp_path: Path, given: dict[str, Any], said: str) -> None:

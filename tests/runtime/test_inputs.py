@@ -88,7 +88,7 @@ def test_positions_that_rows_share() -> None:
         ([(("batch", 4, "seq"), ("batch", "", "sequence"))], 4, ""),
         ([((3, 1, "t"), ("", "", "tokens"))], 3, ""),
         ([], 0, "the model has no input of positions"),
-        ([(("batch",), ("batch",))], 0, r"where a whole step stands \('p0' \['batch'\]\), not each of its tokens"),
+        ([(("batch",), ("batch",))], 0, r"one position for a whole step \('p0' \['batch'\]\), not one for each token"),
         ([(("seq",), ("sequence",)), (("batch", "seq"), ("batch", "sequence"))], 0, "several inputs of positions"),
     ],
 )
@@ -98,7 +98,7 @@ def test_which_positions_a_caller_may_give(
     found = PositionInput(plan(*(tensor(f"p{i}", Role.POSITIONS, *role) for i, role in enumerate(roles))))
     assert found.planes == planes
     if refusal:
-        with pytest.raises(PromptError, match=f"positions are given, and .*{refusal}"):
+        with pytest.raises(PromptError, match=f"positions are given, but .*{refusal}"):
             found.read([1], 1)
     else:
         assert_array_equal(found.read([4, 7], 2), [[4, 7]] * planes)
@@ -125,10 +125,10 @@ def test_a_float_mask_hides_with_the_lowest_number_of_its_dtype() -> None:
     ("extra", "words"),
     [
         (tensor("x", Role.OTHER, (1,), ("",)), r"input 'x' \(int64 \[1\]\) has no known role in decoding"),
-        (tensor("x", Role.POSITIONS, ("batch", "q"), ("batch", "?")), "nothing says how large its size 'q' is"),
+        (tensor("x", Role.POSITIONS, ("batch", "q"), ("batch", "?")), "its size 'q' is unknown"),
         (tensor("x", Role.POSITIONS, ("batch",), ("batch",), "float"), "fills it with integers"),
         (tensor("x", Role.CACHE, ("batch", 8), ("batch", "")), "input 'x' is a cache that no update writes"),
-        (tensor("x", Role.MASK, ("batch", 12), ("batch", ""), "bool"), "covers 12 keys, and the caches .* hold 16"),
+        (tensor("x", Role.MASK, ("batch", 12), ("batch", ""), "bool"), "covers 12 keys, but the caches .* hold 16"),
     ],
 )  # fmt: skip
 def test_refusals(extra: TensorRole, words: str) -> None:

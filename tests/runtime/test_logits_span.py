@@ -67,7 +67,7 @@ def test_scores_and_drafts_of_a_model_that_gives_the_last_ones_only(model: Path,
 @pytest.mark.parametrize(
     ("built", "opened", "words"),
     [({"max_logits": 1}, {}, "the engine gives the logits of one position: build it with --max-logits 2 or more"),
-     ({}, {"max_chunk": 1}, "a step takes one token: use a model, or a max_chunk, for several"),
+     ({}, {"max_chunk": 1}, "a step takes only one token: use a model that takes several, or a larger max_chunk"),
      ({"max_logits": 2}, {}, "")],
     ids=str,
 )  # fmt: skip

@@ -156,7 +156,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (
         lambda new: np.full(7, -int(new.size < 2), np.int32),
         OptionError,
-        "leave no token after 2 new",
+        "after 2 new tokens, the grammar",
     ),
     (fails, SessionError, "the token mask failed: ValueError: on purpose"),
     (lambda new: np.ones(7), SessionError, r"the token mask is float64 \[7\]; it has to be int32 \["),
@@ -180,7 +180,7 @@ def test_a_mask_that_fails_ends_its_own_sequence(engine: Path, case: tuple[Any, 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [({"grammar": 5}, r"grammar is 5; supported: what trt_kvcache.Grammars compiles"),
+    [({"grammar": 5}, r"grammar is 5; supported: a grammar that trt_kvcache.Grammars compiled"),
      ({"grammar": Rule(4), "num_beams": 2}, "num_beams=2 cannot be combined with grammar")],
 )  # fmt: skip
 def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:

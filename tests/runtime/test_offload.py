@@ -48,7 +48,7 @@ def test_those_that_run_keep_their_rows_and_others_wait() -> None:
             session.cache.acquire()
         with pytest.raises(SlotError, match="there are 6 sequences, and max_sequences is 6; remove one, or open"):
             session.cache.acquire()
-        with pytest.raises(SlotError, match="6 sequences that do not run leave no room"):
+        with pytest.raises(SlotError, match="because 6 sequences that are not running"):
             session.generate([[3]])
         for slot in session.cache.slots[1:]:
             session.remove(slot)
@@ -57,7 +57,7 @@ def test_those_that_run_keep_their_rows_and_others_wait() -> None:
 
 
 def test_refusals() -> None:
-    for most, words in ((3, "max_sequences is 3, and max_batch is 4"), (2.5, "max_sequences is 2.5")):
+    for most, words in ((3, "max_sequences is 3, less than max_batch, which is 4"), (2.5, "max_sequences is 2.5")):
         with pytest.raises(OptionError, match=words):
             DecodeSession(HashRunner(), schedule=Schedule(max_sequences=most))  # type: ignore[arg-type]
     session = DecodeSession(HashRunner(max_batch=1))
@@ -83,7 +83,7 @@ def test_without_memory_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None
     with swapping(1, 2) as session:
         slot = start(session, [1, 2])
         monkeypatch.setattr(slots, "free_memory", lambda: 10)
-        words = r"2 tokens take 0\.000 GB of host memory to be offloaded, and 0\.000 GB are free; offload to a file"
+        words = r"to offload 2 tokens takes 0\.000 GB of host memory, but only 0\.000 GB are free; offload to a file"
         for call in (lambda: session.cache.offload(slot), lambda: session.generate([[5]])):
             with pytest.raises(SessionError, match=words):
                 call()
@@ -252,7 +252,7 @@ def test_models_whose_rows_cannot_be_reused_are_refused() -> None:
     for plan, words in (
         (with_state(plain), r"the model keeps state \('past_state'\) that every step replaces"),
         (ringed, r"circular cache 'cache\.1' holds the last 8 tokens of a text, and not its beginning"),
-        (with_encoder(plain), r"each row depends on what the text was given beside its tokens \('encoder_output'\)"),
+        (with_encoder(plain), r"each row also depends on an input beside the tokens \('encoder_output'\)"),
     ):
         runner = HashRunner()
         runner.plan = plan
@@ -261,10 +261,12 @@ def test_models_whose_rows_cannot_be_reused_are_refused() -> None:
 
 
 def test_sizes_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = f"prefix_cache is {BYTES - 1} bytes, and a block of {BLOCK} tokens takes {BYTES}; give at least that much"
+    words = f"prefix_cache is {BYTES - 1} bytes, but a block of {BLOCK} tokens takes {BYTES}; give at least that"
     for size, said in ((BYTES - 1, words), (0, "prefix_cache is 0 bytes"), ("1", "prefix_cache is '1'")):
         with pytest.raises(OptionError, match=said):
             DecodeSession(HashRunner(), schedule=Schedule(prefix_cache=size))  # type: ignore[arg-type]
     monkeypatch.setattr(prefix, "free_memory", lambda: 10)
-    with pytest.raises(SessionError, match=r"prefix_cache is 0\.0 GB, and 0\.0 GB of host memory are free; give less"):
+    with pytest.raises(
+        SessionError, match=r"prefix_cache is 0\.0 GB, but only 0\.0 GB of host memory are free; give less"
+    ):
         DecodeSession(HashRunner(), schedule=Schedule(prefix_cache=BYTES))

@@ -89,7 +89,7 @@ def test_a_model_that_was_replaced_has_no_identity(tmp_path: Path, file: str) ->
     known.identity()
     replaced = tmp_path / file
     replaced.write_bytes(replaced.read_bytes())
-    with pytest.raises(SessionError, match=f"{file}: has changed since the session was opened"):
+    with pytest.raises(SessionError, match=f"{file}: the file has changed since the session was opened"):
         runner.identity()
     assert known.identity() == OnnxRuntimeRunner(path).identity()
 
@@ -144,10 +144,10 @@ def test_out_of_memory_is_our_error_and_passes(model: Path, monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("config", "options", "error", "words"),
     [
-        (replace(BASE, batch=4), {"max_batch": 2}, OptionError, "max_batch is 2, and this model computes 4 sequences"),
+        (replace(BASE, batch=4), {"max_batch": 2}, OptionError, "max_batch is 2, but this model computes 4 sequences"),
         (replace(BASE, sequence=3), {"max_chunk": 4}, OptionError, "this model takes at most 3 tokens per update"),
         (BASE, {"max_batch": 0}, OptionError, "max_batch is 0; it must be at least 1"),
-        (BASE, {"max_chunk": 33}, OptionError, "max_chunk is 33, and this model takes at most 32 tokens per update"),
+        (BASE, {"max_chunk": 33}, OptionError, "max_chunk is 33, but this model takes at most 32 tokens per update"),
         (BASE, {"threads": -1}, OptionError, "threads is -1"),
         (BASE, {"max_batch": 10**12}, SessionError, r"take .* GB .*; lower max_batch"),
     ],

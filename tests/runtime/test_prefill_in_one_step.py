@@ -74,7 +74,9 @@ def test_a_prompt_that_does_not_fit_into_a_step_is_refused(model: Path) -> None:
 
 
 def test_nothing_is_guessed_shared_or_taken_back(model: Path, session: DecodeSession) -> None:
-    with pytest.raises(OptionError, match="takes wrong guesses back, and tokens of one step see later ones"):
+    with pytest.raises(
+        OptionError, match="must be able to take wrong guesses back, but tokens of one step see later ones"
+    ):
         session.generate([PROMPT], prompt_lookup_num_tokens=2)
     with pytest.raises(OptionError, match="a draft cannot help this model: tokens of one step see later ones"):
         DecodeSession.open(model, capacity=24, draft=model)

@@ -270,10 +270,10 @@ def test_rules_of_the_callers_own() -> None:
     [
         (
             lambda t, s: None,
-            r"logits_processor <lambda> gave None, and .* no effect; it has to return scores, float32 \[5\]",
+            r"logits_processor <lambda> returned None, and .* no effect; it has to return scores, float32 \[5\]",
         ),
-        (lambda t, s: s[:3], r"gave float32 \[3\]"),
-        (lambda t, s: s * np.nan, "gave NaN"),
+        (lambda t, s: s[:3], r"returned float32 \[3\]"),
+        (lambda t, s: s * np.nan, "returned NaN"),
         (lambda t, s: t.__setitem__(0, 1), "failed: ValueError: assignment destination is read-only"),
         (lambda t, s: s[9], "failed: IndexError"),
     ],

@@ -238,7 +238,7 @@ def test_a_failed_update_is_undone() -> None:
         ([[[1, 2], [3]]], PromptError, "flat list of whole numbers"),
         ("text", PromptError, "there is no tokenizer"),
         (["text"], PromptError, "there is no tokenizer"),
-        ([[1] * 65], CapacityError, "prompt 0 has 65 tokens, and a sequence may have 64"),
+        ([[1] * 65], CapacityError, "prompt 0 has 65 tokens, but a sequence may have at most 64"),
     ],
 )
 def test_bad_prompts(prompts: Any, error: type[Exception], words: str) -> None:
@@ -295,11 +295,11 @@ def test_bad_additions() -> None:
         refused(PromptError, words, cache.acquire, ids)
     slot = cache.acquire()
     session.update({slot: [1] * 60})
-    words = f"slot {slot} with the prompt has 65 tokens, and a sequence may have 64"
+    words = f"slot {slot} with the prompt has 65 tokens, but a sequence may have at most 64"
     refused(CapacityError, words, add, [1] * 5, slot=slot)
     refused(CapacityError, f"slot {slot} has 65 tokens", session.update, {slot: [1] * 5})
     refused(PromptError, f"slot {slot}: no tokens to write", session.update, {slot: []})
-    words = r"1 sequences that do not run leave no room for the 1 prompt\(s\) that wait, and never will"
+    words = r"1 prompt\(s\) wait for room and will never get it, because 1 sequences"
     refused(SlotError, words, session.generate, [[1]])
 
 
@@ -367,7 +367,7 @@ def drain_all(session: DecodeSession, tokens: dict[int, list[int | None]]) -> se
 WAYS = {
     "step": "the step failed on purpose",
     "scores": "overflowed",
-    "tokenizer": "the tokenizer failed on token {token}: IndexError: piece id is out of range; forbid it, or do",
+    "tokenizer": "the tokenizer failed on token {token}: IndexError: piece id is out of range; forbid this token",
     "processor": "no rule for this",
     "interrupt": "the sequence was interrupted: KeyboardInterrupt; start it again",
 }
@@ -816,7 +816,7 @@ def test_a_forked_process_is_refused_and_waits_for_nobody(call: str, busy: bool)
         other.join()
     assert said.startswith("SessionError: the session was opened in process ")
     assert f"{os.getpid()}" in said
-    assert "open the model in this one" in said
+    assert "open the model in this process" in said
     session.generate([[3]])  # nothing has changed here
 
 

@@ -105,10 +105,10 @@ def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path
         rest = {name: value for name, value in constants.items() if name != "encoder_attention_mask"}
         cases: list[tuple[dict[str, Any], str]] = [
             (rest, "'encoder_attention_mask' .* is missing"),
-            (constants | {"x": np.zeros(1)}, "'x' is no input of the model that is given once"),
-            (rest | {"encoder_attention_mask": np.ones((1, 6))}, r"'encoder_attention_mask' is float64 \[1, 6\], and"),
-            (constants | {key: np.zeros((2, 2, 6, 16), np.float32)}, r"\[2, 2, 6, 16\], and"),
-            (constants | {key: np.zeros((1, 2, 0, 16), np.float32)}, r"\[1, 2, 0, 16\], and"),
+            (constants | {"x": np.zeros(1)}, "'x' is not an input that the model takes once"),
+            (rest | {"encoder_attention_mask": np.ones((1, 6))}, r"'encoder_attention_mask' is float64 \[1, 6\], but"),
+            (constants | {key: np.zeros((2, 2, 6, 16), np.float32)}, r"\[2, 2, 6, 16\], but"),
+            (constants | {key: np.zeros((1, 2, 0, 16), np.float32)}, r"\[1, 2, 0, 16\], but"),
         ]
         for wrong, words in cases:
             with pytest.raises(PromptError, match=words):
@@ -117,7 +117,7 @@ def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path
             with pytest.raises(PromptError, match=f"constants is {words} for 1 prompt"):
                 session.generate([[1]], constants=given)
         slot = cache.acquire([1], constants)
-        with pytest.raises(OptionError, match=f"slot {slot} was given its constants when it was made"):
+        with pytest.raises(OptionError, match=f"slot {slot} got its constants when its sequence began"):
             session.add([2], slot=slot, constants=constants)
         assert cache.slots == (slot,)
 
@@ -125,7 +125,7 @@ def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path
 @pytest.mark.slow
 def test_models_and_lengths_that_do_not_fit(tmp_path: Path) -> None:
     plain = DecodeSession(OnnxRuntimeRunner(write(tmp_path / "m.onnx", hybrid_model())))
-    words = "'x' is no input of the model that is given once per sequence; it takes none"
+    words = "'x' is not an input that the model takes once per sequence; it takes no such input"
     with plain as session, pytest.raises(PromptError, match=words):
         session.add([1], constants={"x": np.zeros(1)})
     with opened("gpu", tmp_path, "hidden") as session:

@@ -114,12 +114,12 @@ REFUSED = [
     (lambda g: g.json_schema("nope"), "the JSON schema is 'nope': .*; give a JSON object"),
     (lambda g: g.json_schema("[]"), "the JSON schema"),
     (lambda g: g.json_schema({"enum": ["\ud800"]}), "unexpected end of hex escape"),
-    (lambda g: g.regex("\ud800"), "the regular expression is .*; give a text, of Unicode"),
+    (lambda g: g.regex("\ud800"), "the regular expression is .*; give a Unicode text"),
     (lambda g: g.json_schema(["a"]), "the JSON schema is .*; give a JSON object"),
     (lambda g: g.lark("start: foo"), 'the grammar does not compile: .*unknown name: "foo"'),
-    (lambda g: g.lark('top ::= "a"'), "the grammar is no GBNF that can be read: No 'root' rule"),
-    (lambda g: g.lark('root ::= ("a"'), "the grammar is no GBNF that can be read: "),
-    (lambda g: g.lark(5), "the grammar is 5; give a text"),
+    (lambda g: g.lark('top ::= "a"'), "the grammar cannot be read as GBNF: No 'root' rule"),
+    (lambda g: g.lark('root ::= ("a"'), "the grammar cannot be read as GBNF: "),
+    (lambda g: g.lark(5), "the grammar is 5; give a Unicode text"),
     (lambda g: g.choice([]), r"choice is \[\]; give at least one text"),
 ]
 

@@ -114,7 +114,7 @@ def test_ids_and_what_is_beyond_the_table(machine: Machine, tmp_path: Path) -> N
             ):
                 session.encode(ids)
         with pytest.raises(
-            PromptError, match=r"'input_ids' is \[1, 13\], and .* takes \[1, 1\] to \[1, 12\]: build it .*max_encoder"
+            PromptError, match=r"'input_ids' is \[1, 13\], but .* takes \[1, 1\] to \[1, 12\]: build it .*max_encoder"
         ):
             session.encode([1] * 13)
 
@@ -221,7 +221,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
 
     other = built(tmp_path / "other", longest=9)
     refused(
-        "is not the encoder that the decoder's engine was built with: .*build both again", encoder=encoder_path(other)
+        "is not the encoder that was built with the decoder's engine, .*build both again", encoder=encoder_path(other)
     )
     refused("not the engine of an encoder", encoder=other)
     beside = encoder_path(engine)
@@ -230,8 +230,8 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
     content = beside.read_bytes()
     beside.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     refused(
-        "its manifest says .*build again, or put back the pair .*; or let the encoder run on the CPU: .*encoder_model"
-        r"\.onnx as encoder$"
+        "its manifest says .*build again, or put back the pair .*; or give .*encoder_model"
+        r"\.onnx as encoder, so that the encoder runs on the CPU$"
     )
     beside.write_bytes(content)
     manifest_path(beside).rename(tmp_path / "kept")
@@ -241,9 +241,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
     faults = fake_module(machine, refuse=machine_words)
     with DecodeSession.open(engine) as session:
         session._runner.resources.trt.module.Runtime = faults.Runtime  # type: ignore[attr-defined]
-        with pytest.raises(
-            SessionError, match=f"cannot open this engine.*{machine_words}.*; or let the encoder run on the CPU: "
-        ):
+        with pytest.raises(SessionError, match=f"cannot open this engine.*{machine_words}.*; or give "):
             session.encode(source)
         (tmp_path / "encoder_model.onnx").rename(tmp_path / "gone")
         with pytest.raises(SessionError) as caught:
@@ -255,7 +253,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
     with pytest.raises(OptionError, match="is the engine of an encoder; open the engine of its decoder"):
         DecodeSession.open(beside)
     engine = tmp_path / "decoder_with_past_model.onnx"
-    refused("looks like an engine, and .* runs on the CPU", OptionError, encoder=beside)
+    refused("looks like an engine, but .* runs on the CPU", OptionError, encoder=beside)
 
 
 def test_too_little_memory(machine: Machine, tmp_path: Path) -> None:
@@ -265,7 +263,9 @@ def test_too_little_memory(machine: Machine, tmp_path: Path) -> None:
         machine.total = machine.used + (129 << 20)
         made = [session.encode(source)]
         machine.total = machine.used
-        with pytest.raises(SessionError, match=r"for the encoder's output of one source; .* let it go, or keep numpy"):
+        with pytest.raises(
+            SessionError, match=r"for the encoder's output of one source. .* drop these references, or keep numpy"
+        ):
             made.append(session.encode(source))
         made.clear()
         gc.collect()

@@ -89,7 +89,7 @@ def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest
     # 4 caches of 8 KiB for each of 3 rows, the engine file of about half a megabyte, 128 MiB in reserve.
     machine = Machine(total=RESERVE + engine.stat().st_size + 2 * 32768 + 1000)
     words = (
-        r"NVIDIA Fake 90 has 128\.\d MiB of 128\.\d MiB free, and 128\.\d MiB are needed: weights .*, caches for 3 "
+        r"NVIDIA Fake 90 has 128\.\d MiB of 128\.\d MiB free, but 128\.\d MiB are needed: weights .*, caches for 3 "
         r"sequences 96\.0 KiB, reserve 128\.0 MiB; open it with max_batch 2 instead of 3, build the engine again with "
         r"a smaller capacity or max_chunk, or free memory"
     )
@@ -142,7 +142,7 @@ def test_the_driver_takes_memory_in_pages() -> None:
 def test_rows_that_cannot_be_addressed(tmp_path: Path) -> None:
     config = DecoderConfig(capacity=10, kv_heads=1, query_heads=2, head_size=4)
     engine = write_engine(write_decoder(tmp_path / "model.onnx", config))
-    words = "cache 'key_cache.0' takes 160 bytes, and TensorRT binds memory at multiples of 256"
+    words = "cache 'key_cache.0' takes 160 bytes, but TensorRT binds memory only at multiples of 256"
     check_refused(ManifestError, words, engine)
     runner = open_engine(engine, max_batch=1)
     assert runner.step(StepBatch(0, np.zeros((1, 3), np.int64), np.zeros(1, np.int64))).shape == (1, 1, 256)
@@ -163,7 +163,7 @@ def test_aliases_are_reconciled(engine: Path) -> None:
     """All differences that are looked for: tests/engine/test_inspect.py."""
     aliases = dict(load_manifest(engine).aliases)
     del aliases["updated_key_cache.1"]
-    words = r"updated_key_cache\.1 shares the buffer of nothing, in the manifest of key_cache\.1"
+    words = r"updated_key_cache\.1 shares the buffer of nothing in the engine, and of key_cache\.1 in the manifest"
     check_refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
 
 
@@ -184,7 +184,7 @@ def tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Manifest], Mani
 def test_manifest_edited_by_hand(engine: Path) -> None:
     path = manifest_path(engine)
     path.write_text(path.read_text().replace('"max_batch": 3', '"max_batch": 9'))
-    check_refused(ManifestError, "engine.json: edited or damaged .*; build the engine again", engine)
+    check_refused(ManifestError, "engine.json: the manifest was edited or damaged .*; build the engine again", engine)
 
 
 def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:

@@ -123,7 +123,7 @@ def test_adapters_come_and_go(service: Service, wanted: dict[str, list[int]]) ->
         ({"lora_name": "x", "lora_path": "x" * 300}, 400, "lora_path: no such folder"),
         ({"lora_name": "none"}, 400, "lora_path: no such folder"),
         ({"lora_name": "ann.merged"}, 400, "there is no adapter_config.json"),
-        ({"lora_name": "wide"}, 400, "has a rank of 9, and the model takes up to 4"),
+        ({"lora_name": "wide"}, 400, "has a rank of 9, but the model takes a rank of at most 4"),
         ({"lora_name": "tiny", "lora_path": "ann"}, 400, "'tiny' is the model itself; give another name"),
         ({"lora_path": "ann"}, 400, "missing required field `lora_name`"),
         ({"lora_name": ""}, 400, "lora_name"),

@@ -249,7 +249,7 @@ def test_the_first_layer_that_differs_is_named(name: str, mistake: m.Mistake) ->
     """Both faults are in the attention of layer 1; layer 0 and what comes after are right."""
     imported = import_model(MODELS / name / "model.onnx", PlanOptions(capacity=64 if name == "optimum/llama" else None))
     failure = m.verify_with(imported, mistake).stations[0].failure
-    found = re.search(r"; the first layer that differs is '.*' \(\w+\), which gives '(.*)'$", failure)
+    found = re.search(r"; the first layer that differs is '.*' \(\w+\), whose output is '(.*)'$", failure)
     assert found is not None, failure
     names = [output for node in imported.model.graph.node for output in node.output]
     attention = [names.index(n.output[0]) for n in imported.model.graph.node if n.op_type == "Attention"]
@@ -277,7 +277,7 @@ def test_no_right_layer_is_named(name: str) -> None:
     failure = m.verify_with(imported, scale).stations[0].failure
     assert "logits differ by 0.1" in failure
     found = re.search(r"first layer that differs is '(.*)'", failure)
-    assert found is None or found[1] == f"wrong' (Mul), which gives '{output}", failure
+    assert found is None or found[1] == f"wrong' (Mul), whose output is '{output}", failure
 
 
 def test_a_name_with_other_contents_is_no_fault() -> None:
@@ -290,7 +290,7 @@ def test_a_name_with_other_contents_is_no_fault() -> None:
     differs = {"mask": True, "layer0": False, "layer1": False, "layer2": False}
     assert first_layer(model.graph.node, differs, ["layer2"]) == ""
     said = first_layer(model.graph.node, differs | {"layer1": True, "layer2": True}, ["layer2"])
-    assert said == "the first layer that differs is '/layer1' (Exp), which gives 'layer1'"
+    assert said == "the first layer that differs is '/layer1' (Exp), whose output is 'layer1'"
     assert first_layer(model.graph.node, {}, ["layer2"]) == ""
 
 
@@ -330,7 +330,7 @@ def test_unexplained_inputs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"nobody": np.zeros(1)}, "'nobody', which is no input of the model; inputs are input_ids"),
+        ({"nobody": np.zeros(1)}, "'nobody', which is not an input of the model; inputs are input_ids"),
         ({"write_indices": np.zeros(3)}, r"'write_indices' \(write_indices\), which verification sets itself"),
         ({}, r"cannot be read as an \.npz file"),
     ],
@@ -352,7 +352,7 @@ def test_given_values_must_fit(tmp_path: Path, values: dict[str, np.ndarray], me
         ({"chunks": (), "tokens": 0}, "at least one step"),
         ({"tolerance": 1.5}, "tolerance is 1.5"),
         ({"thorough": "yes"}, "thorough"),
-        ({"station": ("engine",)}, "there is no station .engine.; there are rewritten, quantized, session, network"),
+        ({"station": ("engine",)}, "there is no station .engine.; stations are rewritten, quantized, session, network"),
     ],
 )
 def test_wrong_options_are_refused(wrong: dict[str, Any], message: str) -> None:
@@ -374,5 +374,5 @@ def test_a_model_without_another_output_than_caches_is_refused(tmp_path: Path) -
     del model.graph.output[:]
     model.graph.output.extend(kept)
     onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises((OptionError, UnsupportedModelError), match="no output but its caches|logits"):
+    with pytest.raises((OptionError, UnsupportedModelError), match="no output except its caches|logits"):
         verify_model(tmp_path / "model.onnx", verify=REWRITTEN)

@@ -181,7 +181,12 @@ class RunFlags(Flags):
         int | None, run_flag(min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.")
     ] = None
     max_chunk: Annotated[
-        int | None, run_flag(min=1, metavar="TOKENS", help="Longest update in a step. Default: the engine's, else 512.")
+        int | None,
+        run_flag(
+            min=1,
+            metavar="TOKENS",
+            help="Most tokens that a step writes for a sequence. Default: the engine's limit, else 512.",
+        ),
     ] = None
     prefill_budget: Annotated[
         int | None,

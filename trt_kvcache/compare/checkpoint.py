@@ -25,7 +25,7 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
     Args:
         model: a causal language model of transformers.
         texts: token ids.
-        cuts: number of tokens of each step, by text.
+        cuts: for each text, the number of tokens of each of its steps.
     """
     torch: Any = import_module("torch")
     logits = []
@@ -42,7 +42,7 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
 
 
 def save_logits(path: str | Path, logits: Sequence[Any], first: int = 0) -> None:
-    """Write the logits of each text under its number, counted from `first`."""
+    """Write the logits of each text to a file. Their names are the numbers of the texts, counted from `first`."""
     import_module("numpy").savez(path, **{str(i): rows for i, rows in enumerate(logits, first)})
 
 

@@ -1,7 +1,9 @@
-"""Counts the bytes that a decode step must read and write. They give a lower bound of its time, not the time itself.
+"""Counts the bytes that a decode step must read and write.
+
+These bytes give a lower bound for the time of the step, not the time itself.
 
 A step of one token reads the weights and the cache rows that attention sees, and writes a row. Tensors between layers
-are small, and mostly stay inside of fused kernels: they are left out. If an engine does not fit into the L2 cache of
+are small, and mostly stay inside fused kernels, so they are left out. If an engine does not fit into the L2 cache of
 its GPU, a step takes at least these bytes divided by the bandwidth of the GPU's memory. ``tests/compare/test_costs.py``
 compares the counts with TensorRT's own networks.
 """
@@ -51,7 +53,7 @@ class StepCost:
 
     @property
     def share(self) -> float:
-        """Share of the weights in the bytes of the step."""
+        """Bytes of weights divided by all bytes of the step."""
         return self.weights / self.total
 
     def limit(self, bandwidth: float) -> float:
@@ -65,7 +67,7 @@ def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
     Args:
         plan: plan of the model.
         tokens: tokens of each sequence, including the new one; at most the capacity counts.
-        batch: number of sequences; a fixed batch size in the model wins.
+        batch: number of sequences; ignored if the model fixes its batch size.
     """
     if plan.weights <= 0:
         return None
@@ -90,7 +92,7 @@ def _rows(cache: CacheUpdate, tokens: int, keys: str, *, spans: bool) -> int:
 
 
 def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
-    """Return the text lengths for which costs are shown: a short one, and the capacity."""
+    """Return the text lengths for which costs are shown: a short length, and the capacity."""
     longest = max((cache.capacity for cache in plan.caches), default=1)
     return (_FEW, longest) if longest > _FEW else (longest,)
 

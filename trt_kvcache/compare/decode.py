@@ -26,7 +26,7 @@ _AFTER = 5  # tokens of the first step after skipped ones
 _SINGLES = 3  # single tokens around each place
 _SEEDS = 5  # random tokens at the start of each text
 DRAWN = "drawn"
-"""The name of the part before which caches hold random numbers."""
+"""The name of the last part of a decode: before it, caches are filled with random numbers."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,14 @@ class Piece:
 
     Attributes:
         length: new tokens of each text.
-        rows: indices of the texts: the first ones of the batch, each with its own number of tokens before.
+        rows: indices of the texts. They are the first texts of the batch; before this step, each has its own number of
+            tokens.
         span: one of `trt_kvcache.importer.steps.drawn_inputs.SPAN_KINDS`, if the step chooses the rows that are read.
         kept: number of last positions whose logits are computed, for models that take this number; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
         skip: number of tokens of each text to skip before this step: their cache rows become copies of earlier rows.
-        drawn: before the step, caches hold random numbers for all earlier tokens; `skip` may be negative.
+        drawn: before the step, the caches are filled with random numbers for all earlier tokens; `skip` may be negative
+            then.
     """
 
     length: int
@@ -62,7 +64,7 @@ class Runner(Protocol):
     name: str
 
     def start(self, rows: int) -> None:
-        """Begin `rows` texts, without tokens."""
+        """Start `rows` new texts, which have no tokens yet."""
         ...
 
     def step(self, piece: Piece, tokens: Array) -> Array:
@@ -87,7 +89,7 @@ class Decode:
         rows: number of texts.
         vocabulary: token ids are 0 to ``vocabulary - 1``.
         seed: seed of the random tokens at the start of each text.
-        goes_on: texts continue with the reference's own tokens; else all tokens are random.
+        goes_on: texts continue with the tokens that the reference chooses; otherwise all tokens are random.
         tokens: tokens of each piece ``[R, length]``, once a runner has decoded it.
         wanted: the reference's logits of each piece.
     """
@@ -194,7 +196,10 @@ def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: b
 
 
 def one_row_each(plan: CachePlan, limits: Limits) -> bool:
-    """True if rows of a batch may start at different places; masks and positions then have a row for each, too."""
+    """True if rows of a batch may start at different places.
+
+    Then masks and positions have their own row for each, too.
+    """
     shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
     return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
 
@@ -203,10 +208,10 @@ def plan_pieces(
     limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, full: bool = True,
     places: Mapping[int, str] = MappingProxyType({}), chunk: int = 64, far: bool = False, drawn: bool = False,
 ) -> tuple[Piece, ...]:  # fmt: skip
-    """Return the pieces of a decode: texts that begin one after the other, chunks, single tokens, and later places.
+    """Return the pieces of a decode: texts that begin one after the other, then chunks, single tokens, and places.
 
-    A place is a number of tokens at which something changes, such as a window's end. There the middle text gets single
-    tokens.
+    A place is a number of tokens at which something changes, such as the end of a window. Around a place, the middle
+    text gets its tokens one by one.
 
     Args:
         limits: limits of the model.
@@ -216,7 +221,7 @@ def plan_pieces(
         full: go up to the last row of linear caches.
         places: more places, with their names.
         chunk: most tokens of a step on the way to a place.
-        far: reach places that are far away, too: tokens on the way are skipped (`Piece.skip`).
+        far: also go to places that are far away; the tokens before them are skipped (`Piece.skip`).
         drawn: end with steps after random cache contents: with untrained weights, attention has so little effect that
             its faults show only here.
     """

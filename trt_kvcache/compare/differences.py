@@ -24,17 +24,17 @@ GARBAGE = 1e4
 
 @dataclass(frozen=True)
 class Share:
-    """A difference between two outputs in one row of a step, as the two shares of `share_of_logits`."""
+    """The difference between two outputs in one row of a step: the two numbers that `share_of_logits` returns."""
 
     largest: float
     typical: float
 
     def most(self, other: Share) -> Share:
-        """Return the larger value of both, for each of the two shares."""
+        """Return a share with the larger of the two values in each field."""
         return Share(max(self.largest, other.largest), max(self.typical, other.typical))
 
     def times(self, other: Share, factor: float = 1.0) -> Share:
-        """Return the product of both, for each of the two shares."""
+        """Return a share with the product of the two values, and of `factor`, in each field."""
         return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
 
     def within(self, other: Share) -> bool:
@@ -79,7 +79,7 @@ def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
     """Return the largest difference of two tensors, as a share of the largest number of the first one.
 
-    Garbage does not count as largest number. Codes of 8 bits or less may differ by one, because rounding may move them
+    Garbage is not used as the largest number. Codes of 8 bits or less may differ by one, because rounding may move them
     to a neighbour. The result is infinite if shapes differ, if one number is finite and the other is not, or if whole
     numbers differ.
     """
@@ -142,7 +142,7 @@ def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: C
     for layer in reversed([*layers]):
         for name in leads.intersection(layer.output):
             if differs.get(name):
-                found = f"the first layer that differs is '{layer.name}' ({layer.op_type}), which gives '{name}'"
+                found = f"the first layer that differs is '{layer.name}' ({layer.op_type}), whose output is '{name}'"
         if not leads.isdisjoint(layer.output):
             leads.update(name for name in layer.input if name and differs.get(name) is not False)
     return found

@@ -45,9 +45,9 @@ class Exported:
 
     Attributes:
         vocabulary: last size of the logits; None if the model leaves it open.
-        batch: number of rows of the model's batch; all hold the same text.
+        batch: number of rows in the model's batch; all rows hold the same text.
         outputs: shapes of its outputs, by name.
-        garbage: contents of caches of a fixed length before the first token.
+        garbage: the value that fills caches of a fixed length before the first token.
         watch: called with inputs and outputs of each run.
 
     Args:
@@ -57,7 +57,7 @@ class Exported:
         table: see `TextInputs`.
         seed: see `TextInputs`.
         last: most positions of a piece whose logits are returned; None: all.
-        edit: changes the model in float32, before it is opened; outputs that it adds are for `watch`.
+        edit: a function that changes the float32 model before it is opened; `watch` also gets the outputs that it adds.
         copies: makes the float32 copy; its file must exist as long as this object. None: the copy has its own file.
 
     Raises:
@@ -79,13 +79,13 @@ class Exported:
         try:
             self._session = _open(runnable(for_cpu(define(source.proto))[0]), source.path.parent, copies, edit)
         except RunError as error:
-            raise UnsupportedModelError(f"{source.path}: ONNX Runtime does not open it: {error}") from None
+            raise UnsupportedModelError(f"{source.path}: ONNX Runtime cannot open the model: {error}") from None
         self._types = {i.name: array_dtype(i.type.removeprefix("tensor(")[:-1]) for i in self._session.get_inputs()}
         self.outputs = {o.name: o.shape for o in self._session.get_outputs()}
         tensors: tuple[OriginalTensor | TensorRole, ...] = plan.original or plan.tensors
         if strange := self._types.keys() - {t.name for t in tensors if t.io == "input"}:
             raise UnsupportedModelError(
-                f"{source.path}: '{min(strange)}' cannot be the next past: it holds several caches"
+                f"{source.path}: cannot carry '{min(strange)}' from step to step, because it holds several caches"
             )
         limits = read_limits(plan, 1)
         self.batch, self._length = limits.batch, limits.length
@@ -102,7 +102,7 @@ class Exported:
         found += [o.name for o in source.proto.graph.output if o.name not in self._carried.values()]
         if not found:
             raise UnsupportedModelError(
-                f"{source.path}: the model has no output but its caches: there is nothing to compare"
+                f"{source.path}: the model has no output except its caches, so there is nothing to compare"
             )
         self._logits = found[0]
         self._axes = next((t.axes for t in tensors if t.io == "output" and t.name == self._logits), ())
@@ -125,7 +125,9 @@ class Exported:
         """
         longest = self._length or piece.length
         if piece.length % longest:
-            raise UnsupportedModelError(f"{self._path}: it takes {longest} tokens in each step, and got {piece.length}")
+            raise UnsupportedModelError(
+                f"{self._path}: the model takes exactly {longest} tokens in each step; got {piece.length}"
+            )
         texts = []
         for row, text in zip(piece.rows, tokens, strict=True):
             parts = [self._run(row, text[at : at + longest]) for at in range(0, piece.length, longest)]
@@ -133,7 +135,7 @@ class Exported:
         return np.stack(texts).astype(np.float32)
 
     def _empty(self) -> Feeds:
-        """Return caches and states without tokens, as the model as exported takes them."""
+        """Return empty caches and states, in the form in which the model as exported takes them."""
         states = {s.past for s in self._plan.states}
         growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
@@ -158,8 +160,8 @@ class Exported:
             outputs = dict(zip(self.outputs, run_in_time(self._session, [*self.outputs], feeds), strict=True))
         except RunError as error:
             raise UnsupportedModelError(
-                f"{self._path}: ONNX Runtime does not run {len(tokens)} tokens after {start}: {error}"
-                f"{guessed(self._plan, self._given)}"
+                f"{self._path}: ONNX Runtime cannot run a step of {len(tokens)} tokens after a past of {start} "
+                f"tokens: {error}{guessed(self._plan, self._given)}"
             ) from None
         self.watch(feeds, outputs)
         carried |= {past: outputs[present] for past, present in self._carried.items() if past in self._types}
@@ -169,7 +171,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return how many rows the model as exported has in caches that become rings of another size when rewritten."""
+    """Return how many rows the exported model has in caches that become rings of another size when rewritten."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
@@ -183,9 +185,9 @@ def _open(
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # growing caches have many sizes
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # prepacking would copy weights, and there are few rows to use them
+    # prepacking would copy the weights, which does not pay for so few rows
     options.add_session_config_entry("session.disable_prepacking", "1")
     model, folder = copies.copy(model, folder)
-    model = open_types(model, wide=True)  # such as float8 caches, which are only moved
+    model = open_types(model, wide=True)  # types such as float8 caches, which are only moved
     model = model if edit is None else edit(model)
     return open_in_time(for_session(model, folder, options), options)

@@ -1,7 +1,7 @@
 """Copies a model so that it computes in float32 instead of float16 and bfloat16.
 
-Structure, masks, indices and layouts stay the same. Small faults become visible, which the rounding of a narrow type
-would hide. ONNX Runtime has no kernels for bfloat16 on the CPU, and converts products in float16.
+Structure, masks, indices and layouts stay the same. In float32, small faults become visible that the rounding of a
+narrow type would hide. ONNX Runtime has no kernels for bfloat16 on the CPU, and converts products in float16.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Float32Copies:
         self, model: ModelProto, source: Path, replaced: Mapping[str, bytes | bytearray] | None = None,
         types: Collection[int] = NARROW,
     ) -> tuple[ModelProto, Path]:  # fmt: skip
-        """Return a copy and the folder of its external data; the model itself if it computes in float32 already.
+        """Return a copy and the folder of its external data.
+
+        If the model already computes in float32, return the model itself.
 
         Args:
             model: any model.
@@ -103,7 +105,7 @@ def float32_copy(
 def _blocks(
     tensor: TensorProto, source: Path, replaced: Mapping[str, bytes | bytearray]
 ) -> tuple[Hashable, Iterator[bytes | bytearray]]:
-    """Return a key that identifies a tensor's bytes, and the bytes."""
+    """Return a key that identifies the bytes of a tensor, and an iterator over these bytes."""
     if tensor.name in replaced:
         return (tensor.name,), iter([replaced[tensor.name]])
     if tensor.data_location != TensorProto.EXTERNAL:

@@ -4,8 +4,9 @@
 layer computes what TensorRT documents for its class
 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); undocumented
 details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. Layers of this project's plugin
-compute what `trt_kvcache.importer.families.plugin_route` defines; they were run on a stand-in only, because TensorRT
-for RTX has no plugins. An unknown layer is refused with its name and type; no layer is skipped.
+compute what `trt_kvcache.importer.families.plugin_route` defines; they were tested only with a replacement for
+TensorRT, because TensorRT for RTX has no plugins. An unknown layer is refused with its name and type; no layer is
+skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _HALVES = ("HALF", "BF16")
 _MOST_INPUTS = 6  # of a layer with optional inputs
 _CONSTANTS = 1 << 31  # bytes of constants that are kept in float32; other constants are converted at each use
 _HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_AttentionOutput"}
-"""An attention consists of two layers; their types by the ends of their names."""
+"""TensorRT represents an attention by two layers. This maps their types to the ends of their names."""
 
 
 class NetworkError(TrtKvCacheError):
@@ -68,14 +69,15 @@ class Node:
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the text of messages."""
+        """Return the name of the layer for messages."""
         return f"layer '{self.name}' ({self.op_type}) of TensorRT's network"
 
 
 class Network:
     """A parsed network that runs in NumPy.
 
-    Floating-point tensors of all widths are float32 arrays here, and keep the digits of float32: small faults show.
+    Floating-point tensors of all widths are float32 arrays here, and keep the precision of float32, so that small
+    faults are visible.
 
     Attributes:
         nodes: the layers; each comes after the layers that it reads.
@@ -124,10 +126,10 @@ class Network:
                     results = self._results(node, read, attentions)
                     results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except NotImplementedError as error:
-                raise UnknownLayerError(f"{node} does not run here: {error}") from error
+                raise UnknownLayerError(f"NumPy cannot compute {node}: {error}") from error
             except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
                 said = " ".join(str(error).split())
-                raise NetworkError(f"{node} does not run on inputs with which the model runs: {said}") from error
+                raise NetworkError(f"{node} fails on inputs that the model accepts: {said}") from error
             values.update(zip(node.output, results, strict=True))
             watch(node, results)
             for name in {*node.input, *node.output}.difference(self._outputs):
@@ -147,7 +149,9 @@ class Network:
         known = kind in _RUN or kind in ("CONSTANT", "ATTENTION_INPUT")
         if not known or "" in dtypes:
             what = f"gives {outputs[dtypes.index('')].dtype}" if known else f"has the type {kind}"
-            raise UnknownLayerError(f"layer '{layer.name}' of TensorRT's network {what}, which does not run here")
+            raise UnknownLayerError(
+                f"layer '{layer.name}' of TensorRT's network {what}, which NumPy cannot compute here"
+            )
         layer.__class__ = self._classes[f"i{kind.replace('_', '').lower()}layer"]  # this gives access to its attributes
         return node
 
@@ -187,7 +191,10 @@ def _converted(given: Any, dtype: str) -> Array:
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
-    """Return the layers, each after the layers that it reads: TensorRT's own order is another one."""
+    """Return the layers sorted so that each comes after the layers that it reads.
+
+    TensorRT's own order does not guarantee this.
+    """
     makers = {name: node for node in nodes for name in node.output}
     halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
@@ -196,7 +203,7 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
         while stack:
             node = stack[-1]
             if len(stack) > len(nodes):
-                raise NetworkError(f"{node} reads what it gives")
+                raise NetworkError(f"{node} reads its own output")
             before = [makers[name] for name in node.input if name not in done]
             half = halves[node.name.removesuffix("_AttentionOutput")] if node.op_type == "ATTENTION_OUTPUT" else node
             before += [half] if half is not node and id(half) not in order else []
@@ -295,7 +302,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
         inside = (at >= 0) & (at < length)
         if mode == "STRICT_BOUNDS" and not inside.all():
             raise ValueError(
-                f"it reads rows {start} to {start + stride * (size - 1)} of axis {axis}, which has {length}"
+                f"it reads rows {start} to {start + stride * (size - 1)} of axis {axis}, which has {length} rows"
             )
         if mode == "REFLECT":
             period = max(2 * (length - 1), 1)
@@ -344,7 +351,7 @@ def _gather(layer: Any, x: Sequence[Any]) -> Array:
     mode, shared = _name(layer.mode), layer.num_elementwise_dims
     bounds = data.shape[shared : shared + indices.shape[-1]] if mode == "ND" else data.shape[layer.axis]
     if indices.size and ((indices < -np.asarray(bounds)) | (indices >= bounds)).any():
-        raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of {bounds}")
+        raise IndexError(f"it gathers rows {indices.min()} to {indices.max()} of a tensor with {bounds}")
     if mode == "ELEMENT":
         return np.asarray(np.take_along_axis(data, indices, layer.axis))
 
@@ -406,7 +413,8 @@ _REDUCE: dict[str, Callable[..., Any]] = {
 
 
 def _activation(layer: Any, x: Sequence[Any]) -> Any:
-    # `type` is the layer's own type before its class is changed, and the activation's type afterwards.
+    # Before its class is changed, a layer's `type` is the type of the layer; afterwards it is the type of the
+    # activation.
     return _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta)
 
 
@@ -422,7 +430,7 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:
     if _name(layer.operation) != "LINSPACE":
-        raise NotImplementedError(f"it fills by {_name(layer.operation)}")
+        raise NotImplementedError(f"its kind of fill is {_name(layer.operation)}")
     shape = list(layer.shape) if x[0] is None else _ints(x[0])
     first = layer.alpha if x[1] is None else x[1]
     steps = np.atleast_1d(layer.beta if x[2] is None else x[2])
@@ -480,7 +488,7 @@ def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
         for row, (start, (begin, end)) in enumerate(zip(starts, spans, strict=True)):
             legal = sorted(bounds) == bounds and 0 <= begin <= end <= length
             if legal and (circular or 0 <= start <= capacity - (end - begin)):
-                first = max(begin, end - capacity)  # of tokens for one row of a ring, the last is written
+                first = max(begin, end - capacity)  # if several tokens go to one row of a ring, the last one is written
                 rows = (start + np.arange(first - begin, end - begin)) % capacity
                 present[row][:, rows] = (new if packed else new[row])[:, first:end]
     return presents
@@ -572,7 +580,7 @@ def _cumulative(layer: Any, x: Sequence[Any]) -> Any:
 
 def _assertion(layer: Any, x: Sequence[Any]) -> list[Any]:
     if not np.all(x[0]):
-        raise ValueError(f"what it asserts is false: {layer.message}")
+        raise ValueError(f"its assertion is false: {layer.message}")
     return []
 
 

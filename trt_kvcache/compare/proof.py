@@ -1,6 +1,6 @@
 """Reads and writes the proof of an engine: a stored decode, with logits, cache values, and allowed differences.
 
-The rewritten model decodes in float32; the model as exported must give the same logits for the first part. The file is
+The rewritten model decodes in float32. For the first part, the model as exported must give the same logits. The file is
 safetensors; its header has the other facts as JSON:
 
 <piece>/tokens    int32 [R, S]
@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
-"""Names the logits where an output's name is needed; caches have their own names."""
+"""The name that stands for the logits where the name of an output is needed. Caches have their own names."""
 
 _MOST = 1 << 31  # largest number of tokens, rows and so on that is accepted
 
@@ -51,10 +51,11 @@ class Facts:
         garbage: magnitude of values in cache rows without a token.
         encoder: length of an encoder's output, if the model leaves it open.
         pieces: pieces of the decode; at most `Piece.kept` positions of each are compared.
-        chooses: the model chooses experts: if two are nearly equal, rounding decides, and a row may differ.
+        chooses: the model chooses experts. If two experts are nearly equal, rounding decides between them, and a row
+            may differ.
         digest: digest of numbers drawn from the seed: another version of NumPy may draw other numbers.
-        allowed: allowed differences, by names of part and output; other outputs could not show a fault, and are not
-            compared.
+        allowed: allowed differences, by names of part and output. Outputs that are not listed could not show a fault,
+            and are not compared.
         uneven: factor by which one row of a part may differ more.
         note: why some output cannot show a fault; empty if all can.
     """
@@ -84,7 +85,7 @@ class Facts:
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of the texts before and after each step."""
+        """The number of tokens of each text before and after each of its steps, in one list."""
         ends, found = [0] * self.rows, list[int]()
         for piece in self.pieces:
             for row in piece.rows:
@@ -128,13 +129,13 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
         size = int.from_bytes(content[:8], "little")
         header = msgspec.json.decode(content[8 : 8 + size])["__metadata__"]
         if header["format"] != FORMAT:
-            raise ValueError(f"of format {header['format']}, and this version of trt_kvcache knows {FORMAT}")
+            raise ValueError(f"of format {header['format']}, but this version of trt_kvcache reads format {FORMAT}")
         proof = Proof(msgspec.json.decode(header["facts"], type=Facts), load(content))
         if faults := [*_faults(proof)]:
             raise ValueError(f"contradicting itself ({'; '.join(faults[:3])})")
         return proof, str(header["engine"])
     except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"not readable as one ({' '.join(str(error).split())})") from None
+        raise ValueError(f"not a readable proof file ({' '.join(str(error).split())})") from None
 
 
 def _faults(proof: Proof) -> Iterator[str]:
@@ -145,17 +146,20 @@ def _faults(proof: Proof) -> Iterator[str]:
     if not all(least <= number < _MOST for number, least in sizes):
         yield "one of its numbers is out of range"
     if not facts.pieces or any(p.rows != tuple(range(len(p.rows))) or not p.rows for p in facts.pieces):
-        yield "it has no steps, or one that is not of the first texts"
+        yield "it has no steps, or a step that does not run the first texts in their order"
     elif min(facts.lengths) < 0 or any(p.drawn and len(p.rows) != facts.rows for p in facts.pieces):
-        yield "it has texts of less than no tokens, or random caches of some texts"
+        yield "a text has a negative length, or a step with random caches does not run all texts"
     if any(not min(s.largest, s.typical) > 0 for shares in facts.allowed.values() for s in shares.values()):
-        yield "it allows no difference"
+        yield "an allowed difference is not above 0"
     if any(array.dtype.kind not in "if" or array.ndim < 2 for array in proof.arrays.values()):
         yield "one of its arrays has no rows"
 
 
 def draws_digest(seed: int) -> str:
-    """Return the BLAKE3 (hex) of random numbers drawn in all ways that proofs use: NumPy may change them."""
+    """Return the BLAKE3 (hex) of random numbers drawn in all ways that proofs use.
+
+    A digest changes if another version of NumPy draws other numbers.
+    """
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
     for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
@@ -164,7 +168,9 @@ def draws_digest(seed: int) -> str:
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
-    """Return some numbers ``[T, W]`` of the newest tokens' rows, evenly spread, so that each head has some of them.
+    """Return some numbers ``[T, W]`` from the rows of the newest tokens.
+
+    They are spread evenly, so that some come from each head.
 
     Args:
         cache: a cache; or state, which has one row.

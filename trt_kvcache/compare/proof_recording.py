@@ -1,9 +1,9 @@
-"""Records a proof: a decode of the rewritten model in float32, twice: exactly, and with rounding.
+"""Records a proof: a decode of the rewritten model in float32. It runs twice: once exactly, and once with rounding.
 
 The rewritten model has the engine's interface, so caches need no conversion. The model as exported decodes the first
-part, too, and must give the same logits. Caches hold what the model wrote, and the text is the model's own. Random
-cache contents and random tokens amplify rounding far more than texts like those of training; the tolerances, which
-follow rounding, would then hide faults.
+part, too, and must give the same logits. The caches hold rows that the model wrote, and the text continues with tokens
+that the model chose. Random cache contents and random tokens amplify rounding far more than texts like those of
+training; the tolerances, which follow rounding, would then hide faults.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def record_proof(
         steps: number of steps; None: as many as are useful, about 20.
         seconds: time limit of the decode; None: no limit.
         replaced: bytes of weights by name, used instead of those in their files.
-        watch: returns a function that is called at each step; it takes the rewritten model in float32, the folder of
-            its data and the garbage.
+        watch: takes the rewritten model in float32, the folder of its data and the garbage, and returns a function that
+            is called at each step.
 
     Raises:
         UnsupportedModelError: the model has no tokens or no logits, or ONNX Runtime cannot run it; or the rewritten
@@ -89,16 +89,21 @@ def record_proof(
     path = imported.source.path
     for role, io in ((Role.TOKENS, "input"), (Role.LOGITS, "output")):
         if imported.plan.tensor(role, io) is None:
-            raise UnsupportedModelError(f"no {io} has the role '{role.value}', and a proof is a decode of texts")
+            raise UnsupportedModelError(
+                f"a proof is a decode of texts, but no {io} of the model has the role '{role.value}'"
+            )
     with TemporaryDirectory(prefix="trt-kvcache-proof-") as name, exact_experts():
         try:
             return _Recording(imported, bounds, steps, Float32Copies(Path(name)), replaced).run(watch, seconds)
         except RunError as error:
-            raise UnsupportedModelError(f"{path}: ONNX Runtime does not run the model: {error}") from None
+            raise UnsupportedModelError(f"{path}: ONNX Runtime cannot run the model: {error}") from None
 
 
 def chooses_experts(model: ModelProto) -> bool:
-    """Return True if a model chooses experts: if two are nearly equal, rounding decides."""
+    """Return True if a model chooses experts.
+
+    If two experts are nearly equal, rounding decides which one it chooses.
+    """
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
@@ -171,7 +176,7 @@ class _Recording:
                 if count < _LEAST:
                     raise OptionError(
                         f"{_LEAST} steps on the CPU take about {_LEAST * took / count:.0f} s here, more than "
-                        f"{seconds:.0f}; --proof {_LEAST} records them anyway"
+                        f"{seconds:.0f}; give --proof {_LEAST} to record them anyway"
                     )
                 decode.pieces = decode.pieces[:count]
             if count == len(decode.pieces) or decode.pieces[count].part != part:
@@ -181,7 +186,7 @@ class _Recording:
         return logits, rows
 
     def _rows(self, runner: Rewritten, part: str) -> list[tuple[str, Array]]:
-        """Return numbers of the newest cache rows after a part, by name of the past."""
+        """Return numbers from the newest cache rows after a part, each with the name of the past."""
         pieces, texts = self.decode.pieces, range(self.decode.rows)
         fewest = min(sum(p.length for p in pieces if p.part == part and text in p.rows) for text in texts)
         caches = {name: c for name, c in runner.tensors.items() if c.output is not None}
@@ -212,8 +217,8 @@ class _Recording:
             return
         if not found.passed and all(np.isfinite(w).all() for w in decode.wanted):
             raise UnsupportedModelError(
-                f"{source.path}: the rewritten model does not give the logits of the model as exported: they differ by "
-                f"{found.largest:.2g} in step {found.piece + 1}; 'verify' says more"
+                f"{source.path}: the rewritten model does not give the logits of the model as exported: they differ "
+                f"by {found.largest:.2g} in step {found.piece + 1}; run 'verify' for details"
             )
 
     def _proof(self, rows: Mapping[str, Array], rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
@@ -224,12 +229,13 @@ class _Recording:
         shares = allowed(rounding, unit, decode.rows, coded - {LOGITS}, kind)
         note = ""
         if any(np.isnan(v).any() for v in decode.wanted):
-            note = "the model has logits that are not a number; its proof leaves these parts' logits out"
+            note = "some logits of the model are NaN; its proof does not compare the logits of the parts that have them"
         elif not any(LOGITS in own for own in shares.values()):
             least = min(own[LOGITS].typical for own in rounding.values())
             note = (
-                f"rounding decides the logits of this model: moving its numbers by no more than {MEASURED * unit:.2g} "
-                f"of themselves changes logits by {least:.2g} of their size; its proof compares cache rows alone"
+                "rounding alone decides the logits of this model: a relative change of its numbers by at most "
+                f"{MEASURED * unit:.2g} changes the logits by {least:.2g} of their size; so its proof compares only "
+                "cache rows"
             )
         vocabulary = decode.wanted[0].shape[-1]
         some = sum(v.size for v in decode.wanted) * 4 > _ALL and vocabulary > _HIGH + _COLUMNS
@@ -242,8 +248,8 @@ class _Recording:
         arrays |= {n: v for n, v in rows.items() if n.split("/", 1)[1] in shares[n.split("/", 1)[0]]}
         if (size := sum(array.nbytes for array in arrays.values())) > _MOST_BYTES:
             raise OptionError(
-                f"{len(decode.pieces)} steps make a proof of {size / 1e6:.1f} MB, and it may have "
-                f"{_MOST_BYTES / 1e6:.1f}; give fewer steps"
+                f"a proof of {len(decode.pieces)} steps takes {size / 1e6:.1f} MB, but at most "
+                f"{_MOST_BYTES / 1e6:.1f} MB are allowed; give fewer steps"
             )
         facts = Facts(
             recorded_on=Rewritten.name, dtype=self._dtype, vocab=vocabulary, seed=_SEED, garbage=_GARBAGE[self._dtype],

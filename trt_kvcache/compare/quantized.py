@@ -49,7 +49,9 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
     for cache in plan.caches:
         node = writers.get(cache.present)
         if node is None or node.op_type != "TensorScatter":
-            raise UnsupportedModelError(f"the rows of '{cache.past}' cannot be rounded by themselves")
+            raise UnsupportedModelError(
+                f"the new rows of '{cache.past}' cannot be rounded, because no TensorScatter writes this cache"
+            )
         size = cache.physical_shape[-1]
         assert isinstance(size, int)
         value = None if options.cache_ranges is None else options.cache_ranges[cache.past] / most
@@ -64,7 +66,7 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
 def _rounded(
     model: ModelProto, rows: str, name: str, size: int, most: float, scale: float | None, kind: CacheDtype
 ) -> tuple[list[NodeProto], str]:
-    """Return nodes that round rows ``[..., size]``, and the name of the result."""
+    """Return the nodes that round rows ``[..., size]`` to codes and back, and the name of their result."""
     prefix = f"trt_kvcache.compare/{name}"
     low = -most if scale is None or kind is CacheDtype.FP8 else -most - 1
     numbers = {"R": hadamard(size), "most": most, "low": low, "least": float(np.finfo(np.float32).tiny)}
@@ -101,7 +103,7 @@ def _rounded(
 
 
 def with_numbers(plan: CachePlan, model: ModelProto) -> tuple[CachePlan, ModelProto]:
-    """Return a plan and its model with float32 instead of float8 inputs and outputs: NumPy has no float8."""
+    """Return a plan and its model with float32 inputs and outputs instead of float8, because NumPy has no float8."""
     values = [*model.graph.input, *model.graph.output]
     narrow = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN}
     if not narrow:

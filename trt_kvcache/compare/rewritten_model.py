@@ -28,7 +28,7 @@ Feeds = dict[str, Array]
 
 
 class TextCaches(ABC):
-    """The caches of texts at the rewritten model's interface, and how many tokens each text has.
+    """The caches of several texts, in the form of the rewritten model's inputs, and the number of tokens of each text.
 
     Attributes:
         tensors: caches and states, by name of the past.
@@ -55,7 +55,7 @@ class TextCaches(ABC):
         """Replace the contents of a cache for some texts: ``[texts, *physical_shape[1:]]``."""
 
     def begin(self, rows: int, texts: range | None = None) -> None:
-        """Begin `rows` texts, and keep the caches of `texts`; None: of all."""
+        """Start `rows` new texts. `tensors` then holds the caches of `texts`; None: of all texts."""
         self.ends, self.texts = np.zeros(rows, np.int64), range(rows) if texts is None else texts
 
     def fill(self, episode: int = 0) -> None:
@@ -83,7 +83,8 @@ class Rewritten(TextCaches):
     Floating-point inputs and caches are float32, independent of the model's types.
 
     Attributes:
-        caches: ``[rows, *physical_shape[1:]]`` by name of the past, garbage in all rows without a token; states, too.
+        caches: ``[rows, *physical_shape[1:]]`` of caches and states, by name of the past; all cache rows without a
+            token hold garbage.
         watch: called with the inputs and outputs of each step.
         name: name of the runtime.
 
@@ -123,7 +124,7 @@ class Rewritten(TextCaches):
         self.fill()
 
     def step(self, piece: Piece, tokens: Array | None) -> Array:
-        """See `Runner.step`; without tokens, they are random."""
+        """See `Runner.step`. Without `tokens`, random tokens are used."""
         self.skip(piece)
         feeds = self.feeds(piece, tokens)
         outputs = self._run(feeds)
@@ -135,7 +136,9 @@ class Rewritten(TextCaches):
         return logits if piece.kept is None else logits[:, -piece.kept :].copy()
 
     def feeds(self, piece: Piece, tokens: Array | None = None) -> Feeds:
-        """Return all inputs of a step; see `TextInputs.feeds`. It must include all texts if the model fixes its batch.
+        """Return all inputs of a step; see `TextInputs.feeds`.
+
+        If the model fixes its batch, the step must include all texts.
 
         A step of all texts copies no caches: copying many rows would take longer than the model.
         """
@@ -154,7 +157,7 @@ class Rewritten(TextCaches):
 
 
 def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """Extend a cache of `length` tokens to `start` tokens, in place: new rows are copies of earlier ones.
+    """Extend a cache of `length` tokens to `start` tokens, in place: the new rows are copies of earlier rows.
 
     Args:
         cache: the cache.
@@ -168,7 +171,7 @@ def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> Non
 
 
 def output_of(plan: CachePlan) -> str:
-    """Return the name of the output to compare: the logits, or the first output that no later step takes.
+    """Return the name of the output to compare: the logits, or the first output that no later step takes as an input.
 
     Raises:
         OptionError: the model has no such output.
@@ -176,7 +179,7 @@ def output_of(plan: CachePlan) -> str:
     outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
     found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
     if not found:
-        raise OptionError("the model has no output but its caches: there is nothing to compare")
+        raise OptionError("the model has no output except its caches, so there is nothing to compare")
     return found[0]
 
 
@@ -195,7 +198,7 @@ class Float32Session:
         options = ort.SessionOptions()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.enable_cpu_mem_arena = False
-        # prepacking would copy weights, and there are few rows to use them
+        # prepacking would copy the weights, which does not pay for so few rows
         options.add_session_config_entry("session.disable_prepacking", "1")
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         self._session = open_in_time(for_session(model, folder, options), options)
@@ -203,7 +206,9 @@ class Float32Session:
         self._outputs = [o.name for o in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Run the model and return its outputs by name. Feeds that the model has no input for are ignored.
+        """Run the model and return its outputs by name.
+
+        Entries of `feeds` for which the model has no input are ignored.
 
         Raises:
             RunError: the step cannot run.

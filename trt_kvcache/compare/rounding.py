@@ -1,4 +1,4 @@
-"""Measures the effect of an engine's rounding on a model, and derives the differences that an engine may have.
+"""Measures the effect of an engine's rounding on a model, and derives from it how much an engine may differ.
 
 An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and in another order than ONNX
 Runtime. Here results are rounded to as many bits as that type has, on a different grid for each node, so that numbers
@@ -101,7 +101,10 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight that a tensor is, or that nodes only move; for quantized weights, the scales. Else None."""
+    """Return the weight that a tensor is, or that nodes only move to it; for quantized weights, the scales.
+
+    None if there is no such weight.
+    """
     while name not in weights:
         node = makes.get(name)
         if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):
@@ -114,7 +117,7 @@ def allowed(
     rounding: Mapping[str, Mapping[str, Share]], unit: float, rows: int, coded: Collection[str],
     dtype: CacheDtype | None,
 ) -> Shares:  # fmt: skip
-    """Return the differences that an engine may have, by names of part and output; outputs without use are left out.
+    """Return the differences that an engine may have, by names of part and output. Outputs without use are left out.
 
     An output has no use if its allowed difference is so large that it could not show a fault.
 
@@ -127,7 +130,7 @@ def allowed(
     """
     spread = uneven(rounding)
     few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # with few samples, the largest measured effect is smaller
-    # few samples say less about models that amplify rounding: 1.12 times as large (SmolLM2 in float16)
+    # for models that amplify rounding, few samples say less: 1.12 times as large (SmolLM2 in float16)
     few *= 1 + (spread - 1) / 6
     shares: Shares = {part: {} for part in rounding}
     for part, outputs in rounding.items():
@@ -142,7 +145,7 @@ def allowed(
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
     """Return how much the effect of rounding on an output varies between parts of the model's own text: 1 to 4.
 
-    Some tokens come where a trained model amplifies rounding; another rounding may be amplified elsewhere.
+    At some tokens, a trained model amplifies rounding. Other rounding may be amplified at other tokens.
     """
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:

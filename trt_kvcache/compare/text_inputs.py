@@ -23,8 +23,8 @@ __all__ = ["TextInputs", "by_position", "check_values", "guessed", "load_inputs"
 
 Array = npt.NDArray[Any]
 
-_KINDS = 256  # number of tokens that have their own numbers; other tokens share them
-_SIZE = 0.5  # size of these numbers
+_KINDS = 256  # number of different sets of numbers; tokens beyond this number share them
+_SIZE = 0.5  # magnitude of these numbers
 _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
@@ -33,10 +33,10 @@ class TextInputs:
 
     Args:
         plan: plan of the rewritten model.
-        limits: limits of random token ids, and of positions.
+        limits: upper limits of random token ids and of positions.
         given: values of inputs that do not follow from the text, by name: with a batch of 1, or a row for each text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        rings: circular caches replaced windows, so valid lengths count the whole text.
+        rings: circular caches replaced windows; valid lengths then count the whole text.
         seed: seed of all other values.
     """
 
@@ -49,7 +49,7 @@ class TextInputs:
         self._inputs = {t.name: t for t in plan.tensors if t.io == "input"}
 
     def start(self, rows: int) -> None:
-        """Begin `rows` texts."""
+        """Start `rows` new texts."""
         self._rng = np.random.default_rng(self._seed)
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
@@ -89,7 +89,7 @@ def token_table(plan: CachePlan, seed: int) -> Array | None:
 
 
 def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> Array:
-    """Return numbers for an input without a known role: each token has its own, equal at every station.
+    """Return numbers for an input without a known role: each token has its own numbers, the same at every station.
 
     So a part of a model, which takes queries, keys and values, decodes texts like a whole model.
 
@@ -113,7 +113,9 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
-    """Return an output as ``[R, S, ...]``, flat from there on: one entry for each position, or one for each text.
+    """Return an output as ``[R, S, N]``, all further axes in one.
+
+    It has one entry for each position, or one for each text.
 
     Args:
         values: values of the output.
@@ -127,14 +129,17 @@ def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:
-    """Return the end of a message about a failed step: integer inputs with random values, which may be illegal."""
+    """Return the last sentence of a message about a failed step.
+
+    It names integer inputs that got random values, which may be illegal. It is empty if there are none.
+    """
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
     drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
     if not drawn:
         return ""
     names = ", ".join(f"'{t.name}' ({t.dtype} {list(t.shape)})" for t in drawn)
     return (
-        f". Nothing says which values input {names} takes, so it got random ones of 0 and 1: give values that are "
+        f". The legal values of input {names} are unknown, so it got random values of 0 and 1: give values that are "
         "legal in every step in an .npz file (--inputs)"
     )
 
@@ -143,7 +148,7 @@ def load_inputs(path: str | None) -> dict[str, Array]:
     """Read values by name from an ``.npz`` file.
 
     Raises:
-        OptionError: the file cannot be read as one.
+        OptionError: the file cannot be read as an ``.npz`` file.
     """
     if path is None:
         return {}
@@ -152,17 +157,17 @@ def load_inputs(path: str | None) -> dict[str, Array]:
             packed = zipfile.ZipFile(opened).infolist() if zipfile.is_zipfile(opened) else []
         size, free = sum(part.file_size for part in packed), free_memory()
         if 2 * size > free:
-            raise ValueError(f"its arrays take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are free")
+            raise ValueError(f"its arrays take {size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of memory are free")
         file = np.load(path, allow_pickle=False, mmap_mode="r")
         if isinstance(file, np.ndarray):
-            raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
+            raise TypeError("it is one array without a name, as in an .npy file; np.savez writes names")
         with file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # noqa: BLE001 - zipfile, zlib and NumPy raise many kinds of errors on damaged files
         said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
         if "pickle" in said:  # NumPy takes unknown bytes for a pickle, and advises to run it
-            said = "it is none, or holds Python objects"
-        raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
+            said = "it is not an .npz file, or it holds Python objects"
+        raise OptionError(f"{path}: cannot be read as an .npz file of named arrays ({said})") from None
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
@@ -175,7 +180,7 @@ def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
     for name in values:
         if name not in roles:
             raise OptionError(
-                f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
+                f"values are given for '{name}', which is not an input of the model; inputs are {', '.join(roles)}"
             )
         if roles[name] in _DRIVEN:
             raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")

@@ -5,9 +5,9 @@
 
 This file needs torch, transformers, and ``checkpoint.py`` beside it, but nothing else of this package: it runs in the
 interpreter of an exporter. It knows no model families. Settings are made small by their names alone: sizes and heads in
-proportion; each kind of layer twice; windows of a few tokens; thresholds of positions that a short text passes; lists
-of rotary embeddings as long as the heads need. Every parameter is drawn so that it changes the logits, from numbers
-that float16, bfloat16 and int4 represent exactly, so that one twin serves exports of all types.
+proportion; each kind of layer twice; windows of a few tokens; thresholds of positions so low that a short text passes
+them; lists of rotary embeddings as long as the heads need. Every parameter is drawn so that it changes the logits, from
+numbers that float16, bfloat16 and int4 represent exactly, so that one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 compares `LOGITS.npz`, an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter
@@ -32,7 +32,9 @@ __all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshol
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
-"""Number of tokens; no other size is equal: onnxruntime-genai takes any product of this width for the last one."""
+"""Number of tokens. No other size may be equal, because onnxruntime-genai takes any product of this width for the last
+one.
+"""
 WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
 """Sizes of the twin: tokens of a window; position from which it computes differently; tokens of the longest text."""
 
@@ -40,7 +42,9 @@ DECODE = {
     "texts": [[3 + 41 * i * i % 97 for i in range(30)], [5 + 29 * i * i % 89 for i in range(12)]],
     "cuts": [[20, 5, 1, 1, 1, 1, 1], [7, 3, 1, 1]],
 }
-"""Two texts: the first prompt passes every window and threshold; the other text passes no threshold."""
+"""Two texts: the first prompt is longer than every window and threshold; the other text is shorter than every
+threshold.
+"""
 
 _COUNT = re.compile(r"^(num_hidden|n|num|decoder|num_decoder)_layers?$|^num_blocks$")
 _HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
@@ -72,7 +76,7 @@ class Sizes:
     Attributes:
         layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
         width, head: small sizes of hidden states and heads, as shares of the checkpoint's.
-        kept: numbers of the layers that stay; a number may occur twice.
+        kept: numbers of the checkpoint's layers that the twin keeps; a number may occur twice.
         length: number of positions of the twin.
         ids: the twin's id of each special token.
     """
@@ -195,7 +199,10 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """Return the position from which a model computes differently, such as with other rotary factors; or None."""
+    """Return the position from which a model computes differently, such as with other rotary factors.
+
+    None if there is none.
+    """
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 
@@ -215,13 +222,16 @@ def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _is_listing(name: str, value: Any, layers: int) -> bool:
-    """Return True for a list of layer numbers."""
+    """Return True if the value of a setting is a list of layer numbers."""
     numbers = isinstance(value, list) and bool(value) and all(isinstance(v, int) and v < layers for v in value)
     return numbers and bool(_LISTED.search(name)) and sorted(set(value)) == value
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Choose two layers of each kind: alternating, as in most models, unless layers of a kind are adjacent."""
+    """Choose two layers of each kind.
+
+    They alternate, as in most models, unless the checkpoint has adjacent layers of one kind.
+    """
 
     def kind(i: int) -> str:
         return json.dumps([
@@ -349,7 +359,9 @@ def make(checkpoint: Path, folder: Path) -> None:
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
-    """Return the settings of a twin that an exporter ignored: without them, transformers gives the exporter's logits.
+    """Return the settings of a twin that an exporter ignored.
+
+    If transformers ignores them, too, it gives the exporter's logits.
 
     Args:
         folder: folder of the twin.
@@ -357,7 +369,8 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
         tolerance: allowed difference, as a share of the largest logit.
 
     Returns:
-        Names of settings, each of which explains the logits alone; else one text that names several together.
+        Names of settings, each of which alone explains the logits. If no single setting does, one text that names
+        several settings together.
     """
     found = import_module("numpy").load(logits)
     config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), list[str]()

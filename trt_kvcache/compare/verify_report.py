@@ -1,4 +1,4 @@
-"""Holds options and results of a verification, as plain data for JSON."""
+"""The options and results of a verification, as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trt_kvcache.arguments import as_whole, shown
 from trt_kvcache.errors import OptionError, VerificationError
 from trt_kvcache.setting import Setting, check_settings, described
 
-# Larger numbers show nothing more; a number like 10 ** 20 would never end.
+# Larger numbers would show nothing more, and a number such as 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 20
 
@@ -41,7 +41,7 @@ class VerifyOptions:
         int,
         Setting(
             "Texts that are decoded in one batch, each with its own length.",
-            "A fixed batch size in the model wins.",
+            "If the model fixes the batch size, that size is used.",
             metavar="N",
             least=1,
             most=_MOST_ROWS,
@@ -51,7 +51,7 @@ class VerifyOptions:
         tuple[int, ...],
         Setting(
             "Lengths of the prefill chunks.",
-            "In tokens; a fixed update length in the model wins.",
+            "In tokens. If the model fixes the update length, that length is used.",
             metavar="N,...",
             unit="numbers of tokens",
             read=_read_chunks,
@@ -59,13 +59,13 @@ class VerifyOptions:
     ] = (5, 3)
     tokens: Annotated[
         int,
-        Setting("Single tokens after the chunks.", metavar="N", least=0, most=_MOST_TOKENS),
+        Setting("Number of single-token steps after the chunks.", metavar="N", least=0, most=_MOST_TOKENS),
     ] = 4
     station: Annotated[
         tuple[str, ...],
         Setting(
             f"Compare these stations only: {', '.join(STATIONS)}.",
-            "Default: all that run here.",
+            "Default: all stations that can run on this machine.",
             metavar="NAME,...",
             unit="names of stations",
             read=_read_stations,
@@ -79,12 +79,12 @@ class VerifyOptions:
             least=0,
         ),
     ] = None
-    seed: Annotated[int, Setting("Seed of tokens and garbage.", least=0)] = 0
+    seed: Annotated[int, Setting("Seed of the random tokens, and of the garbage in unwritten cache rows.", least=0)] = 0
     inputs: Annotated[
         str | None,
         Setting(
-            "Values by name for inputs of unknown role.",
-            "Axes that vary from step to step are cut to size.",
+            "Values for inputs of unknown role, as arrays with the names of the inputs.",
+            "Axes whose size varies from step to step are cut to the size of the step.",
             metavar="FILE.npz",
             is_path=True,
         ),
@@ -93,7 +93,7 @@ class VerifyOptions:
         bool,
         Setting(
             "Also check after a past of every length; see --check-seconds.",
-            "Of every length up to 4,096, first, all changed parts.",
+            "First, all changed parts are checked after pasts of every length up to 4,096.",
         ),
     ] = False
 
@@ -106,12 +106,12 @@ class VerifyOptions:
                 f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token, at most {_MOST_TOKENS}"
             )
         if self.tokens == 0 and not self.chunks:
-            raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
+            raise OptionError(f"there must be at least one step; got {self.tokens} single-token steps and no chunks")
         if self.tolerance is not None and not self.tolerance < 1:
             raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")
         for name in self.station:
             if not isinstance(name, str) or name not in STATIONS:
-                raise OptionError(f"there is no station {shown(name)}; there are {', '.join(STATIONS)}")
+                raise OptionError(f"there is no station {shown(name)}; stations are {', '.join(STATIONS)}")
 
 
 @dataclass(frozen=True)
@@ -127,10 +127,10 @@ class Station:
             is finite and the other is not; None: not compared.
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
-        passed: True also if it was not compared; then `note` says why.
-        failure: the first step, text and token that differ by more than allowed, and the first layer; empty if it
-            passed.
-        note: why it was not compared, or another remark.
+        passed: no fault was found; also True if the station was not compared, and `note` says why.
+        failure: the first step, text and token that differ by more than `allowed`, and the first layer that differs;
+            empty if the station passed.
+        note: why the station was not compared, or another remark.
     """
 
     name: str
@@ -152,7 +152,7 @@ class Station:
 
 @dataclass(frozen=True)
 class Quality:
-    """How far quantized caches change a model's results: a figure, not a verdict.
+    """How far quantized caches change a model's results: figures to read, which decide nothing.
 
     Attributes:
         cache_dtype: dtype of the caches.
@@ -186,7 +186,7 @@ class VerifyReport:
         passed: every station that was compared agrees with the one before it.
         texts: number of texts that were decoded.
         positions: number of tokens of all texts.
-        capacity: tokens per sequence that were planned for; None: the model fixes them.
+        capacity: the capacity that the model was planned with; None: the model fixes it.
         reference: the runtime that ran the model as exported.
         stations: the stations, in the order of `STATIONS`.
         notes: other remarks.

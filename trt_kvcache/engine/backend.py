@@ -49,8 +49,8 @@ PACKED_NATIVE_SINCE = (11, 0)
 """The first TensorRT whose KV-cache layer takes packed updates. Every supported TensorRT for RTX takes them."""
 
 WRONG_REFIT = (11, 0), (11, 3)
-"""The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if none are;
-``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
+"""The first and the last TensorRT that may drop a bias if any weights can be refitted (``kREFIT``), even if no weights
+are refitted; ``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
 https://docs.nvidia.com/deeplearning/tensorrt/11.3.0/inference-library/refitting-engines.html; not run here."""
 
 RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
@@ -81,13 +81,13 @@ class Backend:
 
 @cache  # the search reads the metadata of all packages, some 60 ms each time
 def installed_version(target: Target) -> str | None:
-    """The version of the package that provides this builder's module, or None if it is not installed."""
+    """Return the version of the package that provides this builder's module; None if it is not installed."""
     module = PACKAGES[target].module
     if importlib.util.find_spec(module) is None:
         return None
     for distribution in importlib.metadata.packages_distributions().get(module, ()):
         return importlib.metadata.version(distribution)
-    # Unpacked from an archive, without package metadata: only the module itself knows.
+    # The module was unpacked from an archive, without package metadata: only the module itself knows its version.
     return str(importlib.import_module(module).__version__)
 
 
@@ -99,7 +99,10 @@ def driver_present() -> bool:
 
 
 def can_build(target: Target | None) -> bool:
-    """Return True if a builder is installed and has what it needs here; fast. None: any builder."""
+    """Return True if a builder is installed, and this machine has what it needs to build. None: any builder.
+
+    The call is fast.
+    """
     installed = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
     if Target.TENSORRT in installed and target is not Target.TENSORRT_RTX and driver_present():
         return True
@@ -166,14 +169,15 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     here = build.compute_capabilities == (CURRENT,)
     if here and not driver_present():
         raise OptionError(
-            f"--compute-capabilities {CURRENT} builds for the GPU of this machine, and no NVIDIA GPU and driver is "
-            "here; leave it out, or name the GPUs that the engine will run on"
+            f"--compute-capabilities {CURRENT} builds for the GPU of this machine, but this machine has no NVIDIA "
+            "GPU with a driver; leave it out, or name the GPUs that the engine will run on"
         )
     unknown = [c for c in build.compute_capabilities if c not in RTX_COMPUTE_CAPABILITIES and not here]
     if unknown:
         raise OptionError(
-            f"{backend.title} cannot build for {', '.join(unknown)}; it can for {', '.join(RTX_COMPUTE_CAPABILITIES)}, "
-            f"without --compute-capabilities for every one from sm80 on, and with {CURRENT!r} for this machine's GPU"
+            f"{backend.title} cannot build for {', '.join(unknown)}; give some of "
+            f"{', '.join(RTX_COMPUTE_CAPABILITIES)}, or {CURRENT!r} for this machine's GPU; without "
+            "--compute-capabilities it builds for every GPU from sm80 on"
         )
     useless = {
         "--opt-level": (build.opt_level is not None, "gives the same engine at every optimization level"),
@@ -190,8 +194,8 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     gpu_only = [flag for flag, is_set in asked.items() if is_set]
     if gpu_only and not driver_present():
         raise OptionError(
-            f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, and "
-            "none is here; leave it out, or build on a machine with a GPU"
+            f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, but "
+            "this machine has none; leave it out, or build on a machine with a GPU"
         )
 
 

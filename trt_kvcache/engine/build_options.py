@@ -21,9 +21,9 @@ VERBOSITIES = ("none", "layer-names-only", "detailed")
 REFITS = ("none", "any", "identical")
 DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
-"""Enough to verify drafts of 15 tokens in one step."""
+"""The default of `max_logits`: enough to verify drafts of 15 tokens in one step."""
 CURRENT = "current"
-"""The compute capability of this machine's GPU."""
+"""The name that stands for the compute capability of this machine's GPU."""
 
 Shape = tuple[int, ...]
 
@@ -86,7 +86,7 @@ _how = partial(Setting, group="How the engine is built")
 
 
 class BuildValues(TypedDict, total=False):
-    """Values that `BuildOptions` takes, by name: some also as the text of their flag."""
+    """The values that `BuildOptions` takes, by name. Some may also be given as the text of their command-line flag."""
 
     max_batch: int | None
     max_chunk: int | None
@@ -127,7 +127,8 @@ class BuildOptions:
         def __init__(self, **options: Unpack[BuildValues]) -> None: ...
 
     max_batch: Annotated[
-        int | None, _size("Most sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST_ROWS)
+        int | None,
+        _size("Largest number of sequences in a step. Default: the model's own, else 1.", metavar="N", most=_MOST_ROWS),
     ] = None
     max_chunk: Annotated[
         int | None,
@@ -142,7 +143,8 @@ class BuildOptions:
         int | None,
         _size(
             "Most positions with logits in a step, such as N for drafts of N - 1 tokens. Default: 16.",
-            "Or the longest update, if that is shorter. Memory grows with it; more positions take several steps.",
+            "Or the longest update, if that is shorter. A larger number takes more memory; logits of more "
+            "positions than this take several steps.",
             metavar="N",
             most=_MOST,
         ),
@@ -154,8 +156,8 @@ class BuildOptions:
     max_encoder: Annotated[
         int | None,
         _size(
-            "Longest output of the encoder. Default: that of the encoder that is built.",
-            "Otherwise that of `max_shapes`.",
+            "Longest output of the encoder, in positions. Default: taken from the encoder that is built.",
+            "Without such an encoder, it is taken from `max_shapes`.",
             metavar="N",
             most=_MOST,
         ),
@@ -163,8 +165,8 @@ class BuildOptions:
     encoder: Annotated[
         str,
         _size(
-            "Encoder to build an engine of. auto: the one beside the model; if TensorRT refuses it, it runs on "
-            "the CPU.",
+            "Encoder to build an engine from. auto: the encoder beside the model; if TensorRT refuses it, it runs "
+            "on the CPU.",
             metavar="auto|none|FILE|DIR",
             is_path=True,
         ),
@@ -173,7 +175,8 @@ class BuildOptions:
         Mapping[str, Shape],
         _size(
             "Smallest shapes, for inputs of unknown role.",
-            "They may also narrow the shapes of other inputs. Shapes by name, or their text, see `parse_shapes`.",
+            "They may also narrow the shapes of other inputs. A mapping of input names to shapes, or a text for "
+            "`parse_shapes`.",
             flag="minShapes",
             metavar="NAME:1x2,...",
             read=_read_shapes,
@@ -188,10 +191,11 @@ class BuildOptions:
     decode_weights: Annotated[
         str,
         _how(
-            "Weights of decoding with a batch of one: shared with prefill, or its own. auto: the smaller engine.",
-            "own: decode is for a batch of one exactly, for which TensorRT stores weights in a layout of their own. "
-            "shared: it may also take two. auto (measured with TensorRT for RTX 1.7.1): own for quantized weights, "
-            "else shared. No effect for larger batches.",
+            "Whether decoding with a batch of one shares the weights of prefill or has its own. auto: the smaller "
+            "engine.",
+            "own: the decode profile takes a batch of exactly one, and TensorRT stores a second copy of the "
+            "weights in another layout for it. shared: the profile takes a batch of one or two. auto (measured "
+            "with TensorRT for RTX 1.7.1): own for quantized weights, else shared. No effect for larger batches.",
             choices=DECODE_WEIGHTS,
         ),
     ] = "auto"
@@ -211,8 +215,8 @@ class BuildOptions:
     workspace: Annotated[
         int | None,
         _how(
-            "Most scratch memory of the GPU, such as 4GiB.",
-            "Bytes, or their text, see `parse_bytes`. Default: TensorRT's.",
+            "Most GPU memory for TensorRT's scratch data, such as 4GiB.",
+            "A number of bytes, or a text for `parse_bytes`. Default: TensorRT's own limit.",
             metavar="SIZE",
             least=1,
             most=2**63 - 1,
@@ -220,14 +224,19 @@ class BuildOptions:
         ),
     ] = None
     opt_level: Annotated[
-        int | None, _how("TensorRT's optimization level.", "TensorRT only. Default: its own.", least=0, most=5)
+        int | None,
+        _how("TensorRT's optimization level.", "TensorRT only. Default: TensorRT's own level.", least=0, most=5),
     ] = None
     timing_cache: Annotated[
         str | None,
         _how("File of measured kernel times, read and written.", "TensorRT only.", metavar="FILE", is_path=True),
     ] = None
     version_compatible: Annotated[
-        bool, _how("The engine runs on later TensorRT versions too.", "Those of the same major version; TensorRT only.")
+        bool,
+        _how(
+            "The engine runs on later TensorRT versions too.",
+            "It runs on later versions with the same major version; TensorRT only.",
+        ),
     ] = False
     declare_aliases: Annotated[
         bool,
@@ -236,7 +245,9 @@ class BuildOptions:
             "TensorRT may then copy whole caches. Without it, the session binds one address to both. TensorRT only.",
         ),
     ] = False
-    strip_plan: Annotated[bool, _how("Leave the weights out of the engine.", "Those that can be refitted.")] = False
+    strip_plan: Annotated[
+        bool, _how("Leave the weights out of the engine.", "Only weights that can be refitted are left out.")
+    ] = False
     refit: Annotated[
         str,
         _how(
@@ -251,9 +262,9 @@ class BuildOptions:
     proof: Annotated[
         str | int,
         _how(
-            "The decode of the rewritten model that the engine has to repeat where it runs. auto: unless it takes more "
-            "than two minutes; STEPS: of so many steps, whatever they take.",
-            "auto also leaves it out if memory does not do.",
+            "Record a proof: a decode of the rewritten model that the engine has to repeat where it runs. auto: "
+            "only if this takes at most two minutes; STEPS: this number of steps, however long they take.",
+            "auto also records none if too little memory is free.",
             metavar="auto|off|STEPS",
         ),
     ] = "auto"
@@ -261,14 +272,17 @@ class BuildOptions:
         str | None,
         _how(
             "File for TensorRT's whole log.",
-            '"-": stderr. None: warnings and errors alone, as the result has them.',
+            '"-": stderr. None: no file; the result still has the warnings and errors.',
             metavar="FILE",
             is_path=True,
         ),
     ] = None
     memory_check: Annotated[
         bool,
-        _how("Refuse a build that would not fit into this machine's memory.", "By an estimate; TensorRT for RTX only."),
+        _how(
+            "Refuse a build that would not fit into this machine's memory.",
+            "The need is estimated; TensorRT for RTX only.",
+        ),
     ] = True
 
     def __post_init__(self) -> None:
@@ -313,10 +327,10 @@ def _shapes(value: object, name: str) -> dict[str, Shape]:
 def _compute_capability(text: object) -> str:
     """Return ``"sm80"`` for ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
     if not isinstance(text, str):
-        raise OptionError(f"compute capability {shown(text)} is no text such as 'sm80'")
+        raise OptionError(f"compute capability is {shown(text)}; give a text such as 'sm80'")
     if text.strip().lower() == CURRENT:
         return CURRENT
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
     if match is None:
-        raise OptionError(f"compute capability {text!r} is not of the form sm80, 80 or 8.0, nor {CURRENT}")
+        raise OptionError(f"compute capability {text!r} must have the form sm80, 80 or 8.0, or be {CURRENT}")
     return f"sm{match[1]}{match[2]}"

@@ -1,6 +1,7 @@
 """The messages between the caller's process and the build process, which `trt_kvcache.child` transports.
 
-The request is a `Job`, followed by the bytes of the rewritten model; news are of type `Event`, the answer is `Done`.
+The request is a `Job`, followed by the bytes of the rewritten model. The child sends messages of type `Event`, and
+answers with `Done`.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from trt_kvcache.progress import ProgressEvent
 STAGES = (
     "loading TensorRT", "parsing the model", "checking the network", "recording the proof", "building the engine",
 )  # fmt: skip
-"""The stages of the build process, in order; each is a phase of one step without a parent. A build without a proof
-skips its stage."""
+"""The stages of the build process, in order. Each is a progress phase of one step that belongs to no other phase. A
+build without a proof skips the stage of the proof."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Job:
         model: absolute path of the source model; its external data lie in the same folder.
         engine: absolute path of an existing file to write the engine to.
         output: the final path of that file, for messages.
-        flipped: external data that the model declares signed, but whose bytes are still unsigned.
+        flipped: external data that the rewritten model declares as signed, but whose bytes in the file are still
+            unsigned.
         bounds: sizes of the engine whose proof is recorded; None: no proof is recorded.
     """
 
@@ -63,7 +65,7 @@ class Stage(msgspec.Struct, tag=True, frozen=True):
 
 
 class Node(msgspec.Struct, tag=True, frozen=True):
-    """The parser begins a node, as ``name [operator]``; after a crash, the last one shows where it happened."""
+    """The parser begins a node, given as ``name [operator]``. After a crash, the last node shows where it happened."""
 
     name: str
 
@@ -88,7 +90,7 @@ class Line(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The engine is written and on disk.
+    """The answer of the child: the engine is complete on disk.
 
     Attributes:
         network: see `trt_kvcache.engine.manifest.Manifest`.
@@ -113,12 +115,12 @@ WORKER = ("-m", "trt_kvcache.engine.builder")
 """Arguments of the interpreter for the build process; the path of the engine follows."""
 
 _GRACE = 3.0  # seconds in which the child may end by itself, once its pipe is closed
-_CRASH = 0xC0000000  # exit codes of Windows from here on are unhandled exceptions
+_CRASH = 0xC0000000  # from this number on, exit codes of Windows mean unhandled exceptions
 
 
 @dataclass
 class _Heard:
-    """The child's messages so far, for the report if it dies."""
+    """The messages that the child has sent so far. They are used for the error message if the child dies."""
 
     progress: Callable[[ProgressEvent], None]
     stage: str = STAGES[0]
@@ -127,7 +129,7 @@ class _Heard:
     warnings: list[str] = field(default_factory=list)
 
     def hear(self, news: bytes) -> None:
-        """Handle a message."""
+        """Handle a message from the child."""
         match msgspec.json.decode(news, type=Event):
             case Stage(name):
                 if name != self.stage:

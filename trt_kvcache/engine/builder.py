@@ -37,14 +37,14 @@ from trt_kvcache.importer.planning.cache_plans import without_plugin
 
 _REPORT = "this is a fault in trt_kvcache, please report it with the model"
 _BUDGET = 50.0  # seconds of one decode without --proof STEPS; the whole proof takes about two and a half times as long
-_COMPARED = (0, 2, 4)  # steps that the network runs: NumPy takes seconds for one of a large model
+_COMPARED = (0, 2, 4)  # indices of the steps that the network runs: NumPy takes seconds for one of a large model
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
     """Compare the network's cache updates, inputs and outputs with the plan's.
 
     Raises:
-        BuildError: they differ; the engine would contradict its manifest.
+        BuildError: they differ, so the engine would contradict its manifest.
     """
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
@@ -52,7 +52,7 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
     planned = Counter((c.past, c.present) for c in plan.caches if c.route is Route.NATIVE)
     if missing := planned - parsed:
         raise BuildError(
-            f"the parsed network has {parsed.total()} KV-cache layers, the plan {planned.total()}; missing: "
+            f"the parsed network has {parsed.total()} KV-cache layers, but the plan has {planned.total()}; missing: "
             f"{_pairs(missing)}. The engine would not update them in place; {_REPORT}"
         )
     if surplus := parsed - planned:
@@ -91,10 +91,11 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
         role = expected[tensor.name]
         dtype = tensor.dtype.name
         if dtype != TENSORRT_DTYPES.get(role.dtype):
-            raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, the model says {role.dtype}")
+            raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, but the model says {role.dtype}")
         if not _same_shape(tuple(tensor.shape), role.shape, exact=io == "input"):
             raise BuildError(
-                f"TensorRT gives {io} {role.name!r} the shape {list(tensor.shape)}, the plan says {list(role.shape)}"
+                f"TensorRT gives {io} {role.name!r} the shape {list(tensor.shape)}, but the plan says "
+                f"{list(role.shape)}"
             )
         if io == "input" and tensor.is_shape_tensor:
             raise BuildError(
@@ -104,7 +105,10 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Compare shapes. -1 is TensorRT's dynamic size; it may know more or less about an output than the model."""
+    """Return True if the shapes agree. TensorRT writes -1 for a dynamic size.
+
+    It may know more or less about the shape of an output than the model.
+    """
     if len(parsed) != len(planned):
         return False
     for size, dim in zip(parsed, planned, strict=True):
@@ -187,7 +191,7 @@ _NO_KERNEL = "not supported by a dedicated kernel"
 
 
 def main() -> None:
-    """Build an engine; remove it if the caller has ended."""
+    """Build an engine. If the caller ends meanwhile, remove the engine."""
     serve(lambda job, parts, caller: _build(job, parts, caller.tell), Job, _abandon)
 
 
@@ -207,7 +211,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     logger, monitor = make_listeners(trt, send, job.build.log)
     refusals = _register_plugins(trt, job)
     builder = trt.Builder(logger)
-    # Otherwise TensorRT 10 may change precisions; 11 and TensorRT for RTX always keep them.
+    # Without this flag, TensorRT 10 may change precisions; TensorRT 11 and TensorRT for RTX never change them.
     typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
     network = builder.create_network(typed)
 
@@ -239,15 +243,16 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         # Writing the engine in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
         if not built and _NO_KERNEL in logger.words():
-            # The set of attentions with a fused kernel was measured on one version; another version may lack one.
+            # The plan expects a fused kernel for attentions that had one in the measured version; this version may lack
+            # one.
             patch_network(network, job.plan, trt, decompose_all=True)
             logger.errors.clear()
             file.truncate(0)
             file.seek(0)
             writer = make_writer(trt, file)
             built = builder.build_serialized_network_to_stream(network, config, writer)
-            send(Log(False, f"{job.title} lacks a fused kernel for an attention that was planned as fused: every "
-                            "attention may be decomposed"))  # fmt: skip
+            send(Log(False, f"{job.title} has no fused kernel for an attention that the plan expects to be fused: "
+                            "it may now decompose every attention"))  # fmt: skip
         if writer.error is not None:
             raise OutputError(f"{job.output}: cannot be written: {writer.error.strerror}") from writer.error
         if not built or not writer.size:
@@ -291,7 +296,10 @@ def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -
 
 
 def import_tensorrt(target: Target) -> Any:
-    """Import the builder's module, here and for Polygraphy, which reads the variable when it is imported."""
+    """Import and return the builder's module.
+
+    Polygraphy uses the same one: it reads an environment variable when it is imported.
+    """
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
     try:
         if target is Target.TENSORRT_RTX:
@@ -306,7 +314,7 @@ def import_tensorrt(target: Target) -> Any:
 
 
 def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
-    """Register the cache-update plugin if the plan needs it; return a list that collects its refusals."""
+    """Register the cache-update plugin if the plan needs it. Return the list to which the plugin appends its errors."""
     if not any(cache.route is Route.PLUGIN for cache in job.plan.caches):
         return []
     from trt_kvcache.plugins.embed import register_for_this_gpu
@@ -318,7 +326,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
-    """Return TensorRT's message with the plugin's refusals, which TensorRT does not pass on, and what to do."""
+    """Return TensorRT's message, with the plugin's errors, which TensorRT does not pass on, and with advice."""
     if not refusals:
         return message
     said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
@@ -372,7 +380,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         capabilities = [] if here else [(int(c[2:-1]), int(c[-1])) for c in build.compute_capabilities]
         loader = CreateConfigRTX(compute_capabilities=capabilities or None, use_gpu=here, **common)
     else:
-        loader = CreateConfig(tf32=True, **common)  # TensorRT's own default; only Polygraphy turns it off
+        loader = CreateConfig(tf32=True, **common)  # this is TensorRT's own default; only Polygraphy turns TF32 off
     try:
         with warnings.catch_warnings():
             # Polygraphy sets an empty timing cache on every builder; for TensorRT for RTX that is deprecated.

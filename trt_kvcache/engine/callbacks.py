@@ -26,16 +26,16 @@ from trt_kvcache.progress import ProgressEvent
 # Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
 _NODE = "arsing node: "
 
-# Log lines without news in a build that succeeds: a warning for every int64 input (the manifest has the dtypes), the
-# missing driver of a machine without a GPU, and logits_span, whose contents are unused on purpose.
+# Log lines that say nothing new in a build that succeeds: a warning for every int64 input (the manifest has the
+# dtypes), the missing driver of a machine without a GPU, and logits_span, whose contents are unused on purpose.
 _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Tensor logits_span")
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
     """Return a logger that passes on warnings, errors and the node being parsed, and a progress monitor.
 
-    The logger's method `words` returns the errors so far on one line; if there are none, the errors that were not
-    passed on.
+    The logger's method `words` returns the errors so far on one line. If there are none, it returns the errors that
+    were not passed on.
 
     Args:
         trt: the module.
@@ -58,7 +58,7 @@ def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, A
                     send(Line(line))
                 else:
                     file.write(f"{line}\n")
-                    file.flush()  # so that a crash does not lose it
+                    file.flush()  # so that the line is not lost in a crash
             if severity == trt.ILogger.VERBOSE:
                 if _NODE in message:
                     send(Node(message.partition(_NODE)[2]))
@@ -131,7 +131,10 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def native_logger(module: Any) -> Any:
-    """Return the logger for a module's ``Runtime`` and ``Builder``. It prints errors that no recorder takes."""
+    """Return TensorRT's own logger for the ``Runtime`` and ``Builder`` of a module.
+
+    It prints errors if no error recorder is set.
+    """
     return _logger(module.Logger)
 
 
@@ -150,7 +153,7 @@ def make_recorder(module: Any) -> Any:
 
         def report_error(self, code: Any, description: str) -> bool:
             self._errors.append((code, description))
-            return False  # not fatal: the call that failed reports it, too
+            return False  # not fatal: the call that failed also reports the error by its result
 
         def get_num_errors(self) -> int:
             return len(self._errors)
@@ -168,7 +171,7 @@ def make_recorder(module: Any) -> Any:
             self._errors.clear()
 
         def take(self) -> str:
-            """Return the reports since the last call, each once, on one line."""
+            """Return the reports since the last call as one line, without duplicates."""
             words = dict.fromkeys(" ".join(text.split()) for _, text in self._errors)
             self._errors.clear()
             return "; ".join(words) or "it gives no reason"

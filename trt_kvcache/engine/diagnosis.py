@@ -35,7 +35,10 @@ _PACKAGES = {
     "transformers": "export",
 }
 _EXTRAS = {
-    "text": (("tokenizers", "jinja2", "prompt_toolkit"), "prompts as text; token ids need none of these"),
+    "text": (
+        ("tokenizers", "jinja2", "prompt_toolkit"),
+        "for prompts as text; prompts as token ids need none of these",
+    ),
     "plugin": (("nvidia-cuda-nvrtc",), "compiles the kernels that run beside engines; without it, decoding is slower"),
     "structured": (("llguidance",), "JSON schemas, regular expressions and grammars"),
     "serve": (("starlette", "uvicorn", "prometheus-client"), "OpenAI's API"),
@@ -95,7 +98,10 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """One cache route: whether it is `available` here, and why in `detail`. `form`: packed or padded updates."""
+    """One cache route. `available` and `detail` say whether it can be used here, and why.
+
+    `form`: packed or padded updates.
+    """
 
     route: Route
     form: str
@@ -145,7 +151,7 @@ def diagnose() -> Diagnosis:
 
 
 def find_gpus() -> tuple[str | None, tuple[Gpu, ...], str]:
-    """Return the driver's CUDA version, the GPUs, and the reason for having none (empty if there are some)."""
+    """Return the driver's CUDA version, the GPUs, and the reason why there is no GPU (empty if there is one)."""
     try:
         from cuda.bindings import driver
         from cuda.pathfinder import DynamicLibNotFoundError
@@ -237,11 +243,16 @@ def _advice(
     if not by_name["tensorrt-rtx"].importable:
         advice.append("pip install 'trt-kvcache[rtx]': builds engines on any machine, with or without a GPU")
     if not by_name["tensorrt"].importable:
-        advice.append("pip install 'trt-kvcache[tensorrt]': datacenter GPUs; several gigabytes, a GPU to build")
+        advice.append(
+            "pip install 'trt-kvcache[tensorrt]': for datacenter GPUs; takes several gigabytes, and "
+            "needs a GPU to build"
+        )
     elif not by_name["tensorrt"].native:
         advice.append("pip install 'tensorrt>=10.15': the first version with the cache update layer")
     if gpu_problem:
-        advice.append("an NVIDIA GPU and its driver: to run engines; TensorRT for RTX builds them without")
+        advice.append(
+            "an NVIDIA GPU and its driver: engines need them to run; TensorRT for RTX builds engines without them"
+        )
     for extra, (names, use) in _EXTRAS.items():
         if absent := [name for name in names if name in missing]:
             advice.append(f"pip install 'trt-kvcache[{extra}]': {', '.join(absent)}, {use}")
@@ -249,7 +260,10 @@ def _advice(
 
 
 def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Advise on ``--compute-capabilities``: engines of TensorRT for RTX are for its GPUs from 8.0 on by default."""
+    """Return advice on ``--compute-capabilities``.
+
+    By default, engines of TensorRT for RTX run only on GPUs from 8.0 on.
+    """
     if not any(backend.name == "tensorrt-rtx" and backend.importable for backend in backends):
         return ()
     advice = []
@@ -261,12 +275,12 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
                 f"{gpu.name} (compute capability {gpu.compute_capability})"
             )
         elif gpu.compute_capability.startswith("7."):
-            advice.append(f"build --compute-capabilities {sm}: engines for all GPUs are not for the {gpu.name}")
+            advice.append(f"build --compute-capabilities {sm}: engines for all GPUs do not run on the {gpu.name}")
     return tuple(dict.fromkeys(advice))
 
 
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Advise on versions: a driver takes libraries of its own major version of CUDA or an older one.
+    """Return advice on versions: a driver takes libraries for its own major version of CUDA or for an older one.
 
     The names of packages say which major version they need. Engines with the plugin contain PTX, which a driver takes
     only up to its own version.
@@ -284,8 +298,8 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
     nvrtc = _version("nvidia-cuda-nvrtc")
     if nvrtc is not None and _release(nvrtc) > own and any(b.native and b.plugins for b in backends):
         advice.append(
-            f"pip install 'nvidia-cuda-nvrtc=={driver}.*': kernels of the cache-update plugin as NVRTC {nvrtc} makes "
-            f"them are too new for this driver, which is for CUDA {driver}"
+            f"pip install 'nvidia-cuda-nvrtc=={driver}.*': NVRTC {nvrtc} compiles kernels of the cache-update "
+            f"plugin that are too new for this driver, which is for CUDA {driver}"
         )
     return tuple(advice)
 

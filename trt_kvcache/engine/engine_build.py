@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 _T = TypeVar("_T")
-_FACTOR = 1.65  # times the bytes of all weights: memory of a build with TensorRT for RTX, see docs/verify-and-build.md
-_FIXED = 500_000_000  # bytes
-_ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes them
+_FACTOR = 1.65  # memory of a build with TensorRT for RTX, as a multiple of the weights: docs/verify-and-build.md
+_FIXED = 500_000_000  # bytes that are added to this
+_ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes this number
 
 
 def build_engine(
@@ -91,7 +91,7 @@ def build_engine(
             return engines[-1].manifest
     except Exception:
         if watched.verdict is not None:
-            watched.verdict.result()  # a refusal of the check says more than later errors of such a model
+            watched.verdict.result()  # the check's refusal of the model says more than the errors that follow from it
         raise
 
 
@@ -100,12 +100,12 @@ class _Prepared:
     """A decoder that is ready to be built, and its encoder.
 
     Attributes:
-        model: of the decoder, for TensorRT.
+        model: the decoder's model for TensorRT.
         generation: see `Manifest.generation`.
         tables: rows of the tables that token ids and positions look up.
         scans: names of the nodes that run over the tokens of an update.
-        encoder: of the model; None: it has none, or none that becomes an engine.
-        said: why the encoder becomes no engine.
+        encoder: the encoder to build; None: the model has no encoder, or its encoder cannot become an engine.
+        said: why the encoder cannot become an engine.
     """
 
     model: _Part
@@ -120,12 +120,12 @@ class _Prepared:
 
     @property
     def positions(self) -> int | None:
-        """Rows of the smallest table of positions; None: none is known."""
+        """Number of rows in the smallest table of positions; None: no table is known."""
         return min(self.tables.positions.values(), default=None)
 
     @property
     def bounds(self) -> Bounds:
-        """Sizes of the proof."""
+        """The sizes of the engine that its proof must respect."""
         sizes = self.limits.max_batch, self.limits.max_chunk, self.limits.max_logits
         return Bounds(*sizes, self.positions, _encoder_length(self.plan, self.profiles))
 
@@ -134,7 +134,10 @@ def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
     """Check the options of a build and its output, before the model is read."""
     engine = check_output(output)
     if engine.suffix == ".json":
-        raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
+        raise OutputError(
+            f"{output}: a name that ends in .json is for manifests; give another name for the engine, "
+            "such as model.engine"
+        )
     for path in (manifest_path(engine), proof_path(engine)):
         check_output(path)
     if build.log not in (None, "-"):
@@ -157,9 +160,12 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
     plan, part = imported.plan, _part([imported.source], imported.model)
     _check_not_model(setup.engine, part.files)
     if setup.engine.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
-        raise OutputError(f"{setup.engine}: models end in .onnx; give another name, such as model.engine")
+        raise OutputError(
+            f"{setup.engine}: a name that ends in .onnx is for models; give another name for the "
+            "engine, such as model.engine"
+        )
     if setup.build.encoder != "auto":
-        which_encoder(part.path, plan, setup.build)  # a named encoder has to exist
+        which_encoder(part.path, plan, setup.build)  # if an encoder is named, it has to exist
     encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, setup.build))
     own = setup.build if encoder is None else _of_decoder(setup.build, plan, encoder)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
@@ -176,7 +182,7 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
 
 
 def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
-    """Build the engines into temporary files of `files`: the encoder's, if there is one, and then the decoder's."""
+    """Build the engines into temporary files of `files`: first the encoder's, if there is one, then the decoder's."""
     engines, said, limits = [], prepared.said, prepared.limits
     if (job := prepared.encoder) is not None:
         entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
@@ -188,9 +194,9 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
         if not prepared.scans or limits.max_chunk == 1:
             raise
         raise BuildError(
-            f"{error.message}; the model has a Scan over the tokens of an update ('{prepared.scans[0]}'), and some "
-            "operators do not build before one while their number is open: try --max-chunk 1 (one token in a step), "
-            "or export with a fixed number of tokens"
+            f"{error.message}; the model has a Scan over the tokens of an update ('{prepared.scans[0]}'), and "
+            "TensorRT cannot build some operators before a Scan while the number of tokens is dynamic: try "
+            "--max-chunk 1 (one token in a step), or export with a fixed number of tokens"
         ) from None
     assert setup.progress.verdict is not None
     plan = setup.progress.verdict.result().on(prepared.plan)
@@ -210,9 +216,9 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
 
 
 class _Watched:
-    """The caller's `progress`, and the check, which runs at the same time.
+    """Runs the caller's `progress`, and the check of the model, while TensorRT builds.
 
-    It keeps the exception that one of them raised; that exception ends the whole build.
+    If one of them raises an exception, this object keeps it, and the whole build ends with it.
     """
 
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
@@ -255,8 +261,9 @@ class _Part:
         path: path of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
         sources: the files as read, without their graphs.
-        model: the rewritten model; taken out when it is sent, because it may hold all weights, too.
-        flipped: external data whose bytes change for TensorRT.
+        model: the rewritten model. It may hold all weights, so it is removed from here when it is sent to the build
+            process.
+        flipped: external data that TensorRT gets with changed bytes.
     """
 
     path: Path
@@ -268,7 +275,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Engine:
-    """An engine in a temporary file, its manifest, its final path, and its proof; without one empty."""
+    """An engine in a temporary file, its manifest, its final path, and the bytes of its proof (empty: no proof)."""
 
     manifest: Manifest
     file: Path
@@ -299,8 +306,8 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
         sizes = ", ".join(f"{name} {list(r.max)}" for name, r in encoder.profile.shapes.items())
         of = f"the longest source ({sizes})" if sizes else "every source"
         raise OptionError(
-            f"--max-encoder is {allowed}, and the encoder makes {positions} positions of {of}; give "
-            f"--max-encoder {positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
+            f"--max-encoder is {allowed}, but the encoder makes {positions} positions from {of}; give --max-encoder "
+            f"{positions}, {'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
         )
     own = without_shapes(build, plan, encoder.plan)
     shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
@@ -309,7 +316,9 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
 
 
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """Return the result of `work` for the encoder's engine; if it fails and no encoder is named, None and a warning.
+    """Run `work` for the encoder's engine and return its result.
+
+    If it fails and the caller named no encoder, return None and a warning.
 
     An unexpected error becomes a warning, too, so that the decoder is still built; a caller who names the encoder gets
     the error itself. An `OutputError` ends the build, because the decoder's engine could not be written either.
@@ -328,10 +337,10 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
             raise
         last = (str(error).strip().splitlines() or [""])[-1]
         why = (
-            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with the output of "
-            "--encoder FILE, the encoder's"
+            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with the output of a build "
+            "with --encoder FILE, the encoder's file"
         )
-    return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
+    return None, (f"no engine could be built from the encoder, so it runs on the CPU: {why}",)
 
 
 def _build_encoder(files: ExitStack, job: EncoderJob, setup: _Setup) -> _Engine:
@@ -361,7 +370,7 @@ def _built(
         try:
             done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
             model = identities.result()
-        finally:  # TensorRT and the digests read the files at different times; if a file changed, say so
+        finally:  # TensorRT and the digests read the files at different times; a change between is an error
             for source in part.sources:
                 source.check_unchanged()
     proof = FileIdentity(proof_path(output).name, len(done.proof), blake3(done.proof).hexdigest())
@@ -387,7 +396,7 @@ def _built(
 
 
 def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
-    """Refuse a build that would not fit into memory; `twice` if the engine holds most weights twice."""
+    """Refuse a build that would not fit into memory. `twice` is True if the engine holds most weights twice."""
     from trt_kvcache.importer.protos import byte_size, iter_tensors
 
     if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
@@ -411,11 +420,11 @@ def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
 
 
 def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
-    """Refuse to overwrite the model."""
+    """Refuse an engine path that would overwrite a file of the model."""
     for written in (engine, manifest_path(engine)):
         for path in files:
             if written.exists() and written.samefile(path):
-                raise OutputError(f"{written}: is a file of the model; give another name for the engine")
+                raise OutputError(f"{written}: this is a file of the model; give another name for the engine")
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
@@ -450,7 +459,10 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
 
 
 def _built_for(build: BuildOptions) -> tuple[str, ...]:
-    """Return the compute capabilities by name, because ``current`` means another GPU on another machine."""
+    """Return the compute capabilities that the engine is built for.
+
+    ``current`` is replaced, because it means another GPU on another machine.
+    """
     if build.compute_capabilities != (CURRENT,):
         return build.compute_capabilities
     _, gpus, _ = find_gpus()
@@ -520,7 +532,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
         build: names the encoder.
 
     Raises:
-        OptionError: an encoder is named but does not exist, or the decoder takes nothing from one.
+        OptionError: an encoder is named, but it does not exist, or the decoder takes no inputs from an encoder.
     """
     from trt_kvcache.importer.families.encoders.files import find_encoder, named_encoder
 
@@ -532,8 +544,8 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     if not constants or path is None:
         if named is None:
             return None
-        reason = f"there is none at {named}" if constants else f"{model} takes nothing from one"
-        raise OptionError(f"--encoder names an encoder, and {reason}; leave it out")
+        reason = f"there is no encoder at {named}" if constants else f"{model} takes no inputs from an encoder"
+        raise OptionError(f"--encoder names an encoder, but {reason}; leave it out")
     return path
 
 

@@ -1,6 +1,6 @@
 """An engine's folder: ``model.engine``, its other files, and files that turn text into tokens and back.
 
-Of the latter, ``generation_config.json``, ``genai_config.json`` and ``config.json`` have settings of tokens.
+Settings of tokens come from ``generation_config.json``, ``genai_config.json`` and ``config.json``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TEXTS = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "generation_config.json",
-    "config.json",  # for encoder-decoders: names the token that starts a text
+    "config.json",  # for encoder-decoders: this file names the token that starts a text
 )
 """Files beside a model that turn text into tokens and back."""
 _LARGEST = 1 << 28  # bytes
@@ -34,21 +34,21 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
         output: a file; or a folder, which exists or ends with a slash.
 
     Raises:
-        OutputError: `output` is not a path; or a folder that holds a model, or files for texts without an engine, which
-            would be replaced.
+        OutputError: `output` is not a path; or it is a folder with a model; or it is a folder without an engine that
+            holds files for texts, which would be replaced.
     """
     path = as_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
         return path, None
     if models := models_in(path):
         raise OutputError(
-            f"{path}: the folder of a model, {models[0].name}; give another folder, or the name of a file"
+            f"{path}: this folder holds the model {models[0].name}; give another folder, or the name of a file"
         )
     others = [name for name in TEXTS if (path / name).exists()]
     if others and not (path / ENGINE).exists():
         raise OutputError(
-            f"{path}: this folder holds {others[0]}, and no engine that it belongs to; give another folder, or the "
-            "name of a file"
+            f"{path}: this folder holds {others[0]}, but not the engine that it belongs to; give another folder, or "
+            "the name of a file"
         )
     return path / ENGINE, path
 
@@ -101,7 +101,7 @@ def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
 
 
 _OF_MODEL = (
-    # The model was trained with these; they hold however its tokens are chosen.
+    # The model was trained with these settings; they apply however tokens are chosen.
     "eos_token_id",
     "bad_words_ids",
     "suppress_tokens",

@@ -34,8 +34,8 @@ class EngineView:
     """The inputs, outputs, aliases and profiles that an opened engine reports.
 
     Attributes:
-        aliases: output -> input of the same buffer, for TensorRT's own layers. TensorRT does not report aliases of
-            plugins.
+        aliases: maps each output to the input with the same buffer, for TensorRT's own layers. TensorRT does not report
+            aliases of plugins.
         profiles: per profile, the shapes of the inputs.
     """
 
@@ -46,7 +46,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """A built engine: its manifest, whose hash is the engine's, and the report of the opened engine.
+    """A built engine: its manifest, whose digest of the engine was checked, and the report of the opened engine.
 
     Attributes:
         view: agrees with `manifest`; None if the engine was not opened.
@@ -60,7 +60,9 @@ class EngineReport:
 
 
 def inspect_engine(engine: str | Path) -> EngineReport:
-    """Read an engine's manifest, check the engine's hash against it, and with a GPU the opened engine, too.
+    """Read an engine's manifest, and check the engine's hash against it.
+
+    If there is a GPU, open the engine and compare it with the manifest, too.
 
     Args:
         engine: path of the engine, whose manifest lies beside it as ``<engine>.json``; or of its folder.
@@ -99,15 +101,20 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
             continue
         plan = expected[key]
         if tensor.dtype != plan.dtype:
-            differences.append(f"{tensor.io} {tensor.name} is {tensor.dtype}, in the manifest {plan.dtype}")
+            differences.append(
+                f"{tensor.io} {tensor.name} is {tensor.dtype} in the engine, and {plan.dtype} in the manifest"
+            )
         if not _same_shape(tensor, plan):
-            shapes = f"{list(tensor.shape)}, in the manifest {list(plan.shape)}"
-            differences.append(f"{tensor.io} {tensor.name} has the shape {shapes}")
+            shapes = f"{list(tensor.shape)} in the engine, and {list(plan.shape)}"
+            differences.append(f"{tensor.io} {tensor.name} has the shape {shapes} in the manifest")
     return differences
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """Compare shapes. An engine may know a size that the model leaves open; it may not know the size of an output."""
+    """Return True if the shapes agree.
+
+    An engine may know a size that the model leaves open, and it may not know the size of an output.
+    """
     if len(tensor.shape) != len(plan.shape):
         return False
     for actual, expected in zip(tensor.shape, plan.shape, strict=True):
@@ -123,20 +130,23 @@ def _compare_aliases(manifest: Manifest, reported: dict[str, str]) -> list[str]:
         actual, expected = reported.get(present), manifest.aliases.get(present)
         if actual != expected and not (actual is None and present in unreported):
             differences.append(
-                f"{present} shares the buffer of {actual or 'nothing'}, in the manifest of {expected or 'nothing'}"
+                f"{present} shares the buffer of {actual or 'nothing'} in the engine, and of "
+                f"{expected or 'nothing'} in the manifest"
             )
     return differences
 
 
 def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, ShapeRange], ...]) -> list[str]:
     if len(planned) != len(reported):
-        return [f"the engine has {len(reported)} profiles, the manifest {len(planned)}"]
+        return [f"the engine has {len(reported)} profiles, but the manifest has {len(planned)}"]
     differences = []
     for profile, shapes in zip(planned, reported, strict=True):
         for name, expected in profile.shapes.items():
             actual = shapes.get(name)
             if actual is not None and actual != expected:
-                differences.append(f"profile {profile.name}: {name} is {actual}, in the manifest {expected}")
+                differences.append(
+                    f"profile {profile.name}: {name} is {actual} in the engine, and {expected} in the manifest"
+                )
     return differences
 
 

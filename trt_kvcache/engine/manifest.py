@@ -1,4 +1,4 @@
-"""The manifest: the facts that running or auditing an engine needs, beside the engine as ``<engine>.json``."""
+"""The manifest: a file ``<engine>.json`` beside an engine, with the facts that are needed to run or to audit it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from trt_kvcache.page import Html, table, tag
 _LARGEST = 1 << 28  # bytes
 SCHEMA_VERSION = 2
 NO_PROOF = "the engine has no proof: "
-"""The beginning of the warning of a build without a proof."""
+"""The first words of the warning that a build without a proof gives."""
 ENCODER = "encoder"
-"""The profile of an encoder's engine."""
+"""The name of the only profile in an encoder's engine."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Profile:
 
     Attributes:
         name: ``"prefill"`` or ``"decode"``; `ENCODER` of an encoder.
-        shapes: shapes of each input with a dynamic dimension.
+        shapes: the range of shapes of each input with a dynamic dimension.
     """
 
     name: str
@@ -50,11 +50,12 @@ class Profile:
 
 @dataclass(frozen=True, repr=False)
 class Manifest:
-    """The facts that running or auditing an engine needs.
+    """The facts that are needed to run or to audit an engine.
 
     Attributes:
-        aliases: present tensor -> past tensor, bound to one device address.
-        double_buffered: present tensor -> past tensor for state, and for caches that are not in place.
+        aliases: maps each present tensor to the past tensor with the same device address.
+        double_buffered: maps each present tensor to its past tensor, for state and for caches that are not updated in
+            place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
         max_logits: most positions of one sequence with logits in a step; None: the model decides.
         vocab, max_positions: rows of the tables that token ids and positions look up; None if no table is known. The
@@ -113,7 +114,10 @@ class Manifest:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
         off = "it was built with --strip-plan" if self.options.get("strip_plan") else "it was built with --proof off"
-        return f"{said[0] if said else off}; 'build --proof STEPS' records one of so many steps, whatever they take"
+        return (
+            f"{said[0] if said else off}; 'build --proof STEPS' records a proof with this number of steps, "
+            "however long they take"
+        )
 
     @property
     def is_encoder(self) -> bool:
@@ -123,7 +127,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SchemaOnly:
-    """The only field that every schema version has; it is decoded first, because the rest may have changed."""
+    """The only field that every schema version has.
+
+    It is decoded first, because other fields may differ between versions.
+    """
 
     schema_version: int
 
@@ -177,7 +184,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     path = engine_in(as_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
-        raise ManifestError(f"{path}: a folder; give the path of an engine")
+        raise ManifestError(f"{path}: this is a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)
     try:
         data = read_file(file, _LARGEST)
@@ -186,7 +193,8 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
             raise ManifestError(f"{path}: no such file; check the path") from None
         if path.suffix == ".onnx":
             raise ManifestError(
-                f"{path}: a model without a manifest; give an engine; 'trt-kvcache plan' shows models"
+                f"{path}: this is a model, which has no manifest; give an engine, or use 'trt-kvcache plan' to look "
+                "at models"
             ) from None
         raise ManifestError(
             f"{file}: no such file; an engine needs the manifest that 'trt-kvcache build' wrote beside it"
@@ -198,15 +206,17 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         version = msgspec.json.decode(data, type=_SchemaOnly).schema_version
         if version != SCHEMA_VERSION:
             raise ManifestError(
-                f"{file}: manifest schema {version}; this version of trt_kvcache knows schema {SCHEMA_VERSION}: "
-                "use the version of trt_kvcache that built the engine, or build it again"
+                f"{file}: the manifest has schema {version}, but this version of trt_kvcache reads schema "
+                f"{SCHEMA_VERSION}: use the version of trt_kvcache that built the engine, or build it again"
             )
         content = msgspec.json.decode(data)
         if content.pop("digest", None) != _digest(content):
-            raise ManifestError(f"{file}: edited or damaged since 'trt-kvcache build' wrote it; {advice}")
+            raise ManifestError(
+                f"{file}: the manifest was edited or damaged since 'trt-kvcache build' wrote it; {advice}"
+            )
         return msgspec.json.decode(data, type=Manifest)
     except (msgspec.ValidationError, OptionError) as error:  # OptionError comes from the plan's options
-        raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
+        raise ManifestError(f"{file}: this is not a valid manifest: {error}; {advice}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
 
@@ -219,14 +229,19 @@ def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
     """
     engine = Path(engine)
     if engine.suffix == ".json":
-        raise ManifestError(f"{engine}: a manifest; give the engine beside it, {engine.with_suffix('')}")
+        raise ManifestError(f"{engine}: this is a manifest; give the engine beside it, {engine.with_suffix('')}")
     advice = "the manifest is not of this engine; build again, or put back the pair that was built together"
     try:
         size = engine.stat().st_size
         if size != manifest.engine.size:
-            raise ManifestError(f"{engine}: {size} bytes, its manifest says {manifest.engine.size}; {advice}")
+            raise ManifestError(
+                f"{engine}: the engine has {size} bytes, but its manifest says {manifest.engine.size}; {advice}"
+            )
         digest = identify(engine).blake3
     except OSError as error:
         raise ManifestError(f"{engine}: the engine cannot be read: {error.strerror}") from error
     if digest != manifest.engine.blake3:
-        raise ManifestError(f"{engine}: BLAKE3 {digest}, its manifest says {manifest.engine.blake3}; {advice}")
+        raise ManifestError(
+            f"{engine}: the engine has the BLAKE3 digest {digest}, but its manifest says "
+            f"{manifest.engine.blake3}; {advice}"
+        )

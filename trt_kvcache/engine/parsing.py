@@ -34,7 +34,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Request:
-    """A model to parse and compare. Its bytes follow; and, unless it is as exported, the tokens of the pieces.
+    """A model to parse and compare. Its bytes follow. For a rewritten model, the tokens of the pieces follow, too.
 
     Attributes:
         model: absolute path of the source model.

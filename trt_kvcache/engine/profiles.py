@@ -6,8 +6,9 @@ There are two, because one set of kernels does not fit both phases of a decode l
 For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights in another layout: an
 engine of 377 MB instead of 227 MB for 202 MB of float16 weights. So ``decode`` allows a batch of two if the largest
 batch is one; no caller has to use two. ``prefill`` then allows logits of two positions, because for one position its
-last layers would have one row: 323 MB instead of 245 MB for 232 MB. Quantized weights show the opposite, 90 MB against
-109 MB for 81 MB in int4, and 172 MB against 263 MB for 126 MB in int8; so ``decode`` stays at one for them.
+last layers would have one row: 323 MB instead of 245 MB for 232 MB. Quantized weights show the opposite: with exactly
+one row, the engine has 90 MB instead of 109 MB for 81 MB in int4, and 172 MB instead of 263 MB for 126 MB in int8. So
+their ``decode`` allows exactly one.
 """
 
 from __future__ import annotations
@@ -84,29 +85,34 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
         )
     encoder = _encoder(build)
     if encoder and not any("encoder" in t.axes for t in plan.tensors):
-        raise OptionError("--max-encoder is given, and no input of the model is as long as an encoder's output")
+        raise OptionError(
+            "--max-encoder is given, but no input of the model has the length of an encoder's output; leave it out"
+        )
     return Limits(max_batch, opt_batch, max_chunk, capacity, _logits(plan, build, chunk, max_chunk), encoder)
 
 
 def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
     """Return the most positions with logits in a step; None if the model decides.
 
-    If updates have a fixed length, a step of fewer tokens is padded at its end, and its last token may be anywhere.
+    If updates have a fixed length, a step of fewer tokens is padded at its end. Then any position may be that of its
+    last token.
     """
     asked = build.max_logits
     if plan.logits_span is None:
         if asked is not None:
             raise OptionError(
-                f"--max-logits is {asked}, and the plan leaves the model's logits as they are (see its notes, and "
+                f"--max-logits is {asked}, but the plan leaves the model's logits as they are (see its notes, and "
                 "--logits); leave it out"
             )
         return None
     if asked is not None and asked > max_chunk:
-        raise OptionError(f"--max-logits is {asked}, and a step has at most {max_chunk} positions; give at most that")
+        raise OptionError(
+            f"--max-logits is {asked}, but a step has at most {max_chunk} positions; give that number or less"
+        )
     if fixed is not None and asked not in (None, fixed):
         raise OptionError(
-            f"--max-logits is {asked}, and all updates of the model have {fixed} tokens, and any of them may "
-            "be the last valid one: leave it out"
+            f"--max-logits is {asked}, but the logits of all {fixed} positions are needed, because every update of "
+            f"the model has {fixed} tokens, and any of them may be the last valid one: leave it out"
         )
     return fixed or asked or min(DEFAULT_LOGITS, max_chunk)
 
@@ -114,7 +120,7 @@ def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: 
 def make_profiles(
     plan: CachePlan, build: BuildOptions, limits: Limits, *, quantized: bool = False
 ) -> tuple[Profile, ...]:
-    """Return the profiles for a plan: one if prefill and decode are the same.
+    """Return the profiles for a plan: two, or one if prefill and decode have the same shapes.
 
     Args:
         plan: plan of the model.
@@ -123,13 +129,13 @@ def make_profiles(
         quantized: the model has quantized weights.
 
     Raises:
-        OptionError: the caller gives no size of an axis that nothing else determines; or a shape from the caller does
-            not fit the model or the limits.
+        OptionError: nothing determines the size of an axis, and the caller does not give it; or a shape from the caller
+            does not fit the model or the limits.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
     shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
-    several = shared and limits.max_batch == 1  # rows that may never be used
+    several = shared and limits.max_batch == 1  # whether the profile has rows that may never be used
     if several and limits.max_logits == 1:
         limits = replace(limits, max_logits=2)
     prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
@@ -144,7 +150,7 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
 
     Args:
         plan: plan of the encoder.
-        build: the caller's options; shapes of other inputs are ignored: they are the decoder's.
+        build: the caller's options. Shapes of other inputs are ignored, because they belong to the decoder.
 
     Raises:
         OptionError: the longest source is unknown, or a shape from the caller does not fit the model.
@@ -175,7 +181,10 @@ def _encoder(build: BuildOptions) -> Range | None:
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    """Widen a profile for a batch of one to two; unchanged if only the caller knows a size."""
+    """Return a profile for a batch of one, widened to a batch of two.
+
+    It stays unchanged if it has a size that only the caller can know.
+    """
     tensors = {t.name: t for t in plan.tensors if t.io == "input"}
     shapes = {}
     for name, range_ in profile.shapes.items():
@@ -189,7 +198,7 @@ def _wider(plan: CachePlan, profile: Profile) -> Profile:
 
 
 def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> int | None:
-    """Return the one size that the model fixes, or None if it is open."""
+    """Return the size that the model fixes; None if the size is dynamic."""
     fixed = {s for s in sizes if isinstance(s, int)}
     if len(fixed) > 1:
         raise OptionError(f"the model's caches have different fixed {what}s: {', '.join(map(str, sorted(fixed)))}")
@@ -222,14 +231,14 @@ def _ranges(
 def _asked(tensor: TensorRole, index: int, asked: list[int | None], known: Range | None) -> Range:
     """Return the range of an axis that the caller asks for, within the known one.
 
-    Without a known one, each of the three sizes that is not given takes the value of one that is.
+    If no range is known, the caller gives one to three of its sizes; each missing size takes the value of a given one.
     """
     given = [size for size in (asked[1], asked[2], asked[0]) if size is not None]
     if known is None and not given:
         raise _unknown(tensor)
     default = known or (min(given), given[0], max(given))
     low, typical, high = (d if a is None else a for a, d in zip(asked, default, strict=True))
-    if asked[1] is None:  # the default yields to the caller's bounds
+    if asked[1] is None:  # the default typical size is moved into the caller's bounds
         typical = min(max(typical, low), high)
     axis = tensor.axes[index]
     if known and (high > known[2] or (axis in _FROM and high < known[2])):
@@ -288,13 +297,13 @@ def _rows(capacity: int, chunk: int) -> Range:
 
 
 def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
-    """Refuse shapes for inputs that do not exist, of another rank, or against a fixed dimension."""
+    """Refuse shapes for inputs that do not exist, have another rank, or fix a dimension at another size."""
     known = {t.name: t.shape for t in inputs}
     for flag, name, shape in ((f, n, s) for f, kind in _SHAPES.items() for n, s in getattr(build, kind).items()):
         if name not in known:
-            raise OptionError(f"{flag} names {name!r}, which is no input of the model; inputs: {', '.join(known)}")
+            raise OptionError(f"{flag} names {name!r}, which is not an input of the model; inputs: {', '.join(known)}")
         model = known[name]
-        mismatch = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
+        mismatch = f"{flag} gives {name!r} the shape {_text(shape)}, but in the model it is {_text(model)}"
         if len(shape) != len(model):
             raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
         for i, (asked, size) in enumerate(zip(shape, model, strict=True)):

@@ -252,7 +252,7 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with one exporter. A model that cannot be planned is kept; a model of other numbers is deleted."""
+        """Export with one exporter. Keep a model that cannot be planned; delete one that computes other numbers."""
         made = self._folder / name
         try:
             self._export(name)
@@ -318,7 +318,7 @@ class _Job:
         return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter, and report its warnings, unless it exports the twin: then they are the same."""
+        """Run an exporter. Report its warnings, but not for the twin, because the checkpoint's export repeats them."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")

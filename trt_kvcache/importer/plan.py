@@ -272,8 +272,7 @@ class CacheUpdate:
     Attributes:
         node: name of the node that updates the cache.
         past, present: names of the cache tensor before and after the update. If the route is in place, these are the
-            graph
-            input and output.
+            graph input and output.
         update: name of the tensor ``[B, ..., S_new, ...]`` that is written (``[T, N, H]`` if packed).
         write_indices: name of the tensor, int64 ``[B]``, with the first row of each write; None: zeros.
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
@@ -356,8 +355,7 @@ class AttentionPlan:
         caches: names of the pasts of the caches that it reads.
         mask: name of the `Mask`; None if no mask is needed.
         keys: the keys that are read: ``"span"`` (rows up to the span), ``"mask"`` (as many as the model's shorter mask
-            has)
-            or ``"all"``.
+            has) or ``"all"``.
     """
 
     node: str
@@ -417,8 +415,7 @@ class TensorRole:
         shape: shape in the rewritten model.
         found_by: the evidence for the role: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
         axes: for dynamic dimensions, the meaning of the size: ``"batch"``, ``"sequence"`` (S_new), ``"span"``,
-            ``"kept"``
-            (positions with logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask),
+            ``"kept"`` (positions with logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask),
             ``"encoder"`` (length of the encoder's output), or ``"?"`` if unknown. ``""`` if the size is fixed.
     """
 
@@ -449,13 +446,11 @@ class CachePlan:
         original: the interface of the exported model; empty if its caches already were in canonical form.
         states: state that is no attention cache.
         logits_span: the input that chooses the number of positions with logits. None: logits have the same positions as
-            in
-            the exported model.
+            in the exported model.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
         adapters: the inputs and products for adapters (LoRA); None: the model has none.
         weights: bytes of weights that a step of one token reads. Of a lookup table, such as embeddings, only the rows
-            for
-            one token count. 0: not counted.
+            for one token count. 0: not counted.
     """
 
     options: PlanOptions

@@ -1,4 +1,6 @@
-"""Adapters (LoRA) of a session: by name in host memory, and in slots of the runner while sequences need them.
+"""Adapters (LoRA) of a session.
+
+Host memory holds all of them by name; slots of the runner hold those that sequences need.
 
 If a name is unloaded or reused, running sequences keep the adapter that they started with.
 """
@@ -25,10 +27,10 @@ from trt_kvcache.runtime.runner import Array, Runner
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in host memory. Two are equal if they are the same object.
+    """An adapter in host memory. Two adapters are equal only if they are the same object.
 
     Attributes:
-        name: the name it was loaded under.
+        name: the name under which it was loaded.
         rank: the largest rank of its modules.
         digest: digest of its contents: cache rows depend on the model and on this digest.
         arrays: A ``[inputs, rank]`` and B ``[rank, outputs]`` by input of the model, in the model's dtype; inputs that
@@ -47,7 +49,7 @@ class Adapter:
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: a mapping from names to ranks. Several threads may call all methods at any time.
+    """The adapters of a session: a mapping from names to ranks. Any thread may call any method at any time.
 
     Args:
         plan: plan of the model.
@@ -77,7 +79,9 @@ class Adapters(Mapping[str, int]):
         return {name: self._known[name].digest for name in sorted(self._known)}
 
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
-        """Load an adapter that peft wrote, under a name. It replaces one of this name; running sequences keep theirs.
+        """Load an adapter that peft wrote, under a name. If the name is in use, the new adapter replaces the old one.
+
+        Running sequences keep their adapter.
 
         Args:
             name: the name that `GenerationConfig.adapter` will use.
@@ -107,7 +111,7 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter of a name; None for None.
+        """Return the adapter with this name; None if `name` is None.
 
         Raises:
             OptionError: there is no adapter of this name.
@@ -177,7 +181,9 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Load the adapters of a step into slots. Return each row's slot, 0 for None; or None if no row has an adapter.
+        """Load the adapters of a step into slots. Return the slot of each row, which is 0 for a row without an adapter.
+
+        If no row has an adapter, return None.
 
         Raises:
             SlotError: all slots hold adapters of running sequences.
@@ -208,7 +214,7 @@ class AdapterSlots:
         for product in self._plan.products:
             self._runner.write_adapter(product.a, slot, adapter.arrays.get(product.a))
             self._runner.write_adapter(product.b, slot, adapter.arrays.get(product.b))
-        self._slots[adapter] = slot  # last: after an interrupt a half-written slot belongs to no adapter
+        self._slots[adapter] = slot  # last: after an interrupt, a half-written slot must belong to no adapter
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
@@ -219,12 +225,12 @@ def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Ada
     """
     if plan is None:
         raise OptionError(
-            f"adapter '{name}': the model takes none; plan it for adapters, with --lora-rank {folder.rank} or more"
+            f"adapter '{name}': the model takes no adapters; plan the model with --lora-rank {folder.rank} or more"
         )
     if folder.rank > plan.rank:
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, and the model takes up to {plan.rank}; "
-            f"plan it with --lora-rank {folder.rank}"
+            f"adapter '{name}' ({folder.path}) has a rank of {folder.rank}, but the model takes a rank of at most "
+            f"{plan.rank}; plan the model with --lora-rank {folder.rank}"
         )
     places = {key: product for product in plan.products for key in _columns(product)}
     changes: dict[AdapterProduct, list[_Piece]] = {}
@@ -242,7 +248,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of an adapter's module; `key` is the module of the model that they change."""
+    """Columns `start` to `stop - 1` of a module in an adapter. `key` names the module of the model that they change."""
 
     module: LoraModule
     key: _Key
@@ -278,15 +284,17 @@ def _pieces(
         known = sorted({part.module for product in places.values() for part in product.parts})
         near = get_close_matches(module.name, known, 2, 0.4) or known[:2]
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) changes module '{module.name}', and in this model adapters change "
-            f"others, such as {list_names(near)}; give an adapter of this model, or plan it with other --lora-targets"
+            f"adapter '{name}' ({folder.path}) changes module '{module.name}', but in this model adapters change "
+            f"other modules, such as {list_names(near)}; give an adapter of this model, or plan the model with "
+            "other --lora-targets"
         )
 
 
 def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs: int, outputs: int) -> OptionError:
     return OptionError(
-        f"adapter '{name}' ({folder.path}) changes module '{module.name}' as one of {module.inputs} inputs and "
-        f"{module.outputs} outputs, and in this model it has {inputs} and {outputs}; give an adapter of this model"
+        f"adapter '{name}' ({folder.path}) changes module '{module.name}' with {module.inputs} inputs and "
+        f"{module.outputs} outputs, but in this model the module has {inputs} and {outputs}; give an adapter of "
+        "this model"
     )
 
 
@@ -296,9 +304,9 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):
         raise OptionError(
-            f"adapter '{name}' ({folder.path}) changes {list_names(names)}, which are one product in this model, with "
-            f"a rank of {rank} together, and it takes {product.rank}; plan it with a larger --lora-rank, or with more "
-            "--lora-targets"
+            f"adapter '{name}' ({folder.path}) changes {list_names(names)}, which this model computes in one "
+            f"product. Together they have a rank of {rank}, but the product takes at most {product.rank}; plan the "
+            "model with a larger --lora-rank, or with more --lora-targets"
         )
     a = np.zeros((product.inputs, rank), np.float32)
     b = np.zeros((rank, product.outputs), np.float32)
@@ -316,7 +324,7 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
         factors = a.astype(dtype), b.astype(dtype)
     if not all(np.isfinite(array).all() for array in factors):
         raise OptionError(
-            f"adapter '{name}' ({folder.path}): module '{names[0]}' has NaN, infinity or numbers that {dtype}, in "
-            "which the model computes, does not hold"
+            f"adapter '{name}' ({folder.path}): module '{names[0]}' has NaN, infinity or numbers outside the range "
+            f"of {dtype}, in which the model computes"
         )
     return factors

@@ -23,7 +23,9 @@ def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
 
 
 def linear_capacity(plan: CachePlan) -> int | None:
-    """Return the most tokens of a sequence in the linear caches; None if all caches are circular: they never fill up.
+    """Return the largest number of tokens that a sequence may have in the linear caches.
+
+    None if all caches are circular, because these never fill up.
 
     If every step writes a fixed number of tokens, the whole last step must fit, however few tokens it is asked for.
     """
@@ -84,7 +86,10 @@ class Carried:
         return self.range_bytes(0, self.capacity)
 
     def places(self, start: int, stop: int) -> tuple[int, int]:
-        """The range along `axis` that tokens ``start .. stop - 1`` take; for state, all if `start` is 0, else none."""
+        """Return the range along `axis` that tokens ``start .. stop - 1`` take.
+
+        For state, this is everything if `start` is 0, and nothing otherwise.
+        """
         if self.axis is None:
             return 0, int(start == 0)
         return start, max(start, min(stop, self.capacity))
@@ -113,11 +118,11 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 
 
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
-    """Return why a text's first tokens cannot be used again once others followed them; empty if they can.
+    """Return why a sequence cannot go back to its first tokens after other tokens followed them; empty if it can.
 
     Args:
         plan: plan of the model.
-        rings: circular caches prevent it, too: the text may be longer than they are.
+        rings: circular caches count as a reason, too, because the text may be longer than they are.
     """
     if plan.states:
         return f"the model keeps state ('{plan.states[0].past}') that every step replaces"

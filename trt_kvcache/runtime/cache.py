@@ -25,7 +25,7 @@ from trt_kvcache.runtime.token_inputs import read_ids
 class KVCache:
     """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
 
-    A *slot* is a sequence's name; it has a *row* of every cache buffer, unless it was offloaded.
+    A *slot* is the name of a sequence. It has a *row* in every cache buffer, unless it was offloaded.
 
     Args:
         runner: owns the buffers.
@@ -76,7 +76,10 @@ class KVCache:
 
     @property
     def max_sequences(self) -> int:
-        """Most slots at a time: `rows`, unless slots that do not run give up their rows."""
+        """Largest number of slots at a time.
+
+        It is larger than `rows` only if slots that do not run give up their rows.
+        """
         return self._rows.max_sequences or self.rows
 
     @property
@@ -148,7 +151,7 @@ class KVCache:
         constants: Mapping[str, Array] | Constants | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Return a new slot. Its row is zeroed. Its tokens wait: nothing is written yet.
+        """Return a new slot. Its row is zeroed. Its tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
@@ -165,7 +168,7 @@ class KVCache:
             return self._rows.take(ids, self.read_constants(constants), self._adapters.find(adapter))
 
     def read_constants(self, constants: Mapping[str, Array] | Constants | None) -> Constants:
-        """Check the constants of a sequence: its inputs beside the tokens.
+        """Check the constants of a sequence, which are its inputs other than the tokens; return them.
 
         Raises:
             PromptError: they do not fit the model's inputs.
@@ -209,8 +212,8 @@ class KVCache:
         Raises:
             SlotError: see `release`.
             OptionError: `length` is not a whole number.
-            CapacityError: `length` is more than the slot holds; or a circular cache has lost rows that the sequence
-                would see at that length; or the model keeps state, which cannot go back.
+            CapacityError: `length` is larger than the number of tokens in the slot; or a circular cache has lost rows
+                that the sequence would see at that length; or the model keeps state, which cannot go back.
         """
         with self._guard.lock, self._guard.idle:
             entry, length = self._rows.idle(slot), as_whole(length, "length", " of tokens")
@@ -227,7 +230,8 @@ class KVCache:
 
         Raises:
             SlotError: see `release`.
-            OptionError: not one index per slot, or an index out of range, or a slot twice.
+            OptionError: the number of indices is not the number of slots, an index is out of range, or a slot occurs
+                twice.
         """
         with self._guard.lock, self._guard.idle:
             names = list(self._rows.slots) if slots is None else as_list(slots, "slots", "slots", SlotError)
@@ -299,7 +303,7 @@ class KVCache:
         """Move the cache contents of a slot to host memory or to a file, and free its row; the slot stays.
 
         Host memory is page-locked if the caches lie on a GPU. `load` can read such a file, too; the file stays when the
-        slot is restored. A slot that is offloaded already moves to the file if a path is given.
+        slot is restored. If the slot is already offloaded and a path is given, its contents move to the file.
 
         Raises:
             SlotError: see `release`.

@@ -2,9 +2,9 @@
 
 Tensors are ``<slot>/tokens`` (int64); ``<slot>/<past>``: the cache rows in use, in the engine's layout, or the whole
 state; and ``<slot>/<input>``: inputs of the whole sequence. Format 2 adds the caller's inputs, for slots that have any:
-``<slot>/given_positions`` (int64 ``[planes, K]``), and for tokens that wait ``<slot>/given_embeds`` ``[K, H]`` and
-``<slot>/given_embeds_at`` (int64 ``[K]``). A file without any is of format 1. Format 3 adds the digest of each slot's
-adapter.
+``<slot>/given_positions`` (int64 ``[planes, K]``), and, for tokens that are not in the cache yet,
+``<slot>/given_embeds`` ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``). A file without such inputs has format
+1. Format 3 adds the digest of each slot's adapter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedSlots:
 
     Attributes:
         path: path of the file.
-        slots: slots by their former names, without rows.
+        slots: the saved slots, by the names that they had; they have no rows.
         adapters: digests of the adapters of slots that have one.
         digest: digest of the file's contents, as saved; None if the file lacks it.
     """
@@ -55,7 +55,7 @@ class SavedSlots:
     def __init__(self, file: Any, path: Path, metadata: Mapping[str, str], runner: Runner) -> None:
         self._file, self.path, self._runner = file, path, runner
         self._names = set(file.keys())
-        self._digests: dict[str, bytes] = {}  # of the tensors that were read, by name
+        self._digests: dict[str, bytes] = {}  # digests of the tensors that were read, by name of the tensor
         self.digest = metadata.get("digest")
         self.slots = _slots(self, metadata, runner)
         self.adapters = _adapters(path, metadata)
@@ -82,7 +82,9 @@ class SavedSlots:
             CacheFileError: they differ.
         """
         if self.digest != _digest_of(self._digests, self.slots, self.adapters):
-            raise CacheFileError(f"{self.path}: not what was saved: the file is damaged; save the cache again")
+            raise CacheFileError(
+                f"{self.path}: the file is damaged, because its contents are not what was saved; save the cache again"
+            )
 
     def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
         """Return a copy of a tensor, and check its dtype and shape if they are given.
@@ -97,7 +99,7 @@ class SavedSlots:
         if (dtype and data.dtype != _plain_dtype(dtype)) or (shape is not None and data.shape != shape):
             wanted = " ".join(str(part) for part in (dtype, shape and list(shape)) if part is not None)
             raise CacheFileError(
-                f"{self.path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {wanted} belongs; save the "
+                f"{self.path}: tensor '{name}' is {data.dtype} {list(data.shape)}; expected {wanted}; save the "
                 "cache again"
             )
         self._digests[name] = _digest(data)
@@ -170,7 +172,9 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
 
 
 class FileRows:
-    """Contents in a file that `KVCache.load` can read, too. The file stays when the sequence comes back.
+    """The contents of an offloaded slot, in a file that `KVCache.load` can read, too.
+
+    The file stays when the slot is restored.
 
     Args:
         path: path of the file.
@@ -207,7 +211,7 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """See `HostRows`: the file belongs to the caller, and stays."""
+        """See `HostRows`. The file is not removed, because it belongs to the caller."""
 
 
 def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
@@ -236,31 +240,31 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
         adapters: adapters that slots may have; None: do not look adapters up.
 
     Raises:
-        CacheFileError: the file is unreadable, or belongs to another model, or to caches of another kind.
+        CacheFileError: the file is unreadable, or was saved with another model or with caches of another kind.
     """
     path = as_path(path, "path", CacheFileError)
     try:
         open_regular(path).close()  # opening a pipe would block all threads until something writes to it
         file = safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
-        raise CacheFileError(f"{path}: not a saved cache: {error}") from error
+        raise CacheFileError(f"{path}: this is not a saved cache: {error}") from error
     with file:
         metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
         if metadata.get("format") not in (_FORMAT, _EXTENDED_FORMAT, _ADAPTED_FORMAT):
             raise CacheFileError(
-                f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known are "
-                f"{_FORMAT!r} to {_ADAPTED_FORMAT!r})"
+                f"{path}: this version cannot read format {metadata.get('format')!r} of saved caches; it reads "
+                f"{_FORMAT!r} to {_ADAPTED_FORMAT!r}"
             )
         identity = runner.identity()
         if metadata.get("model") != identity:
             raise CacheFileError(
-                f"{path}: saved with another model ({str(metadata.get('model'))[:16]}..., this one is "
-                f"{identity[:16]}...); cache contents mean nothing to any other model: load it with that one"
+                f"{path}: this cache was saved with another model ({str(metadata.get('model'))[:16]}..., this one "
+                f"is {identity[:16]}...); no other model can use its contents: load it with the model that saved it"
             )
         if metadata.get("caches") != _layout(runner):
             raise CacheFileError(
-                f"{path}: saved from caches of other sizes, layouts or scales of the same model; open the model with "
-                "the options (capacity, cache layout, calibration) that it was saved with"
+                f"{path}: this cache was saved from caches of other sizes, layouts or scales of the same model; "
+                "open the model with the options (capacity, cache layout, calibration) that it was saved with"
             )
         saved = SavedSlots(file, path, metadata, runner)
         if adapters is not None:
@@ -284,8 +288,8 @@ def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dic
             raise CacheFileError(f"{path}: slot {name}: {error}") from None
         if not 0 <= length <= min(written, len(tokens)) or written > min(rows, default=written):
             raise CacheFileError(
-                f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}"
-                f"{f' in caches of {min(rows)} rows' if rows else ''}; save the cache again"
+                f"{path}: slot {name} has {len(tokens)} tokens, and its length is {length} of {written} written "
+                f"rows{f' in caches of {min(rows)} rows' if rows else ''}: this is impossible; save the cache again"
             )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
         _read_inputs(file, slots[name], name, runner)
@@ -320,7 +324,8 @@ def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> Non
         planes = PositionInput(runner.plan).planes
         if data.dtype != np.int64 or data.ndim != 2 or len(data) != planes or data.shape[1] > len(slot.tokens):
             raise CacheFileError(
-                f"{file.path}: slot {name}: positions {data.dtype} {list(data.shape)} of {planes} planes"
+                f"{file.path}: slot {name}: positions are {data.dtype} {list(data.shape)}; expected integers for at "
+                f"most all tokens in {planes} planes"
             )
         slot.positions = Positions(data)
     if f"{name}/given_embeds" in file:
@@ -329,7 +334,10 @@ def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> Non
         rows = file.read(f"{name}/given_embeds", None if tensor is None else array_dtype(tensor.dtype))
         waiting = set(range(slot.length, len(slot.tokens)))
         if tensor is None or rows.shape != (at.size, tensor.shape[-1]) or not waiting >= set(at.ravel().tolist()):
-            raise CacheFileError(f"{file.path}: slot {name}: embeddings {list(rows.shape)} of {len(waiting)} tokens")
+            raise CacheFileError(
+                f"{file.path}: slot {name}: embeddings are {list(rows.shape)}, which does not fit "
+                f"its {len(waiting)} waiting tokens or the model"
+            )
         slot.embeds = Embeds(at, rows)
 
 
@@ -356,7 +364,7 @@ def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters
 
 
 def _layout(runner: Runner) -> str:
-    """Return, as JSON, what two sessions must have in common to read each other's files."""
+    """Return, as JSON, the facts that must be equal in two sessions so that one can read the other's files."""
     kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)

@@ -1,4 +1,6 @@
-"""Which sequence lies in which row of the caches, and how far each row is written. Loop and session use it.
+"""Keeps track of the row in which each sequence lies, and of how far each row is written.
+
+The loop and the session use it.
 
 A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. A slot
 holds a list of token ids. The first `length` of them are in the cache; the others wait to be written.
@@ -21,18 +23,18 @@ from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 
 
 class CacheRows:
-    """The sequences in caches of fixed capacity. All callers hold the lock of the session.
+    """The sequences in caches of fixed capacity. Callers must hold the lock of the session.
 
     A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
     sequence gets it, because one NaN in a masked row would poison attention (0 * NaN is NaN).
 
     A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
-    sequences than rows, the least recently used slot is offloaded, slots that do not run first.
+    sequences than rows, the least recently used slot is offloaded, starting with slots that do not run.
 
     Args:
         runner: owns the buffers.
-        max_sequences: most slots; slots that do not run give up their rows to others. None: as many as rows; slots that
-            were offloaded do not count.
+        max_sequences: most slots; slots that do not run give up their rows to others. None: as many slots as rows, not
+            counting slots that were offloaded.
         prefix_cache: bytes for rows that sequences with the same beginning share; None: no prefix cache.
 
     Attributes:
@@ -51,7 +53,7 @@ class CacheRows:
         self.rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
         self.slots: dict[int, Slot] = {}
         self.prefixes = None if prefix_cache is None else PrefixCache(runner, prefix_cache)
-        self._dirty = [0] * runner.max_batch  # for each batch row, its first cache row from which on all are zero
+        self._dirty = [0] * runner.max_batch  # for each batch row: from this cache row on, all are zero
         self._next = self._clock = 0
 
     @property
@@ -106,13 +108,14 @@ class CacheRows:
         *,
         queue: bool = False,
     ) -> int:
-        """Return a new slot. Its row is zeroed. Its tokens wait: nothing is written yet.
+        """Return a new slot. Its row is zeroed. Its tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
             constants: inputs that the sequence has once.
             adapter: computes the sequence.
-            queue: the slot may get its row later, if sequences run in all rows and nothing limits their number.
+            queue: the slot may get its row later. This happens if sequences run in all rows, and no `max_sequences`
+                limits their number.
 
         Raises:
             SlotError: no slot is `free`.
@@ -137,7 +140,7 @@ class CacheRows:
         self.slot(source)
         self._check_free()
         row = self._free_row()
-        entry = self.slot(source)  # the slot that was offloaded for the row may be the source
+        entry = self.slot(source)  # `source` may itself be the slot that was offloaded to free the row
         if entry.row >= 0:
             self._copy(entry.row, row)
         else:
@@ -226,19 +229,19 @@ class CacheRows:
             wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
             if wrapped and length < min(entry.length, entry.written - 1):
                 raise CapacityError(
-                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
-                    f"{cache.capacity} of {entry.written}, and what a sequence of {length} sees was overwritten; crop "
-                    f"to {entry.written - 1} or more, or fork the slot before it grows"
+                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds only the "
+                    f"last {cache.capacity} of {entry.written} tokens, and rows that a sequence of {length} tokens "
+                    f"reads were overwritten; crop to {entry.written - 1} or more, or fork the slot before it grows"
                 )
 
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that one step may write to a slot with the same result as one by one."""
+        """Return how many tokens one step may write to a slot. The result must equal that of steps of single tokens."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
-        """Return the most tokens that one step may write after `length` others.
+        """Return the largest number of tokens that one step may write after `length` tokens.
 
         A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
         that earlier tokens of the same update still see.
@@ -262,8 +265,8 @@ class CacheRows:
             what: name of the sequence in messages.
 
         Raises:
-            CapacityError: the sequence is too long; or its waiting tokens need one step together, and a step takes
-                fewer.
+            CapacityError: the sequence is too long; or all its waiting tokens must be written in one step, and a step
+                takes fewer.
         """
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
@@ -276,12 +279,12 @@ class CacheRows:
             return
         if slot.positions and (self._most is None or count <= self._most):
             raise CapacityError(
-                f"{what} stands at positions up to {slot.next_position - 1}, and the model knows "
-                f"{runner.max_positions}, from 0 on; give smaller ones, or use a model with more"
+                f"{what} has positions up to {slot.next_position - 1}, but the model has {runner.max_positions} "
+                "positions, counted from 0; give smaller positions, or use a model with more"
             )
         raise CapacityError(
-            f"{what} has {count} tokens, and a sequence may have {self.capacity}; shorten it, or use a model with a "
-            "larger capacity"
+            f"{what} has {count} tokens, but a sequence may have at most {self.capacity}; shorten it, or use a "
+            "model with a larger capacity"
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
@@ -301,7 +304,7 @@ class CacheRows:
         )
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
-        """Append chosen tokens: first accepted guesses, which are written already, then tokens that wait.
+        """Append chosen tokens: first accepted guesses, which are already written, then `after`, which still waits.
 
         The rows of the `rejected` guesses are zeroed.
         """
@@ -317,7 +320,9 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Copy the first tokens of an unwritten slot from the prefix cache, as many as it has.
+        """Copy the rows of a slot's first tokens from the prefix cache, as many as it has.
+
+        Nothing was written to the slot before.
 
         Args:
             slot: a slot that has a row.
@@ -348,7 +353,7 @@ class CacheRows:
     # --- rows
 
     def give_row(self, slot: int) -> bool:
-        """Give a slot a row, if need be by offloading a slot that does not run. Return False if it must wait.
+        """Give a slot a row. If no row is free, offload a slot that does not run. Return False if the slot must wait.
 
         Raises:
             SlotError: see `slot`; or all rows hold sequences that do not run, and no row will become free.
@@ -362,7 +367,7 @@ class CacheRows:
         return True
 
     def with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
-        """Return a slot that has a row; offload another slot if need be, but none in `keep`.
+        """Return a slot that has a row. If no row is free, offload another slot, but not one in `keep`.
 
         Raises:
             SlotError: see `slot`; or no row can be freed.
@@ -403,7 +408,7 @@ class CacheRows:
         self._dirty[row] = max(self._dirty[row], stop)
 
     def _written(self, entry: Slot, length: int) -> int:
-        """Return how many tokens count as written once a slot goes back to `length`.
+        """Return how many tokens count as written after a slot went back to `length` tokens.
 
         Rows of a circular cache that has wrapped stay: the next token overwrites the only stale row.
         """
@@ -416,7 +421,7 @@ class CacheRows:
             self._dirty[row] = start
 
     def _truncate(self, row: int, length: int, written: int) -> None:
-        """Zero a row from `length` on; circular caches may keep rows of the `written` tokens."""
+        """Zero a row from `length` on; circular caches may keep rows that the `written` tokens filled."""
         self._runner.zero_rows(row, length, self._dirty[row])
         self._dirty[row] = max(length, written)
 
@@ -438,7 +443,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a row: this row will become free."""
+        """Return True if some running sequence has a row, because that row will become free."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:
@@ -446,7 +451,7 @@ class CacheRows:
         return next((row for row in range(self.count) if row not in used), None)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
-        """Return a row that no slot has; offload a slot if need be."""
+        """Return a row that no slot has. If there is no such row, offload a slot."""
         row = self._first_free()
         if row is not None:
             return row

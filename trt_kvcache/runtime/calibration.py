@@ -1,4 +1,4 @@
-"""Measures the range of each cache over some prompts; a quantized cache gets its scale from its range."""
+"""Measures the range of each cache over some prompts. The scale of a quantized cache follows from its range."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def calibrate_caches(
     with DecodeSession.open(model, device="cpu", plan_options=options) as session:
         caches = [cache for cache in session.plan.caches if cache.carried]
         ranges = dict.fromkeys((cache.past for cache in caches), 0.0)
-        chunk = min(cache.capacity for cache in caches)  # so short that no ring loses a row before it is read
+        chunk = min(cache.capacity for cache in caches)  # short enough that no ring loses a row before it is read
         for number, prompt in enumerate(prompts, start=1):
             what = f"calibration prompt {number}"
             ids = _ids(session, prompt, what)
@@ -61,8 +61,8 @@ def calibrate_caches(
                     largest = float(np.abs(rows @ rotation(rows.shape[-1])).max())
                     if not np.isfinite(largest):
                         raise OptionError(
-                            f"cache '{name}' holds NaN or infinity after {what}, which no scale fits; leave that "
-                            "prompt out, or export the model in a wider type"
+                            f"cache '{name}' holds NaN or infinity after {what}, for which there is no scale; leave "
+                            "that prompt out, or export the model in a wider type"
                         )
                     ranges[name] = max(before, largest)
             session.cache.release(slot)
@@ -73,7 +73,7 @@ def calibrate_caches(
 
 def _ids(session: DecodeSession, prompt: Prompt, what: str) -> list[int]:
     if isinstance(prompt, str) and session.tokenizer is None:
-        raise PromptError(f"{what} is text, and there is no tokenizer beside the model; give token ids")
+        raise PromptError(f"{what} is text, but there is no tokenizer beside the model; give token ids")
     try:
         ids = read_ids(session.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, session.vocab)
     except PromptError as error:
@@ -83,7 +83,7 @@ def _ids(session: DecodeSession, prompt: Prompt, what: str) -> list[int]:
     most = session.cache.capacity
     if most is not None and len(ids) > most:
         raise CapacityError(
-            f"{what} has {len(ids)} tokens, and a sequence may have {most}; shorten it, or plan with a larger "
-            "--capacity where the model leaves that open"
+            f"{what} has {len(ids)} tokens, but a sequence may have at most {most}; shorten it, or plan with a "
+            "larger --capacity if the model leaves it open"
         )
     return ids

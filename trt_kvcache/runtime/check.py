@@ -50,7 +50,7 @@ class PassedCheck:
     largest: float = 0.0
 
     def differs(self, now: PassedCheck) -> str:
-        """Return the changes since this was written, as text; empty if nothing changed."""
+        """Return, as text, what changed since this record was written; empty if nothing changed."""
         changes = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
             for name in ("gpu", "driver", "backend", "checked_by")
@@ -68,7 +68,7 @@ def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Pat
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Return why a passed check does not count here; empty if it counts.
+    """Return why a passed check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
 
     Args:
         path: path of the file.
@@ -105,9 +105,10 @@ class CheckReport:
         steps: steps of the proof that were run.
         outputs: the largest difference of each output.
         findings: outputs that disagree with the proof.
-        passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees.
+        passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees with its
+            proof.
         notes: other remarks for the reader.
-        layer: description of the first layer that differs, if it was searched.
+        layer: description of the first layer that differs, if one was searched for.
     """
 
     engine: str
@@ -132,9 +133,9 @@ class CheckReport:
             return
         more = f" ({len(self.findings) - 1} other outputs, too)" if len(self.findings) > 1 else ""
         raise VerificationError(
-            f"{self.engine}: does not give the numbers of its proof on {self.ran_on}, driver {self.driver}: "
-            f"{self.findings[0]}{more}; do not use it here: build it with another version of TensorRT, and see "
-            f"'trt-kvcache check --locate'"
+            f"{self.engine}: this engine does not repeat the numbers of its proof on {self.ran_on}, driver "
+            f"{self.driver}: {self.findings[0]}{more}; do not use it here: build it with another version of "
+            "TensorRT, and see 'trt-kvcache check --locate'"
         )
 
 
@@ -224,7 +225,7 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
     """
     path = proof_path(engine)
     if manifest.proof is None:
-        raise ManifestError(f"{engine}: was built without a proof: {manifest.no_proof}")
+        raise ManifestError(f"{engine}: this engine was built without a proof: {manifest.no_proof}")
     try:
         content = read_file(path, _LARGEST)
     except OSError as error:
@@ -233,13 +234,15 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
             "--check off opens the engine without it"
         ) from None
     if (len(content), blake3(content).hexdigest()) != (manifest.proof.size, manifest.proof.blake3):
-        raise ManifestError(f"{path}: not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}")
+        raise ManifestError(
+            f"{path}: this is not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}"
+        )
     try:
         proof, of = decode_proof(content)
     except ValueError as error:
-        raise ManifestError(f"{path}: the proof is {error}; {_AGAIN}") from None
+        raise ManifestError(f"{path}: this proof is {error}; {_AGAIN}") from None
     if of != manifest.engine.blake3:
-        raise ManifestError(f"{path}: the proof of another engine, {of[:16]}; {_AGAIN}")
+        raise ManifestError(f"{path}: this is the proof of another engine, {of[:16]}; {_AGAIN}")
     return proof
 
 

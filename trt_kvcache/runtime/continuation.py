@@ -37,14 +37,15 @@ class Continuation:
         *,
         index: int | None = None,
     ) -> None:
-        """Begin after a prompt.
+        """Start the continuation of a prompt.
 
         Args:
             sequence: the sequence number in its events.
             prompt: token ids, at least one; the caller has checked them against the vocabulary.
             config: the settings.
             tokenizer: makes the text of events, and finds stop strings.
-            index: number of its random stream among sequences with the same seed; None: `sequence`.
+            index: number of its stream of random numbers, which differs between sequences with the same seed; None:
+                `sequence`.
 
         Raises:
             PromptError: the prompt is empty.
@@ -53,7 +54,9 @@ class Continuation:
         if not len(prompt):
             raise PromptError(f"the prompt of sequence {sequence} is empty; it needs at least one token")
         if config.stops and tokenizer is None:
-            raise OptionError(f"stop_strings {list(config.stops)} need a tokenizer to be found; give one, or drop them")
+            raise OptionError(
+                f"stop_strings {list(config.stops)} need a tokenizer; give one, or leave stop_strings out"
+            )
         self.sequence = sequence
         self.config = config
         self.finish_reason: FinishReason | None = None
@@ -81,7 +84,8 @@ class Continuation:
         """Choose the next token.
 
         Args:
-            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores that are needed. Not kept.
+            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores that are needed. This object
+                does not keep the array.
 
         Returns:
             The token's event; the last one has a finish reason.
@@ -127,20 +131,20 @@ class Continuation:
         return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
-        """End the sequence at the caller's request; the event has no token, but text that was held back."""
+        """End the sequence at the caller's request. The event has no token, but it has the text that was held back."""
         self.finish_reason = reason
         text = self._rest()
         return self._event(None, text, None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens to guess now: they follow the last token in the same update. 0: do not guess.
+        """Return how many tokens to guess now; 0: do not guess. The guesses follow the last token in the same update.
 
         Args:
             most: tokens that the update can take beside the last token; 0 if a circular cache would overwrite old rows
                 with tokens that may be rejected.
         """
         count = self.config.prompt_lookup_num_tokens or self.assisted
-        # The update gives one token more than its draft; tokens after the last one are useless.
+        # An update gives one token more than its draft, and guesses after the last token of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
@@ -217,9 +221,9 @@ class Continuation:
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
     """Propose up to `count` tokens that may follow `tokens`.
 
-    It searches the longest suffix, of at most `max_ngram` tokens, that occurred before. The proposal is what followed
-    its latest occurrence with `count` tokens after it; else what followed its first occurrence, which has the most
-    tokens after it.
+    It searches the longest suffix, of at most `max_ngram` tokens, that occurred before. The proposal consists of the
+    tokens after its latest occurrence that has `count` tokens after it. If there is none, it consists of the tokens
+    after its first occurrence, which has the most tokens after it.
 
     Args:
         tokens: int64 ``[T]``: the prompt and the generated tokens.

@@ -43,8 +43,8 @@ class DraftModel:
             )
         if constants := ConstantInputs(plan).tensors:
             raise OptionError(
-                f"the draft reads '{constants[0].name}' beside the text, which only its own encoder makes; use a draft "
-                "that reads tokens alone"
+                f"the draft also reads input '{constants[0].name}', which only its own encoder can make; use a "
+                "draft whose only input is the text"
             )
         self._cache = CacheRows(runner)
         opened = open_embeddings(embeddings, plan, runner.vocab)
@@ -66,7 +66,7 @@ class DraftModel:
         check_target(runner)
         if runner.vocab != self._runner.vocab:
             raise OptionError(
-                f"the draft has a vocabulary of {self._runner.vocab} tokens, and the model one of {runner.vocab}; use "
+                f"the draft has a vocabulary of {self._runner.vocab} tokens, but the model has {runner.vocab}; use "
                 "a draft with the model's own vocabulary, such as a smaller one of its family"
             )
 
@@ -111,12 +111,12 @@ class DraftModel:
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Bring the draft's slot to the text of a sequence, and continue it."""
+        """Make the draft's slot hold the text of a sequence, and let the draft continue it."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]
                 if not others:
-                    return  # the draft has fewer rows than the model: no guesses for this sequence now
+                    return  # the draft has fewer rows than the model, so it makes no guesses for this sequence now
                 self._release(self._slots.pop(others[0]))
             self._slots[slot] = self._cache.take()
         name = self._slots[slot] = self._slots.pop(slot)
@@ -128,7 +128,8 @@ class DraftModel:
         free = self._cache.free_after(after)
         if free is not None and free < 0:
             continuation.speculation.impossible = (
-                f"the draft holds {self._cache.capacity} tokens; use one with more capacity"
+                f"the cache of the draft holds at most {self._cache.capacity} tokens; use a draft with a larger "
+                "capacity"
             )
             return
         self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)
@@ -151,12 +152,12 @@ def check_target(runner: Runner) -> None:
 
 
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
-    """Open a model or an engine as draft. If its capacity is open, it gets the capacity of the model.
+    """Open a model or an engine as a draft. If the draft does not fix its capacity, it gets the capacity of the model.
 
     Args:
         path: path of the draft.
         runner: runner of the model.
-        options: options of the model's runner; the draft takes those about the machine.
+        options: options of the model's runner. The draft uses those that concern the machine.
 
     Raises:
         See `DecodeSession.open`.

@@ -55,7 +55,10 @@ class Embeddings:
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """Return the first token without an embedding of its own: an unknown id, or the place of an image or sound."""
+        """Return the first token without its own embedding; None if all have one.
+
+        Such a token is an unknown id, or marks the place of an image or sound.
+        """
         outside = next((token for token in tokens if not 0 <= token < self.rows), None)
         if outside is not None or not len(tokens):
             return outside
@@ -78,7 +81,7 @@ class Embeddings:
         return rows
 
     def _places(self, tokens: Indices) -> Indices:
-        """Return known ids that mark places of images or sound, and have no embedding."""
+        """Return those known ids that mark places of images or sound, and therefore have no embedding."""
         return tokens[:0].ravel()
 
 
@@ -91,19 +94,19 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
         vocab: the decoder's token ids are 0 to ``vocab - 1``.
 
     Raises:
-        OptionError: the model takes embeddings and there is no source, or it takes ids and there is one; or the two do
-            not fit.
+        OptionError: the model takes embeddings and there is no source, or it takes ids and there is a source; or the
+            source does not fit the model.
         ModelError: `source` is a model that cannot be used for this.
     """
     tensor = embedded_input(plan)
     if tensor is None:
         if source is not None:
-            raise OptionError("embeddings are given, and the model takes token ids; leave them out")
+            raise OptionError("embeddings are given, but the model takes token ids; leave the embeddings out")
         return None
     if source is None:
         raise OptionError(
-            f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and nothing "
-            f"says how token ids become these: give --embeddings: {_WHAT}"
+            f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and it is "
+            f"unknown how token ids become embeddings: give --embeddings: {_WHAT}"
         )
     if not isinstance(source, (str, os.PathLike)):
         return Embeddings(np.asarray(source), tensor)
@@ -118,9 +121,9 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     if suffix == ".safetensors":
         if (setting := scaled_by(path)) is not None:
             raise OptionError(
-                f"{path}: the checkpoint's model scales embeddings ({setting} in config.json), and nothing says "
-                "whether the decoder takes them scaled or scales them itself; give the table as it takes them, as .npy "
-                "or as an array, or the exporter's embedding model"
+                f"{path}: the checkpoint's model scales embeddings ({setting} in config.json), and it is unknown "
+                "whether the decoder expects scaled embeddings or scales them itself; give the table as the "
+                "decoder expects it, as .npy or as an array, or give the exporter's embedding model"
             )
         return Embeddings(*_read_safetensors(path, name, tensor))
     raise OptionError(f"{path}: cannot be read as embeddings; supported: {_WHAT}")
@@ -132,7 +135,7 @@ def embedded_input(plan: CachePlan) -> TensorRole | None:
 
 
 def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], waiting: Sequence[Embeds]) -> Array:
-    """Return the embeddings of a step ``[R, S, H]``: the caller's, and looked-up ones for other tokens.
+    """Return the embeddings of a step ``[R, S, H]``: those of the caller, and for other tokens those from the table.
 
     Args:
         embeddings: looks ids up.
@@ -152,7 +155,7 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     rows = np.concatenate([part.rows for part in parts if len(part.at)])
     embeds = np.empty((*tokens.shape, rows.shape[1]), rows.dtype)
     embeds[known] = rows
-    if not known.all():  # ids under the caller's embeddings may have no embedding
+    if not known.all():  # ids for which the caller gives embeddings may have no embedding in the table
         embeds[~known] = embeddings.look_up(tokens[~known][np.newaxis])[0]
     return embeds
 
@@ -165,8 +168,8 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
     """
     if width != tensor.shape[-1]:
         raise OptionError(
-            f"{what}: embeddings of width {width}, and the model's input '{tensor.name}' {list(tensor.shape)} takes "
-            f"{tensor.shape[-1]}; give those of this model"
+            f"{what}: the embeddings have width {width}, but the model's input '{tensor.name}' {list(tensor.shape)} "
+            f"takes {tensor.shape[-1]}; give the embeddings of this model"
         )
 
 
@@ -191,7 +194,10 @@ def _read_npy(path: Path) -> Array:
 
 
 def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array, TensorRole, str]:
-    """Read the table called `name`; for "", the table ``embed_tokens.weight`` of checkpoints, or the only table."""
+    """Read the table called `name`.
+
+    If `name` is empty, read a checkpoint's table ``embed_tokens.weight``, or the only table.
+    """
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -204,7 +210,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
                 fitting = [k for k in tables if shapes[k][1] == tensor.shape[-1]] or tables
                 raise OptionError(
                     f"{path}: "
-                    + (f"no tensor {name!r}" if name else f"{len(wanted)} tables, and nothing says which is meant")
+                    + (f"no tensor {name!r}" if name else f"{len(wanted)} tables, and it is unclear which one is meant")
                     + f"; name one as {path.name}:NAME, such as {', '.join(fitting[:4]) or 'none here'}"
                 )
             return file.get_tensor(wanted[0]), tensor, f"{path}:{wanted[0]}"
@@ -232,7 +238,7 @@ def _candidates(model: Path) -> Iterator[Path]:
 def _named_by_genai(folder: Path) -> Iterator[Path]:
     try:
         name = read_object(folder / "genai_config.json")["model"]["embedding"]["filename"]
-    except (OSError, ValueError, KeyError, TypeError):  # no config, or another layout
+    except (OSError, ValueError, KeyError, TypeError):  # there is no config, or it has another layout
         return
     if isinstance(name, str) and is_inside(name):
         yield folder / name
@@ -262,7 +268,7 @@ def scaled_by(checkpoint: Path) -> str | None:
 
 _IDS = (TensorProto.INT64, TensorProto.INT32)
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
-_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # of an id: unknown; embedding; place without one
+_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # of an id: unknown, with an embedding, place without one
 _PROBED = 8
 _SAME = 1e-3  # relative to the scale: a normalization of rows may round differently in another batch
 
@@ -296,7 +302,7 @@ class ModelEmbeddings(Embeddings):
         output = self._find_output(model, tensor)
         self._output, self._output_dtype = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
         rows = min(table_rows(model, self._ids.name) or vocab, vocab)
-        self._table = np.empty((rows, int(tensor.shape[-1])), self._dtype)  # uses memory only where written
+        self._table = np.empty((rows, int(tensor.shape[-1])), self._dtype)  # takes memory only where written
         self._known = np.full(rows, _NEW)
         # One row is too little work for several threads, which would spin beside the decoder's.
         self._session = open_on_cpu(str(path), path, "give the table of embeddings instead", threads=1)
@@ -308,7 +314,9 @@ class ModelEmbeddings(Embeddings):
         return places
 
     def _look_at(self, tokens: Indices) -> None:
-        """Look up new ids. Ids whose embeddings are NaN in a second run, with NaN as features, have none of their own.
+        """Look up new ids.
+
+        A second run gets NaN as features: ids whose embeddings then become NaN have no embedding of their own.
 
         Raises:
             SessionError: the model failed.
@@ -357,8 +365,8 @@ class ModelEmbeddings(Embeddings):
         named = [v for v in fitting if v.name == "input_ids"] or fitting
         if len(named) != 1 or any(isinstance(size, int) for size in shape_of(named[0]) or ()):
             raise UnsupportedModelError(
-                f"{self._path}: an embedding model has one input of token ids, int [batch, sequence] of any size; this "
-                f"one takes {', '.join(map(_describe, inputs)) or 'nothing'}"
+                f"{self._path}: an embedding model must have exactly one input of token ids, int [batch, sequence] "
+                f"of any size; this one takes {', '.join(map(_describe, inputs)) or 'nothing'}"
             )
         ids: onnx.ValueInfoProto = named[0]
         return ids
@@ -372,8 +380,9 @@ class ModelEmbeddings(Embeddings):
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
             raise UnsupportedModelError(
-                f"{self._path}: input {_describe(value)} of the embedding model cannot be left empty, and there is "
-                "nothing to give it; supported are token ids, and inputs such as the features of any number of images"
+                f"{self._path}: input {_describe(value)} of the embedding model needs values, and the session has "
+                "none for it; supported inputs are token ids, and inputs that may be empty, such as the features "
+                "of any number of images"
             )
         dtype = helper.tensor_dtype_to_np_dtype(elem_type_of(value))
         free = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
@@ -387,7 +396,7 @@ class ModelEmbeddings(Embeddings):
         named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:
             raise UnsupportedModelError(
-                f"{self._path}: an embedding model gives float [batch, sequence, width]; this one gives "
+                f"{self._path}: an embedding model must return float [batch, sequence, width]; this one returns "
                 f"{', '.join(map(_describe, model.graph.output))}"
             )
         width = (shape_of(named[0]) or ())[-1]
@@ -400,7 +409,7 @@ class ModelEmbeddings(Embeddings):
         """Refuse a model whose embeddings depend on more than the token.
 
         Raises:
-            UnsupportedModelError: they do; or no id has an embedding of its own.
+            UnsupportedModelError: the embeddings depend on more; or no id has an embedding of its own.
         """
         ids = np.arange(min(self.rows, _PROBED))
         self._look_at(ids)
@@ -414,12 +423,12 @@ class ModelEmbeddings(Embeddings):
             alone = self._run(ids[:, np.newaxis], self._empty)[:, 0].astype(np.float64)
             beside = self._run(np.stack([ids, ids[::-1]]), self._empty).astype(np.float64)
         except SessionError as error:
-            raise UnsupportedModelError(f"{error}; it must embed any number of token ids") from None
+            raise UnsupportedModelError(f"{error}; the embedding model must take any number of token ids") from None
         scale = np.abs(alone).max(initial=0.0)
         if not np.abs(beside - np.stack([alone, alone[::-1]])).max() <= _SAME * scale:
             raise UnsupportedModelError(
-                f"{self._path}: a token's embedding depends on the others or on its place; an embedding model must "
-                "give every token its own, wherever it stands"
+                f"{self._path}: a token's embedding depends on the other tokens or on its position; an embedding "
+                "model must return the same embedding for a token at every position"
             )
 
 

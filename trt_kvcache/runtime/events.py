@@ -28,7 +28,7 @@ class SpeculationStats:
     Attributes:
         proposed: draft tokens that were verified.
         accepted: draft tokens that the model chose as well.
-        updates: updates of the caches that held a draft.
+        updates: number of cache updates that contained a draft.
         impossible: why no token can be proposed, and what to do; empty if tokens can be proposed.
     """
 
@@ -63,8 +63,8 @@ class TokenEvent:
             step.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
-        top_logprobs: tokens and their log-probabilities, the most probable first; as many as
-            `GenerationConfig.top_logprobs` asks for.
+        top_logprobs: tokens and their log-probabilities, the most probable first; their number is
+            `GenerationConfig.top_logprobs`.
         finish_reason: why the sequence ended; only in its last event.
         speculation: counts of guessed and accepted tokens; only in the last event, and if prompt lookup or a draft
             model guesses. Ignored by comparisons: the tokens are the same without drafts.

@@ -41,8 +41,8 @@ class Guard:
         """
         if self.elsewhere:
             raise SessionError(
-                f"the session was opened in process {self._process}, and this is a fork of it, {os.getpid()}, without "
-                "its threads and GPU; open the model in this one"
+                f"the session was opened in process {self._process}, but used in its fork, process {os.getpid()}, "
+                "which has neither the session's threads nor its GPU; open the model in this process"
             )
         return self._lock
 
@@ -85,8 +85,8 @@ class _Idle:
 
     Args:
         open_: tells whether the session is closed.
-        stepping: locked while a step runs, by a thread that holds the session's lock: another call that holds this lock
-            must come from within the step.
+        stepping: locked while a step runs. The thread that locks it also holds the session's lock, so another call that
+            holds the session's lock must come from within the step.
         signals: the waiting signals.
     """
 

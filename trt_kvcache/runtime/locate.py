@@ -1,4 +1,4 @@
-"""Finds the first wrong layer of an engine: compares its values with ONNX Runtime's, both for the rewritten model."""
+"""Finds the first wrong layer of an engine: compares it with ONNX Runtime. Both run the same rewritten model."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
     if model_identity(manifest.model) != model_identity([identify(p) for p in (source.path, *source.external_files)]):
         names = ", ".join(file.name for file in manifest.model)
         raise ManifestError(
-            f"{model}: not the model that the engine was built from ({names}), by content; give that one, or build "
-            "the engine again"
+            f"{model}: the content of this model is not that of the model from which the engine was built "
+            f"({names}); give that model, or build the engine again"
         )
     values = _layers(imported.model, manifest)
     with TemporaryDirectory(prefix="trt-kvcache-check-") as name:
@@ -76,7 +76,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
         try:
             session = Float32Session(*float32_copy(wide, source.path.parent, folder))
         except RunError as error:
-            raise UnsupportedModelError(f"{model}: ONNX Runtime does not run the rewritten model: {error}") from None
+            raise UnsupportedModelError(f"{model}: ONNX Runtime cannot run the rewritten model: {error}") from None
         debug = build_with_outputs(imported, manifest, values, folder)
         rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
         runner = TensorRTRunner(debug, max_batch=rows, max_chunk=chunk, cuda_graphs=False, **(options or {}))
@@ -85,8 +85,9 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
             replay(compared, proof)
         finally:
             runner.close()
-    return replace(report, layer=compared.finding or f"none of the {len(values)} layers differs where they are "
-                   "outputs: TensorRT goes wrong where it fuses or places them otherwise")  # fmt: skip
+    return replace(report, layer=compared.finding or f"none of the {len(values)} layers differs if it is an output: so "
+                                                     "the fault appears only where TensorRT fuses or places the layers "
+                                                     "in another way")  # fmt: skip
 
 
 class _ComparedRunner:

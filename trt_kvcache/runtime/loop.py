@@ -40,9 +40,9 @@ ASSISTED = 4
 """Tokens that a draft model guesses at a time by default."""
 
 PREFILL_BUDGET = {"cpu": 16, "gpu": 256}
-"""Most prompt tokens in a step in which other sequences decode. On two cores, SmolLM2-135M with 8 rows takes 2.6 times
-as long for such a step as without a prompt, and hardly less with fewer tokens: each piece of a prompt reads all weights
-again. The value for GPUs is an estimate, not measured."""
+"""Largest number of prompt tokens in a step in which other sequences decode, by device. On two cores, SmolLM2-135M with
+8 rows takes 2.6 times as long for such a step as without a prompt, and hardly less with fewer tokens: each piece of a
+prompt reads all weights again. The value for GPUs is an estimate, not measured."""
 
 Outcome = TokenEvent | TrtKvCacheError
 """The result of a step for one sequence; an error ends it."""
@@ -79,7 +79,8 @@ class Run:
     """A sequence that is being continued.
 
     Attributes:
-        outcomes: list that gets the sequence's outcomes at once, so that an interrupt cannot lose one.
+        outcomes: the list to which each outcome of the sequence is appended at once, so that an interrupt cannot lose
+            it.
         client: the owner of the sequence, see `DecodeLoop.add`.
     """
 
@@ -115,7 +116,7 @@ class DecodeLoop:
         self._embeddings = embeddings
         self._cache, self._adapters, self._pause = rows, AdapterSlots(runner), pause
         self._runs: dict[int, Run] = {}
-        self._turns: dict[Hashable, int] = {}  # by client: when it came, or last got a row
+        self._turns: dict[Hashable, int] = {}  # by client: the turn in which it came, or last got a row
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
@@ -133,7 +134,7 @@ class DecodeLoop:
     ) -> None:  # fmt: skip
         """Continue a slot, whose state becomes `entry`; release it at the end unless `keep_slot`.
 
-        Clients take turns when rows are few. A sequence whose client is None counts as a client of its own.
+        Clients take turns when rows are few. A sequence whose client is None counts as a separate client.
         """
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
@@ -185,11 +186,14 @@ class DecodeLoop:
             self._advance(group)
 
     def _advance(self, group: list[_Piece]) -> None:
-        """Run one step for a group of rows. If it fails, run one step for each row: only rows that fail alone end."""
+        """Run one step for a group of rows.
+
+        If it fails, run a step for each single row; only sequences whose own step fails end.
+        """
         again = len(group) > 1
         try:
             batch = self._batch(group, highest=self._top_k(group), masks=self._masks(group))
-            again = again and not self._runner.plan.states  # a failed step may have replaced the state of some rows
+            again = again and not self._runner.plan.states  # the failed step may have replaced the state of some rows
             logits = self._write(group, batch)
         except Exception as error:  # noqa: BLE001 - it may concern some of these sequences only
             for piece in group:
@@ -214,7 +218,10 @@ class DecodeLoop:
             self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
-        """Sequences in rows whose adapters have slots, or that use none. Earlier ones keep theirs; others wait."""
+        """Sequences in rows whose adapters have slots, or that use none.
+
+        Sequences that started earlier get slots first; the others wait.
+        """
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
         placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
         return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
@@ -307,7 +314,7 @@ class DecodeLoop:
         yield from self._groups([*([] if whole else self._pieces(between, most=1)), *last])
         left = self._budget
         for slot in prompts:
-            if left > 0 and slot in self._runs:  # else it ended with an error
+            if left > 0 and slot in self._runs:  # a sequence that is no longer here ended with an error
                 for piece in self._pieces([slot], most=None if whole else left):
                     left -= len(piece.tokens)
                     yield [piece]
@@ -334,12 +341,12 @@ class DecodeLoop:
         if self._runner.plan.prefill_in_one_step and count < slot.pending:
             raise CapacityError(
                 f"slot {name} has {slot.pending} tokens to write in one step, because they see each other in this "
-                f"model, and a step gives the logits of {self._max_logits} positions at most; ask for fewer (keep)"
+                f"model, but a step returns the logits of at most {self._max_logits} positions; ask for fewer (keep)"
             )
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-        """Group neighbouring rows that write equally many tokens: each group is one step of the runner."""
+        """Group neighbouring rows that write the same number of tokens. The runner computes each group in one step."""
         group: list[_Piece] = []
         for piece in sorted(pieces, key=lambda p: p.row):
             if group and not self._fits(group, piece):
@@ -416,7 +423,8 @@ class DecodeLoop:
         try:
             logits = self._runner.step(batch)
         except BaseException as error:
-            # Caches may be written again. State may already be the new one, unless the runner reports a failure.
+            # Caches may be written a second time. State may already be the new one, unless the runner itself reports
+            # the failure.
             if self._runner.plan.states and not isinstance(error, TrtKvCacheError):
                 for piece in group:
                     if piece.slot in self._runs:
@@ -430,7 +438,7 @@ class DecodeLoop:
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
         """Choose the next token, or the correct tokens of a draft and one more; drop the rest of the draft.
 
-        An error ends the sequence. Return the error if it is no `Exception`.
+        An error ends the sequence. If the error is not an `Exception` (such as KeyboardInterrupt), return it.
         """
         run, slot = self._runs[piece.slot], piece.slot
         told, failure = len(run.outcomes), None
@@ -467,7 +475,7 @@ class DecodeLoop:
         return tokens[-1] if tokens else -1
 
     def last(self, run: Run, reason: FinishReason) -> Outcome:
-        """Return the last outcome of a sequence that the caller ends."""
+        """Return the last outcome of a sequence that ends because its caller asked for it."""
         try:
             return run.continuation.finish(reason)
         except Exception as error:  # noqa: BLE001 - such as the tokenizer's, in text that was held back
@@ -503,7 +511,7 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
         return SessionError(f"the sequence was interrupted: {said}; start it again")
     if isinstance(error, MemoryError):
         made = SessionError("too little memory is free for the sequence; lower max_batch or max_chunk, or end others")
-    else:  # a bug; its text may come from anywhere, so only the cause has it, with its trace
+    else:  # a bug; its text may come from anywhere, so the message leaves it out; the cause has it, with its trace
         made = SessionError(f"the sequence failed by a bug: {type(error).__name__}; please report it with its trace")
     made.__cause__ = error
     return made
@@ -518,5 +526,5 @@ def why_no_drafts(runner: Runner) -> str:
     if runner.max_logits == 1:
         return "the engine gives the logits of one position: build it with --max-logits 2 or more"
     if runner.max_chunk == 1:
-        return "a step takes one token: use a model, or a max_chunk, for several"
+        return "a step takes only one token: use a model that takes several, or a larger max_chunk"
     return ""

@@ -93,7 +93,7 @@ class BenchReport:
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
-    """Return `first` times powers of `factor`, below `most`; and `most`."""
+    """Return `most`, and before it all sizes below `most` that are `first` times a power of `factor`."""
     sizes = []
     while first < most:
         sizes.append(first)
@@ -133,8 +133,8 @@ def bench_session(
     longest = max(max(lengths), max(positions) + warmup + repeats)
     if capacity is not None and longest > capacity:
         raise OptionError(
-            f"lengths up to {max(lengths)} and {warmup + repeats} steps from position {max(positions)} need {longest} "
-            f"rows, and the caches hold {capacity}; ask for less"
+            f"lengths up to {max(lengths)} and {warmup + repeats} steps from position {max(positions)} need "
+            f"{longest} rows, but the caches hold {capacity}; ask for less"
         )
     if max(batches) > session.cache.free:
         raise OptionError(f"batch {max(batches)} is more than the {session.cache.free} rows that are free")
@@ -189,7 +189,7 @@ def load_report(path: Path) -> BenchReport:
 
 
 _FEWEST = 3
-"""Fewest measured runs, however long they take."""
+"""The smallest number of measured runs; they run however long they take."""
 Tokens = Callable[[int], list[int]]
 
 

@@ -46,7 +46,7 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
 
     Args:
         model: path of the model or engine.
-        tokenizer: names the end token if no file does; or None.
+        tokenizer: a tokenizer, which names the end token if no file does; or None.
 
     Raises:
         OptionError: a file beside the model is unreadable, or has a value that is out of range.
@@ -57,7 +57,9 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
 
 
 USUAL_SAMPLING = {"temperature": 0.8, "min_p": 0.05}
-"""For models that recommend no sampling. At temperature 1 without a limit, unlikely tokens derail small models."""
+"""The sampling for models whose files recommend none. With temperature 1 and no other limit, unlikely tokens derail
+small models.
+"""
 
 
 def default_sampling(model: Path) -> dict[str, Any]:
@@ -117,7 +119,8 @@ class Schedule:
         most = self.max_sequences
         if most is not None and as_whole(most, "max_sequences") < max_batch:
             raise OptionError(
-                f"max_sequences is {most}, and max_batch is {max_batch}; give as many or more, or a smaller max_batch"
+                f"max_sequences is {most}, less than max_batch, which is {max_batch}; give a larger max_sequences, "
+                "or a smaller max_batch"
             )
 
 
@@ -198,10 +201,10 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
     model = is_model(path)
     if model and options.device == "cuda":
         raise OptionError(
-            f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
+            f"{path} is a model, but a GPU runs only engines; build an engine with 'trt-kvcache build', and open that"
         )
     if not model and options.device == "cpu":
-        raise OptionError(f"{path} looks like an engine, and the CPU runs models; open the .onnx file instead")
+        raise OptionError(f"{path} looks like an engine, but the CPU runs only models; open the .onnx file instead")
     foreign = ("gpu",) if model else ("cpu", "capacity", "plan_options")
     if given := [name for name in foreign if getattr(options, name) is not None]:
         kind, other = ("a model", "engines") if model else ("taken for an engine", "models")
@@ -230,7 +233,9 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Read a ``tokenizer.json``: the named one; for None, the one beside the model. False: no tokenizer.
+    """Open a tokenizer.
+
+    A path names a ``tokenizer.json``; None means the file beside the model; False means no tokenizer.
 
     Other objects are returned unchanged.
     """

@@ -44,8 +44,8 @@ class PrefixStats:
 class PrefixCache:
     """Copies of cache rows. Each row must depend only on the adapter and on the token ids up to it.
 
-    When a new block needs space, the least recently used block is dropped; of one text, the last block first. A block
-    can be found only with all blocks before it, so blocks are not kept long without them.
+    When a new block needs space, the least recently used block is dropped; among the blocks of one text, the last block
+    goes first. A block can be found only together with all blocks before it, so it is of no use without them.
 
     Args:
         runner: runner of the caches.
@@ -55,7 +55,7 @@ class PrefixCache:
         stats: counts so far.
 
     Raises:
-        OptionError: `size` is not a size, or less than one block; or rows of this model cannot be reused.
+        OptionError: `size` is not a number of bytes, or is less than one block; or rows of this model cannot be reused.
         SessionError: too little memory is free.
     """
 
@@ -67,12 +67,12 @@ class PrefixCache:
         count, free = size // self._size, free_memory()
         if count < 1:
             raise OptionError(
-                f"prefix_cache is {size} bytes, and a block of {BLOCK} tokens takes {self._size}; give at least "
-                "that much, better enough for some prompts, or leave it out"
+                f"prefix_cache is {size} bytes, but a block of {BLOCK} tokens takes {self._size}; give at least "
+                "that, or better enough for several prompts, or leave it out"
             )
         if size > free:
             raise SessionError(
-                f"prefix_cache is {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of host memory are free; give less"
+                f"prefix_cache is {size / 1e9:.1f} GB, but only {free / 1e9:.1f} GB of host memory are free; give less"
             )
         self._data = runner.host_memory(count * self._size).data
         self._places: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
@@ -156,6 +156,6 @@ def _check(plan: CachePlan) -> None:
     """
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
-        why = f"each row depends on what the text was given beside its tokens ('{constants[0].name}')"
+        why = f"each row also depends on an input beside the tokens ('{constants[0].name}')"
     if why:
         raise OptionError(f"prefix_cache cannot reuse rows of this model: {why}; leave it out")

@@ -69,7 +69,7 @@ class SessionSteps(TextCaches):
         return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """See `TextCaches.write`; all texts begin if they have no tokens, and spare rows are filled then, too."""
+        """See `TextCaches.write`. The first call starts all texts and fills the spare rows."""
         if name not in self.buffers:
             return
         spare = self._spare if not self.ends.any() else ()
@@ -78,7 +78,7 @@ class SessionSteps(TextCaches):
             self.runner.write_row(name, row, contents.astype(self.buffers[name].array_dtype))
 
     def start(self, rows: int, texts: range | None = None) -> None:
-        """See `Runner.start`; `texts` are those that are decoded, all if None."""
+        """See `Runner.start`. `texts` says which texts are decoded; None: all texts."""
         self.begin(rows, texts)
         self.fill()
         inputs = self._inputs.tensors
@@ -179,12 +179,15 @@ class Replay:
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Return the rows of the caches that a replay needs: one beside those in use, if the engine has it."""
+    """Return the rows of the caches that a replay needs: the rows that it uses, and one more if the engine has it."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
 def _rows_aligned(plan: CachePlan) -> bool:
-    """True if each cache row lies at an address that TensorRT accepts; else an engine runs one text at a time."""
+    """Return True if each row of a cache lies at an address that TensorRT accepts.
+
+    Otherwise an engine runs one text at a time.
+    """
     return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
@@ -220,7 +223,7 @@ class _Replay:
         given = draw_constants(plan, facts.rows, facts.seed, length=facts.encoder)
         # If the engine cannot take rows together, they run one after the other.
         self._together = facts.rows if _rows_aligned(plan) and facts.rows <= runner.max_batch else 1
-        first = int(runner.max_batch > self._together)  # rows in use follow another row, which must not change
+        first = int(runner.max_batch > self._together)  # the rows in use come after one row that must not change
         used = range(first, first + self._together)
         self._spare = [r for r in (0, self._together) if r < runner.max_batch and r not in used]
         self._steps = SessionSteps(
@@ -230,21 +233,21 @@ class _Replay:
         self._count = 0
         self._worst: dict[str, Difference] = {}
         self._findings: dict[str, Finding] = {}
-        # by part and output: rows with a difference; for one row: its parts
+        # by part and output: the rows with a difference; if there is only one row: the parts
         self._outside: dict[tuple[str, str], set[object]] = {}
         self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
 
     def _misfit(self) -> str:
-        """Return why a proof cannot belong to this engine, as far as the steps tell; empty if it can."""
+        """Return why a proof cannot belong to this engine, judged by its steps; empty if it can."""
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
-            return f"its steps have up to {facts.chunk} tokens, and the engine takes {runner.max_chunk}"
+            return f"its steps have up to {facts.chunk} tokens, but the engine takes at most {runner.max_chunk}"
         if max(facts.lengths) > min(bounds, default=math.inf):
-            return f"it has texts of {max(facts.lengths)} tokens, and the engine takes {min(bounds)}"
+            return f"it has texts of {max(facts.lengths)} tokens, but the engine takes at most {min(bounds)}"
         caches = {b.past for b in carried_buffers(runner.plan)}
         if unknown := {n for shares in facts.allowed.values() for n in shares} - {*caches, LOGITS}:
-            return f"it has a cache '{min(unknown)}'"
+            return f"it has a cache '{min(unknown)}', which the engine does not have"
         return ""
 
     def run(self) -> Replay:
@@ -293,7 +296,7 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _leave_out_choices(self) -> None:
-        """Drop findings that chosen experts explain: few rows of an output, in which a near tie went the other way."""
+        """Drop findings that chosen experts explain: few rows of an output, for which two experts were nearly equal."""
         for name, (outliers, rows) in self._outliers.items():
             if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)
@@ -364,7 +367,7 @@ class _Replay:
         elif math.isfinite(share.typical):
             what = f"differs by {share.typical:.2g} of its size on average (allowed: {limit.typical:.2g})"
         else:
-            what = "is not finite where the proof is"
+            what = "is not finite where the proof is finite"
         self._find(name, number, part, row, what)
 
     def _find(self, name: str, number: int, part: str, row: int, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Checks the prompts of a session before anything runs; and the results of `generate`."""
+"""Checks the prompts of a session before anything runs. Also defines the results of `generate`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ConstantsAll = Sequence[ConstantValues] | None
 """The constants of each prompt, in order; None for models that have no such inputs."""
 
 EmbedsAll = Sequence[npt.NDArray[Any] | None] | None
-"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for prompts of ids alone."""
+"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for a prompt that has only ids."""
 
 PositionsAll = Sequence[npt.ArrayLike | None] | None
 """Positions ``[S]`` or ``[planes, S]`` of each prompt's tokens, in order; None if they are consecutive."""
@@ -132,7 +132,7 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Read several prompts, none of them empty, with the inputs of each.
+        """Read several prompts with their inputs. No prompt may be empty.
 
         Raises:
             PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.
@@ -180,9 +180,9 @@ class PromptReader:
         """
         for name, mapping in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
             if not isinstance(mapping, Mapping):
-                raise PromptError(f"{name} is {shown(mapping)}; give a mapping from slots to what each is given")
+                raise PromptError(f"{name} is {shown(mapping)}; give a mapping from slots to their values")
         if unknown := [slot for slot in (*inputs_embeds, *positions) if slot not in tokens]:
-            raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
+            raise PromptError(f"slot {unknown[0]} has embeddings or positions, but no tokens; give token ids, too")
         checked = {}
         for slot, ids in tokens.items():
             entry = self._rows.idle(slot)
@@ -245,14 +245,14 @@ class PromptReader:
 
     def _embeds(self, values: Any, count: int) -> Array:
         if self._tensor is None:
-            raise PromptError("the prompt has inputs_embeds, and the model takes token ids; leave them out")
+            raise PromptError("the prompt has inputs_embeds, but the model takes token ids; leave them out")
         array, width = np.asarray(values), self._tensor.shape[-1]
         array = array[0] if array.ndim == 3 and len(array) == 1 else array
         if array.shape != (count, width) or not is_float(array.dtype):
             raise PromptError(
                 f"inputs_embeds are {array.dtype} {list(array.shape)}; for a prompt of {count} ids the model takes "
-                f"{self._tensor.dtype} [{count}, {width}]: an embedding for each id, those of images included, whose "
-                "ids are placeholders"
+                f"{self._tensor.dtype} [{count}, {width}]: one embedding for each id. This includes the ids of "
+                "images, which are only placeholders"
             )
         with np.errstate(over="ignore"):  # overflows are found below
             # a copy: the caller may change the array
@@ -296,11 +296,13 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
             said = f"{kind.__name__}; give a GenerationConfig"
         raise OptionError(f"config is {said}")
     if config.prompt_lookup_num_tokens and (why := why_no_return(plan, rings=False)):
-        raise OptionError(f"prompt_lookup_num_tokens takes wrong guesses back, and {why}; generate without it")
+        raise OptionError(
+            f"prompt_lookup_num_tokens must be able to take wrong guesses back, but {why}; generate without it"
+        )
     if config.num_assistant_tokens and not draft:
         raise OptionError(
-            f"num_assistant_tokens is {config.num_assistant_tokens}, and the session has no draft model; open it with "
-            "draft=..., or leave it out"
+            f"num_assistant_tokens is {config.num_assistant_tokens}, but the session has no draft model; open it "
+            "with draft=..., or leave it out"
         )
 
 

@@ -55,7 +55,8 @@ class StepBatch:
         positions: int64 ``[R, planes, S]``, or one plane for all; None: the position of each token is its cache row.
         highest: how many of the highest scores of each position the caller needs, with all scores that equal the last
             of them; 1: only the first of the highest; 0: all scores.
-        masks: returns the tokens that may be among the `highest`; None: all. Best called after the step has begun.
+        masks: returns the tokens that may be among the `highest`; None: all. A runner should call it after the step has
+            started, so that both run at the same time.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for none; None: all 0.
     """
 

@@ -56,7 +56,7 @@ def score(session: DecodeSession, text: str | Sequence[int], window: int | None 
         raise OptionError(f"session is {shown(session)}; give a DecodeSession")
     if isinstance(text, str):
         if session.tokenizer is None:
-            raise PromptError("the text needs a tokenizer, and the session has none; give token ids")
+            raise PromptError("the text needs a tokenizer, but the session has none; give token ids")
         text = session.tokenizer.encode(text)
     tokens = read_ids(text, session.vocab)
     capacity = session.cache.capacity
@@ -65,7 +65,7 @@ def score(session: DecodeSession, text: str | Sequence[int], window: int | None 
     if window < 2 or (capacity is not None and window > capacity):
         raise OptionError(f"window is {window}; it must be 2 to {capacity}, which is what the caches hold")
     if len(tokens) < 2:
-        raise PromptError(f"the text has {len(tokens)} tokens; a score needs 2 at least")
+        raise PromptError(f"the text has {len(tokens)} tokens; a score needs at least 2")
     step = max(1, min(session.max_chunk, _LOGITS // (4 * session.vocab)))
     total, scored, start = 0.0, 1, 0
     with phase("scoring: token", len(tokens)) as done:

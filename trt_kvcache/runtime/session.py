@@ -114,7 +114,8 @@ class DecodeSession:
         able = any(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode"))
         if isinstance(tokenizer, (str, bytes)) or (tokenizer is not None and not able):
             raise OptionError(
-                f"tokenizer is {shown(tokenizer)}; give an object that encodes and decodes, or open a path"
+                f"tokenizer is {shown(tokenizer)}; give an object with the methods encode and decode, or the path "
+                "of a tokenizer.json to DecodeSession.open"
             )
         schedule = as_options(Schedule() if schedule is None else schedule, Schedule, "schedule")
         schedule.check(runner.max_batch)
@@ -294,7 +295,7 @@ class DecodeSession:
                 memory, which is freed with the last reference; ``numpy.asarray`` copies them.
 
         Raises:
-            OptionError: the model takes nothing from an encoder, or no encoder lies beside the model.
+            OptionError: the model takes no inputs from an encoder, or no encoder lies beside the model.
             ModelError, ManifestError: the encoder cannot be used.
             PromptError: the source does not fit the encoder.
             SessionError: the encoder failed, or the session is closed.
@@ -347,10 +348,11 @@ class DecodeSession:
         """Continue every prompt to its end.
 
         Args:
-            prompts: a list of texts or of lists of token ids, which take turns if there are more than rows; or one
-                prompt.
-            config: for all prompts; None: `config` of the session.
-            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, its own.
+            prompts: one prompt or a list of prompts. A prompt is a text or a list of token ids. If there are more
+                prompts than free rows, the others wait.
+            config: settings for all prompts; None: `config` of the session.
+            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, give its constants without a
+                list.
             inputs_embeds: embeddings of each prompt, see `add`.
             positions: positions of each prompt, see `add`.
             settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``; they override the config. Settings of
@@ -441,7 +443,9 @@ class DecodeSession:
             raise PromptError(f"messages is {shown(messages)}; give a list of {entries}")
         tokenizer = self._reader.text_tokenizer("a chat")
         if not hasattr(tokenizer, "render_chat"):
-            raise PromptError(f"a chat needs a tokenizer with a chat template, and {shown(tokenizer)} renders none")
+            raise PromptError(
+                f"a chat needs a tokenizer with a chat template, but {shown(tokenizer)} has no method render_chat"
+            )
         ids: list[int]
         if hasattr(tokenizer, "chat_tokens"):
             ids = tokenizer.chat_tokens(several, tools, **how)
@@ -517,8 +521,8 @@ class DecodeSession:
             config: settings of the generation; None: `config` of the session.
             slot: an existing slot that does not run: the prompt is appended to its tokens. None: a new slot.
             keep: keep the slot, with its tokens and caches, when the sequence ends.
-            index: number of the random stream among sequences of one seed; forks with the same index draw the same
-                numbers.
+            index: number of the stream of random numbers, which differs between sequences with one seed. Forks with the
+                same index draw the same numbers.
             client: the owner of the sequence. A free row goes to the client that has waited longest since its last row,
                 so that a client with 100 prompts does not delay a client with one. None: a client with this sequence
                 alone.
@@ -544,7 +548,7 @@ class DecodeSession:
         if config.num_beams > 1:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
-            raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
+            raise OptionError(f"slot {slot} got its constants when its sequence began; leave the constants out")
         with self._guard.lock, self._guard.idle:
             new, after = self._reader.read_added(slot, prompt, constants, inputs_embeds, positions)
             if slot is not None:
@@ -673,8 +677,8 @@ class DecodeSession:
         own = self._rows.slot(slot).adapter
         if config.adapter is not None and (own is None or own is not self.adapters.find(config.adapter)):
             raise OptionError(
-                f"adapter is {shown(config.adapter)}, and slot {slot} was computed with "
-                f"{'none' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
+                f"adapter is {shown(config.adapter)}, but slot {slot} was computed with "
+                f"{'no adapter' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
             )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:

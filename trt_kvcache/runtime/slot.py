@@ -36,8 +36,8 @@ class HostRows:
         size, free = sum(buffer.range_bytes(0, tokens) for buffer in self._buffers), free_memory()
         if size > free:
             raise SessionError(
-                f"{tokens} tokens take {size / 1e9:.3f} GB of host memory to be offloaded, and {free / 1e9:.3f} GB are "
-                "free; offload to a file (cache.offload(slot, path)), or remove sequences"
+                f"to offload {tokens} tokens takes {size / 1e9:.3f} GB of host memory, but only {free / 1e9:.3f} GB "
+                "are free; offload to a file (cache.offload(slot, path)), or remove sequences"
             )
         self._memory = runner.host_memory(size)
         runner.pack_rows(row, 0, tokens, self._memory.data)
@@ -69,7 +69,7 @@ class Slot:
         row: row of every cache buffer; -1: the slot has no row now.
         tokens: all token ids; the first `length` are in the cache.
         length: total number of tokens in the cache; circular caches hold the last of them.
-        written: the longest length since the last crop: shows how far a circular cache is overwritten.
+        written: the largest length since the last crop; it shows how far a circular cache was overwritten.
         running: the decode loop continues the sequence; only the loop may change the slot.
         constants: inputs of the sequence beside its text.
         adapter: adapter that computes the sequence; None: no adapter.
@@ -77,7 +77,8 @@ class Slot:
         positions: positions of its tokens.
         offloaded: cache contents of a slot without a row; None if it has none.
         used: time of the last use; the lowest was used least recently.
-        by_ids: number of first tokens that came as ids alone, with consecutive positions; None: all.
+        by_ids: number of first tokens for which the caller gave only ids, and which have consecutive positions; None:
+            all tokens.
         remembered: number of first tokens that were copied to or from the prefix cache.
     """
 

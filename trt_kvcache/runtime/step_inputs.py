@@ -67,8 +67,9 @@ class StepLogits:
             outputs = [t for t in plan.tensors if t.io == "output" and t.role in (Role.LOGITS, Role.OTHER)]
             names = ", ".join(f"'{t.name}' {t.dtype} {list(t.shape)}" for t in outputs) or "caches alone"
             raise UnsupportedModelError(
-                f"no output has the role 'logits' (outputs: {names}), and a session chooses tokens by the scores of "
-                "the whole vocabulary: export the model with logits, or name them in a config (--config)"
+                f"no output has the role 'logits' (outputs: {names}), but a session needs the scores of the whole "
+                "vocabulary to choose tokens: export the model with logits, or name the output of logits in a "
+                "config (--config)"
             )
         tensor = named_axes(tensor, plan)
         self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
@@ -79,10 +80,10 @@ class StepLogits:
             if axis in ("batch", "sequence", "kept", "tokens") or dim == 1:
                 continue
             if isinstance(dim, str):
-                raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
+                raise UnsupportedModelError(f"{what}: the size '{dim}' is unknown; fix it in the model")
             raise UnsupportedModelError(
-                f"{what} hold {dim} vectors of scores for each position, as of several codebooks, and a session "
-                "chooses one token by one of them: export logits [B, S, V]"
+                f"{what} hold {dim} vectors of scores for each position, as models with several codebooks do, but a "
+                "session chooses one token from one vector: export logits [B, S, V]"
             )
         self.known = isinstance(size, int)
         self._vocab = size if isinstance(size, int) else 0
@@ -95,7 +96,7 @@ class StepLogits:
     def vocab(self) -> int:
         """Size of the vocabulary, V: the size of the last axis."""
         if not self._vocab:
-            raise UnsupportedModelError(f"{self._what}: nothing says how large the vocabulary is; fix it in the model")
+            raise UnsupportedModelError(f"{self._what}: the size of the vocabulary is unknown; fix it in the model")
         return self._vocab
 
     def settle(self, vocab: int) -> None:
@@ -126,8 +127,8 @@ class StepLogits:
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
-                f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "
-                f"{batch.keep} are needed; export the model with logits of all positions"
+                f"the model gives the logits of the last position only (output '{self.name}'), but the logits of "
+                f"the last {batch.keep} positions are needed; export the model with logits of all positions"
             )
         return positions
 
@@ -141,8 +142,8 @@ class StepInputs:
     capacity. Masks hide rows that are not written yet and, within a step, later tokens.
 
     Attributes:
-        uniform: an input has no batch axis, but would differ between rows: all rows of a step must start at one
-            position.
+        uniform: an input has no batch axis, although its values depend on the row; so all rows of a step must start at
+            one position.
         max_rows: most rows in a step; None if the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
         constants: inputs that a sequence has once.
@@ -177,7 +178,10 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Zeros as embeddings of tokens ``[R, S]`` for a model that takes embeddings: for steps without results."""
+        """Return zeros as embeddings of tokens ``[R, S]``, for a model that takes embeddings; None for other models.
+
+        Steps whose results are not used take them.
+        """
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
@@ -190,7 +194,7 @@ class StepInputs:
         """
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
-                f"max_batch is {asked}, and this model computes {self.fixed_rows} sequences in every step: leave it "
+                f"max_batch is {asked}, but this model computes {self.fixed_rows} sequences in every step: leave it "
                 "out, or export the model with a dynamic batch"
             )
         return asked if self.fixed_rows is None else self.fixed_rows
@@ -217,11 +221,14 @@ class StepInputs:
         if self._plan.prefill_in_one_step:
             default = allowed
         if asked is not None and asked > allowed:
-            raise OptionError(f"max_chunk is {asked}, and this model takes at most {allowed} tokens per update")
+            raise OptionError(f"max_chunk is {asked}, but this model takes at most {allowed} tokens per update")
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Rows, tokens per row, cache rows read and so on: steps with equal signatures have inputs of equal shapes."""
+        """Return rows, tokens per row, cache rows that are read, and so on.
+
+        Steps with equal signatures have inputs of equal shapes.
+        """
         sizes = batch.constants[0].sizes if batch.constants else ()
         positions = (batch.sizes["kept"],) if self._logits_span else ()
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
@@ -268,7 +275,7 @@ class StepInputs:
             ring = self._reach[tensor.name] if self._circular(tensor) else None
             held, new = newest_tokens(batch.starts, batch.length, keys, ring)
             visible = (held >= 0) & (held <= new)
-            if dtype.kind not in "iub":  # a bias that is added to the scores
+            if dtype.kind not in "iub":  # this is a bias that is added to the scores
                 visible = np.where(visible, 0.0, _lowest(dtype))
             return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
         known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
@@ -285,7 +292,7 @@ class StepInputs:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
-        """Return the caches that attention reads with these lengths or this mask; all if the plan does not tell."""
+        """Return the caches that attention reads with these lengths or this mask; all if the plan does not say."""
         return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
 
     def _circular(self, tensor: TensorRole) -> bool:
@@ -305,7 +312,7 @@ class StepInputs:
         keys = tensor.shape[-1] if tensor.shape else 0
         if isinstance(keys, int) and keys != capacity:
             raise UnsupportedModelError(
-                f"mask input '{tensor.name}' {list(tensor.shape)} covers {keys} keys, and the caches that it masks "
+                f"mask input '{tensor.name}' {list(tensor.shape)} covers {keys} keys, but the caches that it masks "
                 f"hold {capacity}; export the model with a mask as long as the cache"
             )
         return capacity
@@ -313,13 +320,13 @@ class StepInputs:
     def _check(self) -> None:
         """Refuse models with inputs that the runtime cannot fill."""
         if not self._caches:
-            raise UnsupportedModelError("the model keeps no KV cache from step to step: nothing to decode with")
+            raise UnsupportedModelError("the model keeps no KV cache from step to step, so it cannot decode")
         carried = {c.past for c in self._caches}
         for tensor in self._plan.tensors:
             if tensor.io == "input" and tensor.role is Role.CACHE and tensor.name not in carried:
                 raise UnsupportedModelError(
-                    f"input '{tensor.name}' is a cache that no update writes; the runtime can run models whose caches "
-                    "are all written by the model itself"
+                    f"input '{tensor.name}' is a cache that no update writes; the runtime can run a model only if "
+                    "it writes all of its caches itself"
                 )
         if self._plan.tensor(Role.TOKENS) is None:
             raise UnsupportedModelError(
@@ -328,8 +335,8 @@ class StepInputs:
         masks = [f"'{t.name}'" for t in self._inputs if t.role is Role.MASK]
         if len(masks) > 1:
             raise UnsupportedModelError(
-                f"the model takes several masks ({', '.join(masks)}), and nothing in it says which window each stands "
-                "for; the runtime fills one causal mask: export a model that makes its masks itself"
+                f"the model takes several masks ({', '.join(masks)}), and it does not say which window each mask "
+                "stands for; the runtime can fill only one causal mask: export a model that makes its masks itself"
             )
         for tensor in self._inputs:
             self._check_input(tensor)
@@ -359,16 +366,16 @@ class StepInputs:
             )
         if tensor.role is Role.TOKENS and not tensor.embedded and any(size != 1 for size in tensor.shape[2:]):
             raise UnsupportedModelError(
-                f"{what} takes several ids for each token, as of several codebooks, and a session has one: export the "
-                "model from the sum of their embeddings on, [B, S, D]"
+                f"{what} takes several ids for each token, as models with several codebooks do, but a session has "
+                "one id: export only the part of the model after the sum of their embeddings, [B, S, D]"
             )
         for size, axis in zip(tensor.shape, tensor.axes, strict=True):
             if isinstance(size, str) and axis not in _SIZES:
-                raise UnsupportedModelError(f"{what}: nothing says how large its size '{size}' is; fix it in the model")
+                raise UnsupportedModelError(f"{what}: its size '{size}' is unknown; fix it in the model")
         plain = tensor.role in (Role.MASK, Role.ZEROS) or tensor.embedded
         if not plain and array_dtype(tensor.dtype).kind not in "iu":
             raise UnsupportedModelError(
-                f"{what} is the model's {tensor.role.value}, and the runtime fills it with integers; export a model "
+                f"{what} is the model's {tensor.role.value}, but the runtime fills it with integers; export a model "
                 "that takes positions and lengths as integers"
             )
 
@@ -394,15 +401,15 @@ class StepInputs:
                 + (" of packed updates" if cache.form is UpdateForm.PACKED_NHD else "")
             )
             raise UnsupportedModelError(
-                f"the model's number of tokens per step is fixed at {cache.update_length}, and cache '{cache.past}' "
-                f"stands beside or is {what}, which padding tokens would change: export the model "
-                "with a dynamic number of tokens, or with 1"
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and padding tokens would "
+                f"change the contents of cache '{cache.past}' or of its model ({what}): export the model with a "
+                "dynamic number of tokens, or with 1"
             )
         if StepLogits(self._plan).last_only:
             raise UnsupportedModelError(
-                f"the model's number of tokens per step is fixed at {cache.update_length}, and it gives the logits of "
-                "the last only: a step of fewer tokens has none. Export the model with logits of all positions, or "
-                "with a dynamic number of tokens"
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and it returns only the "
+                "logits of the last token, so a step of fewer tokens has no logits. Export the model with logits "
+                "of all positions, or with a dynamic number of tokens"
             )
 
 
@@ -425,8 +432,8 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
     """
     if batch.embeds is None:
         raise SessionError(
-            f"the model takes embeddings (input '{tensor.name}'), and the step has token ids alone; a session looks "
-            "them up: DecodeSession(runner, embeddings=...)"
+            f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
+            "up embeddings: DecodeSession(runner, embeddings=...)"
         )
     values, names = by_token(batch.embeds, tensor)
     return place((values, (*names, "width")), (*tensor.axes[:-1], "width"))

@@ -59,7 +59,7 @@ class Streams:
             with self._guard.lock, self._guard.idle:
                 self._collect(events)
             return events
-        except BaseException:  # a signal that waited: the next step returns the events that this one did not
+        except BaseException:  # such as a signal that waited: the next step returns the events of this one
             queued = {id(outcome) for _, outcome in self.added}
             self.added[:0] = [(event.sequence, event) for event in events if id(event) not in queued]
             raise
@@ -76,7 +76,7 @@ class Streams:
         del self.added[:]
 
     def cancel(self, slot: int) -> None:
-        """End a running sequence; its stream gets an event that says so."""
+        """End a running sequence. Its stream gets an event with the reason `CANCELLED`."""
         run = self._loop.remove(slot)
         if run.outcomes is not self.added:
             run.outcomes.append((slot, self._loop.last(run, FinishReason.CANCELLED)))
@@ -91,7 +91,10 @@ class Streams:
         self.added[:] = [outcome for outcome in self.added if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
-        """Yield the events of prompts, which take turns if rows are few. Closing the iterator ends unfinished ones."""
+        """Yield the events of prompts. If there are more prompts than free rows, the others wait.
+
+        Closing the iterator ends unfinished ones.
+        """
         waiting = deque(zip(continuations, prompts, strict=True))
         mailbox: Outcomes = []
         reader = self.reader()
@@ -120,7 +123,7 @@ class Streams:
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """End the unfinished sequences of a reader; within a step nothing ends: the next step does it."""
+        """End the unfinished sequences of a reader. Within a step nothing ends; the next step ends them."""
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
             self._end(reader.slots)
 
@@ -134,9 +137,9 @@ class Streams:
             self._loop.add(slot, prompt.after(self._rows.slot(slot)), continuation, mailbox, keep_slot=False)
         if waiting and not self._loop.slots:
             raise SlotError(
-                f"{self._rows.max_sequences or self._rows.count} sequences that do not run leave no room for the "
-                f"{len(waiting)} prompt(s) that wait, and never will; remove some, or open the session with a larger "
-                "max_batch or max_sequences"
+                f"{len(waiting)} prompt(s) wait for room and will never get it, because "
+                f"{self._rows.max_sequences or self._rows.count} sequences that are not running take all of it; "
+                "remove some, or open the session with a larger max_batch or max_sequences"
             )
 
     def _advance(self) -> None:

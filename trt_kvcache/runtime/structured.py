@@ -71,7 +71,7 @@ class Grammars:
         """A grammar of JSON for a schema, given as an object or as text: one line, properties in the schema's order.
 
         Raises:
-            OptionError: `schema` is no JSON schema, has keywords that llguidance does not know, or allows nothing.
+            OptionError: `schema` is not a JSON schema, has keywords that llguidance does not know, or allows no text.
         """
         try:
             content = json.loads(schema) if isinstance(schema, str) else dict(schema)
@@ -119,7 +119,7 @@ class Grammars:
         try:
             text = any_to_lark(text) if "::=" in text else text
         except Exception as error:  # noqa: BLE001 - the converter raises several classes, none of its own
-            raise OptionError(f"the grammar is no GBNF that can be read: {error}") from None
+            raise OptionError(f"the grammar cannot be read as GBNF: {error}") from None
         return self._compile(self._matcher.grammar_from_lark(text), "grammar")
 
     @property
@@ -170,7 +170,10 @@ class _Vocabulary:
 
 
 class _Matched:
-    """A compiled grammar; and, as a copy, the mask of one sequence: its matcher has read the last call's tokens."""
+    """A compiled grammar.
+
+    A copy of it is the mask of one sequence: the copy's matcher has read the tokens of the last call.
+    """
 
     def __init__(self, matcher: Any, most: int) -> None:
         self._matcher, self._words = matcher, most
@@ -181,7 +184,7 @@ class _Matched:
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
-        """See `TokenMask`; no bits are set after tokens that the grammar forbids.
+        """See `TokenMask`. After tokens that the grammar forbids, no bits are set.
 
         Raises:
             OptionError: the grammar exceeds llguidance's limits.
@@ -201,7 +204,7 @@ class _Matched:
 
 def _text(value: str, what: str) -> str:
     if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
-        raise OptionError(f"the {what} is {shown(value)}; give a text, of Unicode")
+        raise OptionError(f"the {what} is {shown(value)}; give a Unicode text")
     return value
 
 

@@ -45,7 +45,10 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning of two texts. Slices are compared: faster than single tokens."""
+    """Return the length of the common beginning of two texts.
+
+    Slices are compared, because that is faster than comparing single tokens.
+    """
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2
@@ -89,7 +92,7 @@ class Embeds:
 
 
 NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
-"""For sequences whose tokens are ids alone."""
+"""The embeddings of a sequence for which the caller gives none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +138,7 @@ class Positions:
 
 
 IN_ORDER = Positions(np.empty((1, 0), np.int64))
-"""For sequences without positions of the caller: 0, 1, 2, ..."""
+"""The positions of a sequence for which the caller gives none: 0, 1, 2, ..."""
 
 
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
@@ -172,7 +175,7 @@ class PositionInput:
         elif len(inputs) > 1:
             self._why = f"the model has several inputs of positions ({self._names}), which may count different things"
         elif not {"sequence", "tokens"} & set(inputs[0].axes) and fixed_length(plan) != 1:
-            self._why = f"the model is told where a whole step stands ({self._names}), not each of its tokens"
+            self._why = f"the model takes one position for a whole step ({self._names}), not one for each token"
         else:
             (tensor,) = inputs
             planar = len(tensor.shape) == 3
@@ -190,7 +193,7 @@ class PositionInput:
             PromptError: the model takes no positions, or they have another shape, or are negative.
         """
         if not self.planes:
-            raise PromptError(f"positions are given, and {self._why}; leave them out")
+            raise PromptError(f"positions are given, but {self._why}; leave the positions out")
         try:
             array = np.asarray(values)
         except ValueError:

@@ -366,7 +366,7 @@ class Metrics:
         )
 
     def finished(self, reason: str, seconds: float) -> None:
-        """Count the end of a sequence, `seconds` after the arrival of its request."""
+        """Record that a sequence has ended. `seconds` is the time since its request arrived."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
 

@@ -146,9 +146,8 @@ class Verdict:
     Attributes:
         name: the tensor or the cache that the region computes.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (the region cannot
-            run),
-            ``"stuck"`` (the original side runs, the rewritten side does not), ``"dependent"`` (a sequence depends on
-            other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as `name` says),
+            run), ``"stuck"`` (the original side runs, the rewritten side does not), ``"dependent"`` (a sequence depends
+            on other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as `name` says),
             ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or ``"mixed"`` (the
             numbers of a token depend on how many tokens a step has).
         why: the reason in words; empty for most equal regions.

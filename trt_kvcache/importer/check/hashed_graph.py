@@ -140,7 +140,7 @@ class Graph:
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
         """Return all tensors that depend on `roots`.
 
-        Paths end at tensors in `through`, and at Shape nodes if not `shapes`.
+        The search does not continue after the tensors in `through`, nor after Shape nodes if `shapes` is False.
         """
         tainted = set(roots)
         for node in self.nodes:

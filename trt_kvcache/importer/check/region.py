@@ -59,15 +59,13 @@ class Region:
         in_span: names of joins that have only the last positions on the rewritten side.
         presents: names of cache outputs.
         models: the region of the original and of the rewritten graph, without shapes. The outputs are `joins`, followed
-            by
-            `presents`.
+            by `presents`.
         boundaries: tensors that are inputs of both sides.
         key: regions with the same key get the same verdict.
         integers: integers from which either side computes lengths.
         rows: for caches of fixed length in the original: maps the name of the past to its number of rows.
         layer: index of the attention that reads the region's caches, from 0. None if the region has no cache, or the
-            model
-            has only one attention.
+            model has only one attention.
         is_end: True if the join is a graph output of any type, such as a view of a cache; no other region reads it.
         drawn: True if the weights are random numbers; then the results must vary.
     """

@@ -62,7 +62,7 @@ class RegionRuns:
             models share them.
         wide: True if both sides compute in float32.
         large: index of the boundary that holds numbers beyond the range of float16; None: no boundary does.
-        small: True if all boundaries hold small numbers, even if the region reads caches.
+        small: True: all boundaries hold small numbers in every step. False: only in some steps, see `is_small`.
     """
 
     def __init__(

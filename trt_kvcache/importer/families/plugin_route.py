@@ -242,7 +242,8 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 def _is_pair(a: _Update, b: _Update) -> bool:
     """True if one node can do both updates: same kernel, same write indices, and neither depends on the other.
 
-    Whether one attention reads both caches does not matter: the plan does not list attentions after DequantizeLinear.
+    This does not look for one attention that reads both caches, because the plan does not list attentions that read
+    their caches through DequantizeLinear.
     """
     one, other = a.cache, b.cache
     return (

@@ -88,11 +88,10 @@ class _Form:
         most: the largest code.
         dtype: ONNX type of the numbers that hold codes.
         codes: the number of codes in one number of type `dtype`.
-        bits: bits of a code if a number holds several codes; else 0 or 8.
+        bits: bits of each code; 0 for fp8.
         scale_inside: True if the scale is the last number of the row.
         ranges: for constant scales: maps the name of a past to the largest magnitude in the cache. None: each row has
-            its own
-            scale, inside the row or in a separate cache.
+            its own scale, inside the row or in a separate cache.
         route: update route of the caches that hold codes.
     """
 
@@ -109,7 +108,7 @@ class _Form:
         return -(-size // self.codes)
 
     def row_bits(self, size: int) -> int:
-        """Return the bits of a row of `size` elements and its scale."""
+        """Return how many bits a row of `size` elements takes, including its scale."""
         return self.numbers(size) * dtype_bits(self.dtype) + (32 if self.ranges is None else 0)
 
     @property

@@ -48,8 +48,7 @@ def save_model(
 
     Raises:
         OutputError: the file cannot be written, belongs to the source, or another file has the name of a data file that
-            must
-            be copied. No new file is left.
+            must be copied. No new file is left.
         InvalidModelError: a file of the source changed after it was read, so a copy may mix two states.
     """
     target = check_output(output)

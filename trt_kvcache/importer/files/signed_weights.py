@@ -41,8 +41,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
     Raises:
         UnsupportedModelError: TensorRT does not support the quantized weights: a scale of 8-bit weights is not
-            positive, or
-            a zero point is not the middle of the range.
+            positive, or a zero point is not the middle of the range.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))

@@ -67,8 +67,7 @@ class SourceModel:
         external_files: absolute paths of the external data files, in order of first use.
         stamps: maps each external file, and the model file, to its state when it was checked; see `files.stamp`.
         is_edited: True if the graph was repaired, so that it differs from the file: equivalent operators, lists instead
-            of
-            scalars, or no default values of inputs.
+            of scalars, or no default values of inputs.
     """
 
     path: Path

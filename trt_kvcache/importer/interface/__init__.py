@@ -47,8 +47,7 @@ def find_roles(
         model: a model without functions, with inferred shapes; external data may be missing.
         known: the caches and states of the model.
         config: a YAML file with name patterns. For names that they match, the patterns override the graph, but they
-            cannot
-            add or remove caches.
+            cannot add or remove caches.
         tokens: name of the input of the new tokens, used if neither the graph nor a name shows this input.
 
     Returns:
@@ -56,8 +55,7 @@ def find_roles(
 
     Raises:
         AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
-            have.
-            The message lists the candidates.
+            have. The message lists the candidates.
         OptionError: the config is unreadable, contradicts itself, or names a cache.
         UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
     """

@@ -92,9 +92,9 @@ class Interface:
         return [t for t in self.inputs.values() if t.role in roles]
 
     def fixed_capacity(self, asked: int | None) -> int | None:
-        """Return the capacity that the model fixes (of shifted caches only if all are shifted).
+        """Return the capacity that the model fixes; None if the caller chooses it.
 
-        None: the caller chooses it.
+        The rows of shifted caches count only if all caches of the model are shifted.
 
         Raises:
             OptionError: `asked` contradicts the model.

@@ -323,7 +323,7 @@ class _Recognizer:
         own = self._caches[names[str(of.past.name)]]
         if str(own.present.name) != names[str(of.present.name)]:
             raise RecognizeError(
-                f"the present of '{own.past.name}' is '{own.present.name}', but its attention writes "
+                f"by its name, '{own.present.name}' is the present of '{own.past.name}', but the attention writes "
                 f"'{names[str(of.present.name)]}'"
             )
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)

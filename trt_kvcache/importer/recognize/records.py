@@ -109,13 +109,11 @@ class Cache:
             same size.
         window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
         shifted: past and present always have `window_rows` rows. New rows push out the oldest; the newest token is in
-            the
-            last row.
+            the last row.
         circular: True if token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
         update: the new rows. None until the region that writes them has run. Also None if this object stands for keys
-            or
-            values that are computed from caches: then `past` and `present` are the computed tensor, with all rows.
+            or values that are computed from caches: then `past` and `present` are the computed tensor, with all rows.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 

@@ -194,7 +194,7 @@ class Cutter:
                 return result, between
             between |= live
         raise RecognizeError(
-            f"'{parts[0]}' and other results over the same cache do not join to the result of one attention"
+            f"'{parts[0]}' and other tensors are computed from the same cache, but not combined into one attention"
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:

@@ -91,8 +91,7 @@ class Blueprint:
     Args:
         model: a model without functions, with named tensors. Later edits of the model do not change the blueprint.
         weights: large inline initializers that were detached from `model`; maps names to tensors. Only integers, masks
-            and
-            tensors with the shape of a bias are read.
+            and tensors with the shape of a bias are read.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:

@@ -74,9 +74,8 @@ def open_session(
         model: the model to run.
         trial: inputs of a step; None: no trial.
         beside: the session of the original, if `model` is rewritten. The reference evaluator accepts mixed types,
-            negative
-            sizes and too many indices. So if ONNX Runtime runs the original, it must also run the rewritten model. If
-            ONNX Runtime does not have an operator, ONNX's shape inference must accept the rewritten model.
+            negative sizes and too many indices. So if ONNX Runtime runs the original, it must also run the rewritten
+            model. If ONNX Runtime does not have an operator, ONNX's shape inference must accept the rewritten model.
 
     Raises:
         RunError: no session can run the model. The message is that of ONNX Runtime.

@@ -24,7 +24,7 @@ _SHOWN = 4  # names in a message; deep models have a hundred
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """The constants of one sequence. Two are equal if they are the same object.
+    """The constants of one sequence. Two of them are equal only if they are the same object.
 
     Attributes:
         arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
@@ -45,7 +45,7 @@ class Constants:
 
 
 NO_CONSTANTS = Constants()
-"""For sequences of a model that takes no constants."""
+"""The constants of a sequence, for a model that takes no constants."""
 
 
 class ConstantInputs:
@@ -65,16 +65,16 @@ class ConstantInputs:
         for tensor in self.tensors:
             if not tensor.shape or tensor.axes[0] not in ("batch", "") or not {*tensor.axes[1:]} <= {"encoder", ""}:
                 raise UnsupportedModelError(
-                    f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) is given once per sequence, and has "
-                    f"the axes {', '.join(a or 'fixed' for a in tensor.axes)}; supported are [batch, ...] with sizes "
-                    "that do not depend on the text"
+                    f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) is given once per sequence, but "
+                    f"has the axes {', '.join(a or 'fixed' for a in tensor.axes)}; it must be [batch, ...] with "
+                    "sizes that do not depend on the text"
                 )
 
     def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
         """Check the constants of one sequence.
 
         Args:
-            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted.
+            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted, too.
                 `Constants` are returned unchanged.
 
         Raises:
@@ -95,8 +95,8 @@ class ConstantInputs:
                 "(session.encode, on the command line --source), or give --constants"
             )
         if unknown := [name for name in values if name not in names]:
-            takes = f"it takes {', '.join(names)}" if names else "it takes none"
-            raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
+            takes = f"it takes {', '.join(names)}" if names else "it takes no such input"
+            raise PromptError(f"{unknown[0]!r} is not an input that the model takes once per sequence; {takes}")
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
@@ -112,8 +112,8 @@ class ConstantInputs:
         )
         if array.dtype != dtype or not fits:
             raise PromptError(
-                f"'{tensor.name}' is {array.dtype} {list(array.shape)}, and the model takes {dtype} {_shape(tensor)} "
-                "for each sequence"
+                f"'{tensor.name}' is {array.dtype} {list(array.shape)}, but the model takes {dtype} "
+                f"{_shape(tensor)} for each sequence"
             )
         if isinstance(array, DeviceArray):
             if array.home is not self._home:

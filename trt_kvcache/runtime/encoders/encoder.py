@@ -38,7 +38,7 @@ class Encoder(Protocol):
     """Computes a decoder's constants.
 
     Attributes:
-        where: where the encoder runs, if not on the decoder's device; else empty.
+        where: the place where the encoder runs; empty if it runs on the decoder's device.
     """
 
     where: str
@@ -70,16 +70,16 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
         guard: lock of the session; code that uses the runner holds it.
 
     Raises:
-        OptionError: the model takes nothing from an encoder, or there is no encoder.
+        OptionError: the model takes no inputs from an encoder, or there is no encoder.
         ModelError, ManifestError, BackendError, SessionError: the encoder cannot be used. If an engine exists but
             cannot be opened, the encoder does not run on the CPU instead: a server would become slow without notice.
     """
     constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
     if not constants:
-        raise OptionError(f"{model} takes nothing from an encoder; leave sources out, and give prompts")
+        raise OptionError(f"{model} takes no inputs from an encoder; leave sources out, and give prompts")
     is_engine = file is not None and file.is_file() and file.suffix.lower() != ".onnx"
     if runner.home is None and is_engine:
-        raise OptionError(f"{file} looks like an engine, and {model} runs on the CPU; give the encoder's .onnx file")
+        raise OptionError(f"{file} looks like an engine, but {model} runs on the CPU; give the encoder's .onnx file")
     missing = ""
     if runner.home is not None and (file is None or is_engine):
         from trt_kvcache.runtime.trt.encoder_engine import TensorRTEncoder, engine_beside
@@ -109,7 +109,7 @@ def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError
     """Return the error of an engine, with advice how to run the encoder on the CPU if its model exists."""
     if model is None or "--encoder" in error.message:
         return error
-    return type(error)(f"{error.message}; or let the encoder run on the CPU: {model} as --encoder")
+    return type(error)(f"{error.message}; or give {model} as --encoder, so that the encoder runs on the CPU")
 
 
 class OnnxEncoder:
@@ -165,7 +165,7 @@ class OnnxEncoder:
 
 
 BY_HAND = "run it yourself, and give what the decoder takes as constants"
-"""Advice if a model that runs before a decoder cannot be run."""
+"""The advice in messages about a model that should run before a decoder, but cannot."""
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -173,7 +173,7 @@ class FirstStep:
     """The part of a first step that computes the encoder's keys and values.
 
     Args:
-        path: path of the first step's model, or of one with both steps.
+        path: path of the model of the first step, or of a model with both steps.
         wanted: names of outputs; names that the model lacks are left out.
 
     Attributes:
@@ -193,8 +193,8 @@ class FirstStep:
         unknown = [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]
         if unknown:
             raise UnsupportedModelError(
-                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {IDS}, "
-                f"{HIDDEN} and {MASK}: compute them yourself, and give them as constants"
+                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; they may depend only on {IDS}, "
+                f"{HIDDEN} and {MASK}: compute the keys and values yourself, and give them as constants"
             )
         self._session = open_on_cpu(model, path, BY_HAND, spinning=False)
         self._inputs = {v.name: input_dtype(v) for v in self._session.inputs}
@@ -211,8 +211,8 @@ class FirstStep:
         if not self._tried:
             if not all(map(np.array_equal, outputs, self._run(hidden, 1))):
                 raise UnsupportedModelError(
-                    f"{self.path}: the encoder's keys and values depend on the text; supported are those of the "
-                    "encoder's output alone: compute them yourself, and give them as constants"
+                    f"{self.path}: the encoder's keys and values depend on the text; they may depend only on the "
+                    "encoder's output: compute the keys and values yourself, and give them as constants"
                 )
             self._tried = True
         return outputs

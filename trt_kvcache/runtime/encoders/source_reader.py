@@ -22,7 +22,10 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder. A symbol has the same size in all inputs. The first size of a sequence's array is 1."""
+    """One input of an encoder. Equal symbols stand for equal sizes in all inputs.
+
+    The first size of an array is 1, because it holds one sequence.
+    """
 
     name: str
     dtype: np.dtype[Any]
@@ -60,7 +63,7 @@ class SourceReader:
         """
         values = source if isinstance(source, Mapping) else {IDS: source}
         if unknown := [name for name in values if name not in self._inputs]:
-            raise PromptError(f"{unknown[0]!r} is no input of the encoder {self._path}, which takes {self._takes}")
+            raise PromptError(f"{unknown[0]!r} is not an input of the encoder {self._path}, which takes {self._takes}")
         feed = {name: _checked(self._inputs[name], value) for name, value in values.items()}
         sizes = self._sizes(feed)
         for name, value in self._inputs.items():
@@ -85,15 +88,15 @@ class SourceReader:
             ``[1, length]``.
 
         Raises:
-            PromptError: the encoder's mask hides positions, and has another length.
+            PromptError: the encoder's mask hides positions, and its length is not that of the output.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]
         if not fitting and not all(array.all() for array in masks):
             raise PromptError(
-                f"the encoder gives {length} positions, and its mask is {list(masks[0].shape)} and not all ones: "
-                "nothing says which of them the decoder should see; leave the masked ones out, or give the "
-                "decoder's inputs as constants"
+                f"the encoder returns {length} positions, but its mask is {list(masks[0].shape)} and not all ones, "
+                "so it is unknown which positions the decoder should see; leave the masked parts out of the "
+                "source, or give the decoder's inputs as constants"
             )
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
@@ -109,8 +112,8 @@ class SourceReader:
             for symbol, size in zip(self._inputs[name].shape[1:], array.shape[1:], strict=True):
                 if isinstance(symbol, str) and sizes.setdefault(symbol, size) != size:
                     raise PromptError(
-                        f"'{name}' is {list(array.shape)}, and '{symbol}' is {sizes[symbol]} in '{first[symbol]}'; the "
-                        f"encoder {self._path} takes {self._takes}"
+                        f"'{name}' is {list(array.shape)}, but its size '{symbol}' is {sizes[symbol]} in "
+                        f"'{first[symbol]}'; the encoder {self._path} takes {self._takes}"
                     )
                 first.setdefault(symbol, name)
         return sizes
@@ -133,6 +136,6 @@ def _checked(value: SourceInput, data: Any) -> Array:
     if not fits or not np.can_cast(array.dtype, value.dtype, "same_kind"):
         actual = f"{array.dtype} {list(np.shape(data))}" if np.shape(data) != (0,) else "empty"
         raise PromptError(
-            f"'{value.name}' is {actual}, and the encoder takes {value.dtype} {value.sizes} for each sequence"
+            f"'{value.name}' is {actual}, but the encoder takes {value.dtype} {value.sizes} for each sequence"
         )
     return np.ascontiguousarray(array, value.dtype)

@@ -30,7 +30,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One ended beam.
+    """A beam that has ended.
 
     Attributes:
         tokens: the new tokens, including the one that ended it.
@@ -86,7 +86,7 @@ def beam_search(
         for rank, (parent, beam) in enumerate(ranked):
             reason = FinishReason.EOS if beam.tokens[-1] in config.eos_token_ids else at_most
             if reason is FinishReason.EOS or length == most:
-                # Candidates of lower rank are there to keep enough beams live; they do not end.
+                # Candidates of lower rank serve only to keep enough beams live; they do not become hypotheses.
                 if rank < config.num_beams:
                     score = beam.total / length**config.length_penalty
                     ended.append(Hypothesis(beam.tokens, beam.logprobs, score, reason))
@@ -129,7 +129,10 @@ def hypothesis_events(
 
 
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
-    """Return the best next beams with their parents, best first: enough that `num_beams` of them have not ended."""
+    """Return the best next beams, best first, each with the index of its parent.
+
+    There are enough of them that `num_beams` have not ended.
+    """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
     own = log_softmax(logits)
@@ -151,7 +154,7 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
 
 
 def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
-    """Return the indices of the `count` highest values above -inf, highest first; equal values by index."""
+    """Return the indices of the `count` highest values above -inf, highest first. Equal values are ordered by index."""
     if count < values.size:
         bound = np.partition(values, values.size - count)[values.size - count]
         candidates = np.flatnonzero((values >= bound) & (values > -np.inf))
@@ -161,7 +164,10 @@ def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """Return True if no live beam needs to be continued; `best` is the likeliest live one, of `length` tokens."""
+    """Return True if no live beam needs to be continued.
+
+    `best` is the likeliest live beam, which has `length` tokens.
+    """
     if len(ended) < config.num_beams:
         return False
     if config.early_stopping is True:
@@ -216,7 +222,10 @@ def beam_events(
 
 
 class _LiveBeams:
-    """The rows of the live beams, the first slots of a fixed list: one after the prompt, at most `num_beams` later."""
+    """The rows of the live beams.
+
+    They are the first slots of a fixed list: one slot after the prompt, at most `num_beams` slots later.
+    """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
         self._guard, self._rows, self._loop = guard, rows, loop

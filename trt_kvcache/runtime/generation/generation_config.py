@@ -58,19 +58,21 @@ class GenerationConfig:
         int,
         _end(
             "Most tokens to generate. Default: 128.",
-            "Most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)",
+            "Most new tokens of a sequence. (Without a limit, transformers stops at 20 tokens, those of the prompt "
+            "included.)",
             short="n",
             metavar="N",
             least=1,
         ),
     ] = 128
     min_new_tokens: Annotated[
-        int, _end(more="No end-of-sequence token before so many new tokens.", metavar="N", least=0)
+        int, _end(more="A sequence cannot end before it has this many new tokens.", metavar="N", least=0)
     ] = 0
     min_length: Annotated[
         int,
         _end(
-            more="No end-of-sequence token before so many tokens with the prompt; `min_new_tokens` counts if both do.",
+            more="A sequence cannot end before it has this many tokens, those of the prompt included. If both are "
+            "set, `min_new_tokens` counts.",
             least=0,
             has_flag=False,
         ),
@@ -79,7 +81,8 @@ class GenerationConfig:
         bool,
         _choice(
             "Draw tokens at random. Default: greedy, unless a sampling option or the file asks for it.",
-            "True: draw from the distribution; else take the most probable token, of equals the lowest id.",
+            "True: draw from the distribution. False: take the most probable token; of equally probable tokens, "
+            "the lowest id.",
             flag="sample/greedy",
         ),
     ] = False
@@ -95,7 +98,8 @@ class GenerationConfig:
         int,
         _choice(
             "Draw from the N most likely tokens; 0 and -1: from all. Default: 50.",
-            "Keeps the `top_k` highest scores, and equals of the last; sampling only.",
+            "Keeps the tokens with the `top_k` highest scores, and tokens with the same score as the last of "
+            "these; sampling only.",
             metavar="N",
             least=-1,
         ),
@@ -120,9 +124,10 @@ class GenerationConfig:
         int | None,
         _choice(
             "Seed of the random numbers. Default: a new one, which is printed.",
-            "Of sampling. The random number that chooses a token follows from `seed`, the number `i` of the sequence "
-            "in its call and the position of the token in the sequence: tokens do not depend on what else runs, and a "
-            "sequence that goes on in another session or process, or is cropped and goes on, gets the same ones.",
+            "For sampling. The random number that chooses a token depends only on `seed`, on the number `i` of the "
+            "sequence in its call and on the position of the token in the sequence. So tokens do not depend on "
+            "what else runs, and a sequence that continues in another session or process, or after it was cropped, "
+            "gets the same tokens.",
             metavar="N",
             least=0,
         ),
@@ -130,22 +135,24 @@ class GenerationConfig:
     repetition_penalty: Annotated[
         float,
         _choice(
-            more="Divides positive scores, and multiplies negative ones, of tokens that occurred, in the prompt too; "
-            "above 1 discourages them.",
+            more="For tokens that occurred, also in the prompt: positive scores are divided by it, and negative "
+            "scores are multiplied. Values above 1 discourage these tokens.",
             metavar="X",
         ),
     ] = 1.0
     presence_penalty: Annotated[
         float,
         _choice(
-            more="Taken from the scores of tokens that were generated, however often; the prompt does not count.",
+            more="Subtracted from the scores of tokens that were generated, however often; tokens of the prompt do "
+            "not count.",
             has_flag=False,
         ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
         _choice(
-            more="Taken from the score of a token as often as it was generated; the prompt does not count.",
+            more="Subtracted from the score of a token once for each time that it was generated; tokens of the "
+            "prompt do not count.",
             has_flag=False,
         ),
     ] = 0.0
@@ -161,8 +168,8 @@ class GenerationConfig:
         Mapping[int | tuple[int, ...], float],
         _choice(
             "Added to a token's score; -inf forbids it.",
-            "``{token: bias, (token, token): bias}``: to that of the last of a run of tokens, where the others came "
-            "just before.",
+            "``{token: bias, (token, token): bias}``. The bias of a run of tokens is added to the score of its "
+            "last token, if the other tokens of the run came just before.",
             flag="logit-bias",
             metavar="ID=BIAS",
             flag_type=list[str],
@@ -171,12 +178,15 @@ class GenerationConfig:
     bad_words_ids: Annotated[
         Sequence[Sequence[int]],
         _choice(
-            more="Runs of tokens that no sequence may hold. (Of one end-of-sequence token alone: it may.)",
+            more="Runs of tokens that no sequence may contain. (A run that consists of one end-of-sequence token "
+            "is ignored.)",
             has_flag=False,
         ),
     ] = ()
-    suppress_tokens: Annotated[Sequence[int], _choice(more="Tokens that never come.", has_flag=False)] = ()
-    begin_suppress_tokens: Annotated[Sequence[int], _choice(more="Tokens that do not come first.", has_flag=False)] = ()
+    suppress_tokens: Annotated[Sequence[int], _choice(more="Tokens that are never chosen.", has_flag=False)] = ()
+    begin_suppress_tokens: Annotated[
+        Sequence[int], _choice(more="Tokens that are not chosen as the first new token.", has_flag=False)
+    ] = ()
     forced_bos_token_id: Annotated[
         int | None,
         _end(
@@ -186,7 +196,7 @@ class GenerationConfig:
     ] = None
     forced_eos_token_id: Annotated[
         int | Sequence[int] | None,
-        _end(more="The token, one of these, that comes last where `max_new_tokens` is reached.", has_flag=False),
+        _end(more="If a sequence reaches `max_new_tokens`, its last token is one of these.", has_flag=False),
     ] = None
     exponential_decay_length_penalty: Annotated[
         tuple[int, float] | None,
@@ -202,7 +212,7 @@ class GenerationConfig:
         int | Sequence[int] | None,
         _end(
             "Tokens that end a text. Default: those of the model's files.",
-            "The token, or tokens, that end a sequence; None: no one does.",
+            "The token, or tokens, that end a sequence; None: no token ends it.",
             flag="eos",
             metavar="ID",
             least=0,
@@ -212,7 +222,7 @@ class GenerationConfig:
     stop_strings: Annotated[
         str | Sequence[str] | None,
         _end(
-            more="Text, or texts, that end a sequence; needs a tokenizer. The text ends before it.",
+            more="Text, or texts, that end a sequence; needs a tokenizer. The generated text does not contain it.",
             flag="stop",
             metavar="TEXT",
             flag_type=list[str],
@@ -234,21 +244,31 @@ class GenerationConfig:
         bool | Literal["never"],
         _choice(
             "When beam search stops.",
-            "It ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot win at its present "
-            'length (False), or only when it cannot at any length ("never").',
+            "True: as soon as `num_beams` hypotheses ended. False: when the best unfinished hypothesis cannot win "
+            'at its present length. "never": only when it cannot win at any length.',
             flag_type=Literal["true", "false", "never"],
         ),
     ] = False
     renormalize_logits: Annotated[
-        bool, _choice(more="Beam search compares probabilities that sum to 1 again after the rules.", has_flag=False)
+        bool,
+        _choice(
+            more="Beam search compares probabilities that are normalized again, to a sum of 1, after the "
+            "rules changed the scores.",
+            has_flag=False,
+        ),
     ] = False
     output_logprobs: Annotated[
-        bool, Setting("Log-probability of each token, in JSON.", "Events carry that of their token.", flag="logprobs")
+        bool,
+        Setting(
+            "Log-probability of each token, in JSON.",
+            "Each event has the log-probability of its token.",
+            flag="logprobs",
+        ),
     ] = False
     top_logprobs: Annotated[
         int,
         _choice(
-            more="With `output_logprobs`: events also carry those of so many most probable tokens.",
+            more="With `output_logprobs`: each event also has the log-probabilities of this many most probable tokens.",
             least=0,
             has_flag=False,
         ),
@@ -257,7 +277,8 @@ class GenerationConfig:
         int | None,
         _choice(
             "Guess N tokens at a time by looking them up in the text so far.",
-            "The last n-gram is looked up in what came before, and one update verifies them; the tokens stay the same.",
+            "The last n-gram is looked up in the text before it, and one update verifies the tokens that followed "
+            "it there; the result stays the same.",
             flag="prompt-lookup",
             metavar="N",
             least=1,
@@ -270,7 +291,8 @@ class GenerationConfig:
         int | None,
         _choice(
             "Tokens that the --draft guesses at a time. Default: 4.",
-            "With the same result; 0: it does not. None: 4, where there is one and prompt lookup is off.",
+            "The result stays the same. 0: the draft is not used. None: 4 if there is a draft and prompt lookup is "
+            "off.",
             metavar="N",
             least=0,
         ),
@@ -345,14 +367,14 @@ class GenerationConfig:
         try:
             return cls(**settings)
         except OptionError as error:
-            cls(**changes)  # raises an error that is in the caller's own settings
+            cls(**changes)  # this raises an error if the fault is in the caller's own settings
             raise OptionError(f"{path}: {error}") from None
 
     @classmethod
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
         """A config with settings of tokens from the files beside a model: end tokens, forced and suppressed tokens.
 
-        How tokens are drawn is not taken from the files. They are transformers' ``generation_config.json``, and
+        Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, and
         onnxruntime-genai's ``genai_config.json`` with lower priority. Without ``generation_config.json``,
         ``config.json`` is read with the lowest priority. The manifest of an engine holds the settings of these files
         from the time of its build; files beside the engine have priority over it.
@@ -424,7 +446,7 @@ _IDLE: dict[str, dict[str, object]] = {
     "output_logprobs=True": {"top_logprobs": 0},
     "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
 }
-"""The condition under which settings have an effect, with each setting's default."""
+"""Settings that have an effect only under a condition: for each condition, the settings and their defaults."""
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
@@ -530,21 +552,23 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "temperature": (lambda v: _between(v, 0), "above 0; for the most probable token do not sample"),
     "top_p": (lambda v: _between(v, 0, 1), "above 0 and at most 1"),
     "top_k": (lambda v: max(v, 0), ""),  # -1 is vLLM's value for all
-    "repetition_penalty": (lambda v: _between(v, 0), "above 0; 1 is none"),
+    "repetition_penalty": (lambda v: _between(v, 0), "above 0; 1 means no penalty"),
     "early_stopping": (_early, 'True, False or "never"'),
-    "eos_token_id": (_id_or_ids, "a token id, 0 or more, several, or None"),
+    "eos_token_id": (_id_or_ids, "a token id, 0 or more, or several, or None"),
     "forced_bos_token_id": (lambda v: v if v is None else _id(v), "a token id, 0 or more, or None"),
-    "forced_eos_token_id": (_id_or_ids, "a token id, 0 or more, several, or None"),
+    "forced_eos_token_id": (_id_or_ids, "a token id, 0 or more, or several, or None"),
     "suppress_tokens": (_ids, "token ids, 0 or more"),
     "begin_suppress_tokens": (_ids, "token ids, 0 or more"),
     "bad_words_ids": (lambda v: tuple(map(_run, _several(v))), "runs of token ids, such as [[5], [7, 8]]"),
     "exponential_decay_length_penalty": (_decay, "(new tokens before it starts, a factor above 0), or None"),
     "logits_processor": (_processors, "a function, or several"),
-    "grammar": (_grammar, "what trt_kvcache.Grammars compiles, an object with start(), or None"),
+    "grammar": (_grammar, "a grammar that trt_kvcache.Grammars compiled, an object with start(), or None"),
     "stop_strings": (_texts, "texts of at least one character, or None"),
     "sequence_bias": (_biases, "{token: number, (token, token): number}, with -inf to forbid"),
 }
-"""By setting: converts a caller's value to plain ones, and what is supported."""
+"""For each setting, a function that converts the caller's value to a plain value, and a text that says which values are
+supported.
+"""
 
 
 def _as_sequence(value: Any) -> Iterable[Any]:
@@ -554,7 +578,8 @@ def _as_sequence(value: Any) -> Iterable[Any]:
 
 
 _WITHOUT_EFFECT = {
-    # Ids of other tokens, how transformers runs and what it returns: these do not change which tokens are chosen.
+    # Ids of other tokens, how transformers runs, and what it returns. These settings do not change which tokens are
+    # chosen.
     "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config",
     "_commit_hash", "use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache",
     "low_memory", "compile_config", "disable_compile", "continuous_batching_config", "prefill_chunk_size",
@@ -638,7 +663,7 @@ def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -
         )
     elif key == "max_length":
         if "max_new_tokens" not in changes:
-            _warn(path, f"max_length={value} counts the prompt too and is ignored; say max_new_tokens")
+            _warn(path, f"max_length={value} is ignored, because it counts the prompt, too; use max_new_tokens")
     else:
         _warn(path, f"{key} is not a setting of transformers' GenerationConfig; ignored")
 

@@ -19,7 +19,7 @@ Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
 _MOST = 1e30
-"""Rules return no score above this, so that differences of scores stay finite."""
+"""The largest score that a rule returns, so that differences of scores stay finite."""
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
@@ -98,7 +98,7 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
         OptionError: a run names a token that the model does not have.
     """
     scores = scores.copy()
-    with np.errstate(over="ignore", invalid="ignore"):  # overflow to -inf or NaN; `Sampler` refuses NaN
+    with np.errstate(over="ignore", invalid="ignore"):  # scores may overflow to -inf or NaN; `Sampler` refuses NaN
         for run, bias in biases:
             if max(run) >= scores.size:
                 raise OptionError(f"sequence_bias names token {max(run)}; the model has 0 to {scores.size - 1}")
@@ -114,7 +114,10 @@ def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
 
 
 def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Scores:
-    """Divide the positive scores of `tokens` by `penalty` and multiply their negative ones, each token once."""
+    """Divide the positive scores of `tokens` by `penalty`, and multiply their negative scores by it.
+
+    Each token counts once.
+    """
     scores = scores.copy()
     # Each value is computed from the old scores, so a token that occurs twice is still penalized once.
     old = scores[tokens]
@@ -162,7 +165,7 @@ def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
     """Forbid all tokens except `tokens`, whose scores become 0.
 
     Raises:
-        OptionError: the model does not have one of them.
+        OptionError: one of `tokens` is not a token of the model.
     """
     if max(tokens) >= scores.size:
         raise OptionError(f"{setting} names token {max(tokens)}; the model has 0 to {scores.size - 1}")
@@ -201,7 +204,7 @@ def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Score
             with np.errstate(over="ignore"):  # overflow, as above
                 return result.astype(np.float32, copy=False)
         kind = "NaN"
-    raise SessionError(f"logits_processor {name} gave {kind}; it has to return scores, float32 [{scores.size}]")
+    raise SessionError(f"logits_processor {name} returned {kind}; it has to return scores, float32 [{scores.size}]")
 
 
 def log_softmax(scores: Scores) -> Scores:

@@ -21,7 +21,9 @@ Logits = npt.NDArray[Any]
 # numbers need no conversion.
 
 CHOICE = np.dtype([("token", np.int64), ("score", np.float32)])
-"""One of the highest scores of a position, from a runner that returns only these; ``[N]`` replaces ``[V]``."""
+"""One of the highest scores of a position. A runner that returns only these gives an array ``[N]`` of this dtype
+instead of ``[V]`` scores.
+"""
 
 _LOWEST = -0x7C01  # the key of float16's -inf; lower keys are NaN
 
@@ -63,8 +65,8 @@ class Sampler:
     """Chooses the tokens of one sequence: by its settings, and by its own random numbers.
 
     The random number of a token follows from the seed, the sequence's index and the position of the token (how many
-    tokens come before it). It depends neither on other sequences nor on earlier draws. So a sequence that is continued
-    elsewhere, or again, draws the same tokens.
+    tokens come before it). It depends neither on other sequences nor on earlier draws. So a sequence draws the same
+    tokens if it is continued in another place, or a second time.
     """
 
     def __init__(self, config: GenerationConfig, index: int = 0) -> None:
@@ -77,7 +79,7 @@ class Sampler:
         self._config = config
         seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
         self._entropy, self._index = seed.entropy, index
-        # Philox is a function of key and counter: the counter of a token's number is its position.
+        # Philox computes its numbers from a key and a counter: for a token, the counter is its position.
         self._philox = np.random.Philox(key=seed.generate_state(2, np.uint64))
         self._numbers = np.random.Generator(self._philox)
         self._counter = 0
@@ -117,7 +119,7 @@ class Sampler:
             return 0
         if not config.do_sample:
             return 1
-        return max(config.top_k, 2) if config.top_k else 0  # 1 would leave out equal scores
+        return max(config.top_k, 2) if config.top_k else 0  # 1 would leave out tokens with an equal score
 
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
@@ -142,7 +144,7 @@ class Sampler:
         token, top = best(logits)
         new = tokens[tokens.size - new_tokens :]
         if self._mask is not None and logits.dtype == CHOICE and top == -math.inf:
-            self.mask(new, self._words)  # may raise an error that explains it
+            self.mask(new, self._words)  # this may raise an error that says why
             raise _no_token(new_tokens)
         if not math.isfinite(top):
             raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
@@ -166,7 +168,9 @@ class Sampler:
         return token, float(_logprobs(as_scores(logits), top, np.array([token]))[0])
 
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
-        """Return the most probable tokens under the model's own distribution, highest first; equal ones by id.
+        """Return the most probable tokens under the model's own distribution, highest first.
+
+        Equally probable tokens are ordered by id.
 
         Their number is `GenerationConfig.top_logprobs`; each has the natural logarithm of its probability.
 
@@ -197,7 +201,10 @@ class Sampler:
 
 
 def _no_token(new_tokens: int) -> OptionError:
-    return OptionError(f"the grammar and the other settings leave no token after {new_tokens} new ones; change one")
+    return OptionError(
+        f"after {new_tokens} new tokens, the grammar and the other settings leave no token to "
+        "choose; change one of them"
+    )
 
 
 def _check_ruled(top: float) -> None:
@@ -232,7 +239,7 @@ class Candidates:
     ids: Ids | None = None
 
     def only(self, places: Ids) -> Candidates:
-        """Return the candidates at some places, ascending."""
+        """Return the candidates at these places, which are in ascending order."""
         return Candidates(self.scores[places], places if self.ids is None else self.ids[places])
 
 
@@ -240,8 +247,8 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
     """Shape the distribution to sample from.
 
     Args:
-        scores: float32 ``[V]``, the highest of them finite; or candidates that contain at least all that `top_k` keeps.
-            Not changed.
+        scores: float32 ``[V]``, of which the highest must be finite; or candidates, which must include all tokens that
+            `top_k` keeps. Not changed.
         config: the settings.
 
     Returns:
@@ -271,17 +278,20 @@ def apply_temperature(scores: Scores, temperature: float) -> Scores:
 
 
 def keep_top_k(left: Candidates, count: int) -> Candidates:
-    """Keep the `count` highest scores, and all that equal the last of them."""
+    """Keep the `count` highest scores, and all scores that equal the lowest of these."""
     return left if count >= left.scores.size else left.only(highest(left.scores, count))
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of most probable tokens with a probability of at least `mass`; equal ones by id."""
+    """Keep the smallest set of most probable tokens whose probability is at least `mass`.
+
+    Equally probable tokens are taken in the order of their ids.
+    """
     scores = left.scores
     weights = np.exp(scores - scores.max())
     enough = mass * weights.sum(dtype=np.float64)
     size, head = scores.size, np.arange(scores.size)
-    for count in (_HEAD, 8 * _HEAD):  # nearly always, these first tokens have enough probability
+    for count in (_HEAD, 8 * _HEAD):  # nearly always, the first tokens of this number have enough probability
         if 4 * count < size:
             some = highest(scores, count)
             if weights[some].sum(dtype=np.float64) > enough:
@@ -289,7 +299,7 @@ def keep_top_p(left: Candidates, mass: float) -> Candidates:
                 break
     order = head[np.argsort(-scores[head], kind="stable")]
     before = np.concatenate([[0.0], np.cumsum(weights[order], dtype=np.float64)[:-1]])
-    # Drop the first token whose predecessors have the mass, and all after it. The very first one always stays.
+    # Drop all tokens from the first one whose predecessors already have the mass. The very first token always stays.
     return left.only(np.sort(order[: max(1, int(np.searchsorted(before, enough)))]))
 
 
@@ -299,7 +309,7 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
 
 
 def highest(scores: Scores, count: int) -> Ids:
-    """Return the places of the `count` highest scores, and of all that equal the last of them; ascending.
+    """Return the places, ascending, of the `count` highest scores, and of all scores that equal the lowest of these.
 
     The scores are cut into disjoint sets, at least `count`. At least `count` scores reach the `count`-th largest of the
     sets' maxima, and few others do. Finding this bound takes one pass over the vocabulary.

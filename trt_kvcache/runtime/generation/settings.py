@@ -76,7 +76,7 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
 
 
 def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the `do_sample` that follows from them, unless they contain it."""
+    """Return the settings; if they do not contain `do_sample`, add the value that follows from the others."""
     if "do_sample" in settings or not _SAMPLING & settings.keys():
         return dict(settings)
     temperature = settings.get("temperature")
@@ -86,14 +86,18 @@ def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _ELSEWHERE = {
-    **dict.fromkeys(("n", "num_return_sequences"), "give the prompt as often in a list, with do_sample=True"),
+    **dict.fromkeys(("n", "num_return_sequences"), "repeat the prompt in a list, with do_sample=True"),
     **dict.fromkeys(("stream", "streamer"), "call session.stream, or session.stream_chat for messages"),
     **dict.fromkeys(("pad_token_id", "padding", "attention_mask"), "nothing is padded here; leave it out"),
     **dict.fromkeys(("use_cache", "cache_implementation", "past_key_values"), "there are always caches; leave it out"),
-    **dict.fromkeys(("return_dict_in_generate", "output_scores"), "results are objects; output_logprobs has scores"),
-    **dict.fromkeys(("typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), "there is no such sampling"),
+    **dict.fromkeys(
+        ("return_dict_in_generate", "output_scores"), "results are always objects; for scores set output_logprobs"
+    ),
+    **dict.fromkeys(
+        ("typical_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), "this kind of sampling is not supported"
+    ),
 }
-"""Names of transformers, vLLM and OpenAI that are not settings here, and what to use instead."""
+"""Names from transformers, vLLM and OpenAI that are not settings here, each with advice on what to use instead."""
 
 SYNONYMS = {
     "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "n_predict": "max_new_tokens",
@@ -103,4 +107,4 @@ SYNONYMS = {
     "temp": "temperature",
     "stop_token_ids": "eos_token_id", "token_mask": "grammar", "response_format": "grammar", "end_id": "eos_token_id",
 }  # fmt: skip
-"""Names of these settings in vLLM, transformers, TensorRT-LLM and OpenAI's API."""
+"""Other names of these settings, as vLLM, transformers, TensorRT-LLM and OpenAI's API use them."""

@@ -26,7 +26,7 @@ Masks = Callable[[int], Mask]
 
 
 class Grammar(Protocol):
-    """The texts that a sequence may become; `trt_kvcache.Grammars` compiles grammars."""
+    """A grammar: it describes the texts that a sequence may become. `trt_kvcache.Grammars` compiles grammars."""
 
     def start(self) -> TokenMask:
         """Return the mask of a new sequence; each sequence has its own."""

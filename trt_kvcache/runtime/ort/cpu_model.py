@@ -116,7 +116,7 @@ def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan,
     result = node.outputs[0]
     readers = consumers(result)
     if mask.guarded and len(readers) == 1 and is_op(readers[0], "Where") and readers[0].inputs[1] is result:
-        result = readers[0].outputs[0]  # under a causal mask each query sees at least itself
+        result = readers[0].outputs[0]  # under a causal mask, each query sees at least its own key
     if contains(graph.outputs, node.outputs[0]) or contains(graph.outputs, result):
         return None
     window = -1 if mask.left_window < 0 else mask.left_window + 1
@@ -143,7 +143,11 @@ def _is_linear(cache: CacheUpdate) -> bool:
 
 
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
-    """The TensorScatter ``[B, N, L, H]`` that only this attention reads, in full or up to the span; else None."""
+    """Return the TensorScatter ``[B, N, L, H]`` that computes `tensor`.
+
+    None if something else than this attention reads its result, or if the attention reads neither all rows nor the rows
+    up to the span.
+    """
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
         axes = small_constant(node.inputs[3])
@@ -196,7 +200,10 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 
 
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
-    """Return ``[B, N, S, H]`` as ``[B, S, N*H]``: its source if it had this form; a rotation is moved to this form."""
+    """Return a tensor ``[B, N, S, H]`` in the form ``[B, S, N*H]``.
+
+    If it was made from this form, that is its source; a rotation in between is applied in this form.
+    """
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is not None and is_op(node, "RotaryEmbedding"):
         rows = _by_token(emitter, node.inputs[0], heads, size)
@@ -244,7 +251,7 @@ def _keeps_rows(shape: Iterable[int], width: int) -> bool:
 
 
 def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
-    """Return the only reader of a tensor, if it is this operator; else None."""
+    """Return the only node that reads a tensor, if it has this operator; None otherwise."""
     readers = consumers(tensor)
     return readers[0] if len(readers) == 1 and is_op(readers[0], op) else None
 

@@ -22,7 +22,7 @@ _COLLAPSE = 25  # MADV_COLLAPSE, of linux/mman.h
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 _ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
 _PAGE = 4096
-_AT_ONCE = 16  # number of huge pages between looks at the time
+_AT_ONCE = 16  # number of huge pages that are moved before the time is checked again
 _LEAST_SECONDS = 1.0
 
 
@@ -69,7 +69,10 @@ def _anonymous() -> set[tuple[int, int]]:
 
 
 def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of ranges outside of others; the kernel joins new memory with its neighbours."""
+    """Yield the parts of `ranges` that lie outside `others`.
+
+    Whole ranges cannot be compared, because the kernel joins new memory with its neighbours.
+    """
     for start, end in sorted(ranges):
         for first, last in sorted(others):
             if start < last and first < end:

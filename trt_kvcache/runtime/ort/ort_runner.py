@@ -31,10 +31,10 @@ from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs, StepLogits, model_identity, run_whole
 
-_DEFAULT_BATCH = 8  # untouched zeroed memory costs nothing
+_DEFAULT_BATCH = 8  # zeroed memory that was never touched costs nothing
 _DEFAULT_CHUNK = 512
-_MOST_THREADS = 4096  # ONNX Runtime starts as many as asked, or crashes
-_BINDINGS = 64  # most bindings kept, by shape: decode needs one per batch size and span bucket
+_MOST_THREADS = 4096  # ONNX Runtime starts as many threads as it is asked for, or crashes
+_BINDINGS = 64  # most bindings kept, one for each shape: decode needs one per batch size and span bucket
 
 
 @dataclass
@@ -104,11 +104,11 @@ class OnnxRuntimeRunner:
             imported = in_float32(imported)
             session = self._open(imported, options, max_batch, max_chunk, threads)
         except TrtKvCacheError:
-            verdict.result()  # the check's own error says more
+            verdict.result()  # if the check failed, this raises its error, which says more
             raise
         checked = verdict.result()
         self.plan = checked.on(self.plan)
-        if checked.prefill_in_one_step:  # only the check's runs can show this
+        if checked.prefill_in_one_step:  # only the runs of the check can show this
             self.inputs = StepInputs(checked.on(imported.plan))
             self.max_chunk = self.inputs.chunk(max_chunk, _DEFAULT_CHUNK)
         if imported.plan.logits_span is not None:
@@ -170,8 +170,8 @@ class OnnxRuntimeRunner:
                 for path, before in self._stamps:
                     if stamp(path)[:-1] != before:
                         raise SessionError(
-                            f"{path}: has changed since the session was opened, and nothing else tells which model the "
-                            "caches belong to; save before models are replaced, or open the session again"
+                            f"{path}: the file has changed since the session was opened, so it is unknown which model "
+                            "the caches belong to; save caches before you replace the model, or open the session again"
                         )
                 self._identity = identity
             return self._identity
@@ -278,7 +278,7 @@ class OnnxRuntimeRunner:
         tokens = np.zeros((rows, length), np.int64)
         batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self.inputs.no_embeds(tokens))
         if self.inputs.constants.tensors:
-            return 0  # unknown: there are no constants to run with yet
+            return 0  # the size stays unknown, because there are no constants to run a step with
         spans = {n: self._spans[n][:size] for n, size in self.inputs.span_sizes(batch).items()}
         feeds = self.inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
         (logits,) = session.run([self._logits.name], feeds)
@@ -377,8 +377,8 @@ def _admit(one: int, asked: int | None) -> int:
 def _admit_weights(model: onnx.ModelProto) -> None:
     """Refuse a model whose weights do not fit into memory.
 
-    Measured with ONNX Runtime 1.32: 1.67 GB in float32 take 1.4 GB more, packed for products (tables are not packed);
-    3.56 GB in float16 take up to 11.7 GB, because products are computed in float32.
+    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because it keeps packed copies for
+    products (but not of tables). float16 weights of 3.56 GB need up to 11.7 GB, because products compute in float32.
     """
     narrow = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]

@@ -211,7 +211,7 @@ def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[l
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
-    """Yield each text that the prompt must contain: index of the message, a label, and the container and key."""
+    """Yield each text that the prompt must contain: index of its message, label, and the dictionary and key with it."""
     for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and content.strip():
@@ -231,7 +231,7 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
         place[key] += f"{_MARK}{number}."
     try:
         seen = write(marked)
-    except OptionError:  # the template may have refused the marks
+    except OptionError:  # the template may have refused the messages because of the marks
         seen = ""
     for number, (at, what, _, _) in enumerate(_texts(messages)):
         if f"{_MARK}{number}." in seen:

@@ -23,7 +23,7 @@ class TokenDecoder(Protocol):
     """A class that turns token ids into text, such as `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
+        """Return the text of `tokens` without special tokens, with U+FFFD for bytes that are not UTF-8."""
         ...
 
 
@@ -69,7 +69,8 @@ class TextStream:
         if new:
             self._emitted = complete
         if new and complete == text:
-            # All text was returned. The tokens since this was last so are enough context, if they decode alone.
+            # All text was returned. The tokens since the last time that this happened are enough context, if they
+            # decode alone.
             recent = self._window[self._settled :]
             alone = self._decode(recent)
             if text.endswith(alone):
@@ -88,7 +89,7 @@ class TextStream:
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
-        """The text of these tokens, or of the window.
+        """Return the text of these tokens; None: of the window.
 
         Raises:
             SessionError: the tokenizer failed, for example at an id that only the model knows.
@@ -98,7 +99,7 @@ class TextStream:
             return self._tokenizer.decode(tokens) if tokens else ""
         except Exception as error:
             what = f"the tokenizer failed on token {tokens[-1]}: {type(error).__name__}: {error}"
-            raise SessionError(f"{what}; forbid it, or do without") from error
+            raise SessionError(f"{what}; forbid this token, or open the session without the tokenizer") from error
 
 
 def _complete(text: str) -> str:

@@ -76,7 +76,7 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_buffer(data)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library's is no Exception
+        except BaseException as error:  # a panic inside the library is not an `Exception`
             raise OptionError(
                 f"{path} is not a tokenizer.json that this tokenizers library reads: {' '.join(str(error).split())}"
             ) from error
@@ -128,7 +128,7 @@ class Tokenizer:
             ids: list[int] = tokenizer.encode(text, add_special_tokens=special_tokens).ids
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # a panic of the library's is no Exception
+        except BaseException as error:  # a panic inside the library is not an `Exception`
             raise PromptError(
                 f"{self.name} fails on the text: {' '.join(str(error).split())}; use the tokenizer of the model, or "
                 "give token ids"
@@ -154,7 +154,7 @@ class Tokenizer:
         return read_token_bytes(texts, special, json.loads(self._tokenizer.to_str())["decoder"], self.name)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
+        """Return the text of `tokens` without special tokens, with U+FFFD for bytes that are not UTF-8."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def render_chat(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> str:
@@ -218,7 +218,7 @@ def _settings_beside(path: Path) -> dict[str, Any]:
         if config.exists():
             settings = read_object(config)
         if template.exists():
-            # transformers 5 writes the template to a file of its own, which counts.
+            # transformers 5 writes the template to its own file, which has priority
             settings["chat_template"] = _text(template)
     except OSError as error:
         raise OptionError(f"{error.filename} cannot be read: {error.strerror}") from None

@@ -239,14 +239,17 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
 
 
 def _most_lists(rows: int) -> int:
-    """Return the most positions whose highest scores can be asked for at once: those of a decode step."""
+    """Return the most positions whose highest scores can be asked for at once. This is as many as a decode step has."""
     return max(rows, _PROVED)
 
 
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """Return a choice that passed its test on the GPU, in the memory of the logits; or None, and why."""
+    """Return a `DeviceChoice` that passed its test on the GPU, or None and the reason.
+
+    The test uses the memory of the logits.
+    """
     try:
         choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
     except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder for compiled kernels
@@ -254,7 +257,7 @@ def open_choice(
     try:
         choice.prove(memory, size, staging)
     except BackendError as error:
-        warnings.warn(f"the host chooses tokens, because the GPU does not: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"the host chooses tokens, because the GPU cannot: {error}", RuntimeWarning, stacklevel=2)
         return None, str(error)
     return choice, ""
 

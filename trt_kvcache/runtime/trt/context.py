@@ -129,9 +129,9 @@ class Context:
         """
         if shapes is self._last[0] and addresses is self._last[1]:
             return
-        self._last = None, None  # unknown until TensorRT has accepted all
+        self._last = None, None  # this stays unknown until TensorRT has accepted all of them
         for name, shape in shapes.items():
-            if self._shapes.pop(name, None) != shape:  # unknown while it is set: an interrupt may come
+            if self._shapes.pop(name, None) != shape:  # unknown while it is set, because an interrupt may come
                 self._trt.check(self._context.set_input_shape(name, shape), f"take {name!r} as {list(shape)}")
             self._shapes[name] = shape
         for name, address in addresses.items():
@@ -156,7 +156,7 @@ class Context:
         return shape
 
     def let_go(self) -> None:
-        """Stop error reports to Python; call this before the context is dropped.
+        """Stop the reports of errors to Python. Call this before the context is dropped.
 
         TensorRT for RTX may still compile for the context in a thread; destroying the context waits for that thread.
         """
@@ -294,7 +294,7 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream, if it has been run before.
+        """Put a step on the stream, if the same step has been run before.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
@@ -327,9 +327,9 @@ class StepGraphs:
         self._seen.clear()
 
     def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
-        """Return the graph of a step; None if the step has run in its own context, without one.
+        """Return the graph of a step; None if the step has just run in its own context, without a graph.
 
-        If a run fails, the caller runs the step again: it writes the same.
+        If a run fails, the caller runs the step again, which writes the same values.
         """
         is_new = key not in self._recorded
         if is_new:

@@ -36,7 +36,9 @@ _PAGE = 2 << 20
 """Bytes of the pages in which the driver allocates GPU memory: widely observed, but not documented."""
 
 _STAGING = 8 << 20
-"""Bytes of pinned memory through which arrays are copied that do not lie in pinned memory; longer ones in pieces."""
+"""Bytes of pinned memory through which arrays are copied if they do not lie in pinned memory. Longer arrays are copied
+in pieces.
+"""
 
 _DEVICE, _HOST = "Device", "Host"
 
@@ -98,8 +100,8 @@ class Cuda:
         except (RuntimeError, BackendError) as error:  # cuda-python's DynamicLibNotFoundError is a RuntimeError
             said = " ".join(str(error).split()).rstrip(".")
             raise BackendError(
-                f"an engine runs on an NVIDIA GPU, and no driver works here: {said}; install "
-                "the NVIDIA driver, or run the model's .onnx file, which needs no GPU"
+                f"an engine needs an NVIDIA GPU, but no driver works here: {said}; install the NVIDIA driver, or "
+                "run the model's .onnx file, which needs no GPU"
             ) from error
         if not 0 <= device < count:
             raise BackendError(f"there is no GPU number {device}: the driver finds {count}, counted from 0")
@@ -237,7 +239,7 @@ class Cuda:
         self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """The inverse of `download_rows`: packed host runs to runs `pitch` bytes apart on the GPU."""
+        """Copy `height` runs of `width` bytes from consecutive pinned memory to the GPU, `pitch` bytes apart."""
         self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
@@ -263,7 +265,7 @@ class Cuda:
             BackendError: a part of the work cannot be recorded. The stream is usable again.
         """
         driver = self._driver
-        # Not "relaxed": a call that would allocate or wait must fail here, not be left out of the graph.
+        # Not "relaxed": a call that would allocate or wait must fail here. Otherwise it would be missing in the graph.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
         try:
             self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))
@@ -411,8 +413,8 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
         return
     parts = ", ".join(f"{need.what} {human_bytes(need.size)}" for need in needs)
     raise BackendError(
-        f"{gpu} has {human_bytes(free)} of {human_bytes(total)} free, and {human_bytes(needed)} are needed: {parts}, "
-        f"reserve {human_bytes(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
+        f"{gpu} has {human_bytes(free)} of {human_bytes(total)} free, but {human_bytes(needed)} are needed: "
+        f"{parts}, reserve {human_bytes(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
     )
 
 

@@ -40,8 +40,8 @@ class DeviceCaches:
                 state = buffer.is_state
                 advice = "" if state else "build the engine with a capacity that makes it a multiple, or "
                 raise ManifestError(
-                    f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, and "
-                    f"TensorRT binds memory at multiples of {ALIGNMENT} bytes only, so rows cannot be addressed "
+                    f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, but "
+                    f"TensorRT binds memory only at multiples of {ALIGNMENT} bytes, so rows cannot be addressed "
                     f"separately; {advice}open it with max_batch 1"
                 )
         self._two_sided = not all(b.in_place for b in self.buffers.values())
@@ -80,7 +80,10 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Note that a step has written these rows: with two buffers, the newest contents are now in the other one."""
+        """Note that a step has written these rows.
+
+        If there are two buffers, the newest contents are now in the other buffer.
+        """
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -126,7 +129,10 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """See `Runner.view`. Of two buffers, it returns the one with the first row's newest contents."""
+        """See `Runner.view`.
+
+        If there are two buffers, it returns the buffer with the newest contents of the first row.
+        """
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         shape = (self._max_batch, *buffer.row_shape(buffer.capacity))
@@ -170,8 +176,8 @@ def _checked(cache: Carried) -> Carried:
     """Refuse a cache that the runtime cannot address."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
-            f"cache {cache.past!r} has the shape {list(cache.shape)}; an engine's cache has fixed sizes but "
-            "for its batch: build the engine again"
+            f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "
+            "batch must be fixed: build the engine again"
         )
     if cache.dtype in _PACKED:
         raise ManifestError(

@@ -82,7 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Check the source: TensorRT does not report token ids outside of a table, and reports little about shapes.
+        """Check the source: TensorRT does not report token ids outside of a table, and says little about wrong shapes.
 
         Raises:
             PromptError: the source has such token ids or shapes.
@@ -91,7 +91,7 @@ class TensorRTEncoder:
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
                 raise PromptError(
-                    f"'{name}' is {list(shape)}, and the engine of the encoder takes {list(range_.min)} to "
+                    f"'{name}' is {list(shape)}, but the engine of the encoder takes {list(range_.min)} to "
                     f"{list(range_.max)}: build it again with other sizes (--max-encoder, --maxShapes), or let the "
                     "encoder run on the CPU (its .onnx file as --encoder)"
                 )
@@ -115,21 +115,23 @@ def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, s
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
     """Check that this is the encoder of this decoder."""
     if not manifest.is_encoder:
-        raise ManifestError(f"{path}: not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's")
+        raise ManifestError(
+            f"{path}: this is not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's"
+        )
     built = runner.manifest.encoder
     identity = manifest.engine
     if built is None or (built.size, built.blake3) != (identity.size, identity.blake3):
         with_it = "no encoder" if built is None else f"{built.name} (BLAKE3 {built.blake3[:12]})"
         raise ManifestError(
-            f"{path} (BLAKE3 {identity.blake3[:12]}) is not the encoder that the decoder's engine was built with: that "
-            f"is {with_it}; build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
+            f"{path} (BLAKE3 {identity.blake3[:12]}) is not the encoder that was built with the decoder's engine, "
+            f"which is {with_it}; build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
         )
     outputs = {t.name: t for t in manifest.plan.tensors if t.io == "output"}
     for tensor in constants:
         if tensor.name in outputs and outputs[tensor.name].dtype != tensor.dtype:
             raise ManifestError(
-                f"{path}: makes '{tensor.name}' as {outputs[tensor.name].dtype}, and the decoder takes {tensor.dtype}; "
-                "build both again"
+                f"{path}: makes '{tensor.name}' as {outputs[tensor.name].dtype}, but the decoder takes "
+                f"{tensor.dtype}; build both again"
             )
 
 
@@ -208,8 +210,9 @@ class EngineFunction:
             block = DeviceBlock(self._cuda.allocate(size), self._gone)
         except BackendError as error:
             raise BackendError(
-                f"{error.message}, for the encoder's output of one source; that of others stays on the GPU for as "
-                "long as anything holds it: let it go, or keep numpy.asarray of it"
+                f"{error.message}, for the encoder's output of one source. The outputs of other sources stay on the "
+                "GPU as long as something refers to them: drop these references, or keep numpy.asarray of the "
+                "outputs instead"
             ) from error
         outputs = {name: block.address + offset for name, (offset, _) in places.items()}
         self._context.prepare({}, self._addresses | outputs)

@@ -66,7 +66,10 @@ class TensorRT:
     rtx: bool
 
     def let_go(self) -> None:
-        """Stop error reports to Python. Call this before the engine is dropped, after `let_go` of its contexts."""
+        """Stop the reports of errors to Python.
+
+        Call this before the engine is dropped, after `let_go` of its contexts.
+        """
         self.engine.error_recorder = self.runtime.error_recorder = None
 
     def check(self, ok: Any, what: str) -> None:

@@ -44,7 +44,7 @@ class StepBuffers:
         self._logits = StepLogits(plan)
         self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
-        self._offsets: dict[str, int] = {}  # of inputs, in the pinned memory that they are copied from
+        self._offsets: dict[str, int] = {}  # offsets of the inputs in the pinned memory from which they are copied
         self._constants: tuple[Constants, ...] = ()
         self._choice: DeviceChoice | None = None
 
@@ -152,7 +152,7 @@ class StepBuffers:
 
     @property
     def _positions(self) -> int:
-        """Most positions of all rows whose logits one step returns."""
+        """The largest number of positions, of all rows together, whose logits one step returns."""
         return self._size(self._logits.name) // self._position_bytes
 
     @property
@@ -229,7 +229,7 @@ class StepShapes:
             for state in self._manifest.plan.states:
                 if sizes[state.present] != sizes[state.past]:
                     raise UnsupportedModelError(
-                        f"state {state.past!r} is {list(sizes[state.past])}, and what replaces it, {state.present!r}, "
+                        f"state {state.past!r} is {list(sizes[state.past])}, but its new value {state.present!r} is "
                         f"{list(sizes[state.present])}; state must keep its shape from step to step"
                     )
             for name, shape in sizes.items():

@@ -96,7 +96,7 @@ class TensorRTRunner:
         check_engine(self.manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self.manifest.backend), cuda_bindings())
         self._bound: dict[tuple[int, int], dict[str, int]] = {}
-        self._last = 0  # index of the last step's context
+        self._last = 0  # index of the context that ran the last step
         self._cuda = Cuda(device, bindings.cuda)
         self.home: object = self._cuda
         self._kernels = None if kernel_cache is None else Path(kernel_cache)
@@ -231,7 +231,7 @@ class TensorRTRunner:
             self._caches.unpack_rows(row, start, stop, data)
 
     def read_output(self, name: str) -> Array:
-        """A copy of an output that is neither logits nor a cache, from the last step that ran without a CUDA graph."""
+        """Return a copy of an output other than logits and caches, from the last step that ran without a CUDA graph."""
         with self.running():
             return self._buffers.output(name, self.resources.contexts[self._last].output_shape(name))
 
@@ -266,7 +266,7 @@ class TensorRTRunner:
             self.resources.in_use = False
 
     def _give_back(self, pinned: Pinned) -> None:
-        if self._end.alive:  # else it was freed with the runner
+        if self._end.alive:  # otherwise it was freed with the runner
             with self.running():
                 self._cuda.free_pinned(pinned)
 
@@ -320,8 +320,8 @@ class Resources:
     def close(self) -> None:
         """Free everything, and save compiled kernels for the next start.
 
-        Do nothing if a call is running: then the process is ending, but this thread is not. Do nothing in a fork: CUDA
-        does not work there.
+        It does nothing if a call is still running: then the process ends while another thread is in that call. It does
+        nothing in a fork, because CUDA does not work there.
         """
         if self.in_use or os.getpid() != self._process:
             return

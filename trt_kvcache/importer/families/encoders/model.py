@@ -56,8 +56,7 @@ class EncoderModel:
     Attributes:
         sources: the model files of encoder and first step.
         plan: a plan of attention, inputs and outputs, without caches. If an axis of an input has the meaning
-            ``"encoder"``,
-            it is as long as the encoder's output.
+            ``"encoder"``, it is as long as the encoder's output.
         model: the model for TensorRT. Paths of external data are relative to the folder of the first file in `sources`.
     """
 
@@ -82,8 +81,7 @@ def import_encoder(
 
     Raises:
         InvalidModelError, UnsupportedModelError: a file cannot be read, or the models cannot compute all constants of
-            the
-            decoder.
+            the decoder.
     """
     source = load_source(path, first_step=True)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
