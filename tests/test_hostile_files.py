@@ -459,7 +459,7 @@ def test_optional_values_are_one_line(tmp_path: Path, form: str, op: str) -> Non
 def test_arrays_that_unpack_to_more_than_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", x=np.zeros(1 << 20))
     monkeypatch.setattr(verify_inputs, "free_memory", lambda: 1 << 20)
-    with pytest.raises(OptionError, match=r"its arrays take 0.0 GB, and 0.0 GB of memory are free"):
+    with pytest.raises(OptionError, match=r"its arrays take 0.0 GB, but only 0.0 GB of memory are free"):
         load_inputs(str(tmp_path / "a.npz"))
 
 
