@@ -211,21 +211,32 @@ class Cuda:
     def _staging(self) -> Pinned:
         return self.allocate_pinned(_STAGING)
 
-    def upload_pieces(self, target: int, data: npt.NDArray[Any]) -> None:
-        """Copy an array to the GPU, in pieces that fit into pinned memory, and wait for it."""
+    def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
+        """Copy an array to the GPU as `height` equal runs, `pitch` bytes apart, and wait for it.
+
+        The array goes through pinned memory: in one copy if it fits there, else in pieces of one run.
+        """
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
+        if height > 1 and data.size > through.data.size:
+            for run, part in enumerate(data.reshape(height, -1)):
+                self.upload_pieces(target + run * pitch, part)
+            return
         for start in range(0, data.size, through.data.size):
             piece = data[start : start + through.data.size]
             through.data[: piece.size] = piece
-            self.upload(target + start, through.address, piece.size)
+            width = piece.size // height
+            self.upload_rows(target + start, through.address, pitch or width, width, height)
             self.sync()  # the next piece goes through the same memory
 
-    def download_pieces(self, source: int, size: int) -> npt.NDArray[np.uint8]:
-        """Return a copy of `size` bytes of the GPU, made in pieces that fit into pinned memory."""
-        data, through = np.empty(size, np.uint8), self._staging
-        for start in range(0, size, through.data.size):
+    def download_pieces(self, source: int, width: int, pitch: int = 0, height: int = 1) -> npt.NDArray[np.uint8]:
+        """Return a copy of `height` runs of `width` bytes of the GPU, `pitch` bytes apart; see `upload_pieces`."""
+        data, through = np.empty(width * height, np.uint8), self._staging
+        if height > 1 and data.size > through.data.size:
+            return np.concatenate([self.download_pieces(source + run * pitch, width) for run in range(height)])
+        for start in range(0, data.size, through.data.size):
             piece = data[start : start + through.data.size]
-            self.download_rows(through.address, source + start, piece.size, piece.size, 1)
+            run = piece.size // height
+            self.download_rows(through.address, source + start, pitch or run, run, height)
             self.sync()
             piece[...] = through.data[: piece.size]
         return data

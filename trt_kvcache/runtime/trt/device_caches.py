@@ -101,16 +101,16 @@ class DeviceCaches:
     def read_row(self, name: str, row: int, tokens: int) -> Array:
         """See `Runner.read_row`."""
         buffer = self.buffers[name]
-        data = [self._cuda.download_pieces(address, size) for address, size in self._planes(name, row, tokens)]
-        return np.concatenate(data).view(buffer.array_dtype).reshape(buffer.row_shape(tokens))
+        address, pitch, width, height = self._runs_of(name, row, *buffer.places(0, tokens))
+        data = self._cuda.download_pieces(address, width, pitch, height)
+        return data.view(buffer.array_dtype).reshape(buffer.row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """See `Runner.write_row`."""
         buffer = self.buffers[name]
         tokens = 1 if buffer.axis is None else data.shape[buffer.axis - 1]
-        planes = np.ascontiguousarray(data, buffer.array_dtype).reshape(buffer.planes, -1)
-        for plane, (address, _) in zip(planes, self._planes(name, row, tokens), strict=True):
-            self._cuda.upload_pieces(address, plane)
+        address, pitch, _, height = self._runs_of(name, row, *buffer.places(0, tokens))
+        self._cuda.upload_pieces(address, np.asarray(data, buffer.array_dtype), pitch, height)
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
         """See `Runner.pack_rows`."""
@@ -149,15 +149,13 @@ class DeviceCaches:
         for name, buffer in self.buffers.items():
             first, last = buffer.places(start, stop)
             if last > first:
-                size = buffer.width * buffer.array_dtype.itemsize
-                address = self._row(name, row) + first * size
-                yield _Runs(address, buffer.capacity * size, (last - first) * size, buffer.planes)
+                yield self._runs_of(name, row, first, last)
 
-    def _planes(self, name: str, row: int, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yield address and bytes of the first `tokens` cache rows in each plane of a batch row."""
+    def _runs_of(self, name: str, row: int, first: int, last: int) -> _Runs:
+        """Return where cache rows ``first .. last - 1`` of a batch row lie in a buffer."""
         buffer = self.buffers[name]
-        pitch, size = (buffer.range_bytes(0, end) // buffer.planes for end in (buffer.capacity, tokens))
-        return ((self._row(name, row) + plane * pitch, size) for plane in range(buffer.planes))
+        size = buffer.width * buffer.array_dtype.itemsize
+        return _Runs(self._row(name, row) + first * size, buffer.capacity * size, (last - first) * size, buffer.planes)
 
     def _side_of(self, buffer: Carried, row: int) -> int:
         return 0 if buffer.in_place else int(self._sides[row])

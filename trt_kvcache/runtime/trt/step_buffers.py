@@ -145,7 +145,7 @@ class StepBuffers:
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
         """Return `rows` runs of `width` bytes of logits: a view of pinned memory, if they fit into it."""
         if rows * width > self._host_logits.data.size:
-            return np.concatenate([self._cuda.download_pieces(start + row * pitch, width) for row in range(rows)])
+            return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
         self._cuda.sync()
         return self._host_logits.data[: rows * width]
