@@ -32,6 +32,7 @@ from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.streams import Streams
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
 RINGED = (("linear", 64), ("circular", 8))
@@ -617,6 +618,26 @@ def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: 
             gc.collect()
             return
         assert act not in ENDING or held.slots == (a, b)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+def test_rows_of_an_interrupted_reader_serve_the_next(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C came before the rows were freed: the next call finds them free, though nobody stepped in between."""
+    session = DecodeSession(HashRunner(RINGED, max_batch=2))
+    wanted = session.generate([[1, 2], [3]], config(3, num_beams=beams))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Streams, "leave", interrupted)
+        events = session.stream([[1, 2], [3]], config(3, num_beams=beams))
+        with pytest.raises(KeyboardInterrupt):  # a beam search leaves its rows before the first event
+            [events.throw(KeyboardInterrupt) for _ in events]  # type: ignore[attr-defined]
+    del events
+    assert len(session.cache.slots) == 2
+    assert session.generate([[1, 2], [3]], config(3, num_beams=beams)) == wanted
+    assert not session.cache.slots
 
 
 @pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}], ids=str)

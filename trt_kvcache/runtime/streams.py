@@ -21,13 +21,14 @@ _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 
 class Reader:
-    """Reads the events of sequences. Its slots are freed by `Streams.leave`, or in the first step after its end.
+    """Reads the events of sequences. `Streams.leave` frees its slots; if it was interrupted, `Streams.end_gone` does.
 
     Ctrl-C may interrupt each line of a generator, also those that free its slots at the end. A weak reference tells
     that the generator has ended, without code that a signal could interrupt.
 
     Attributes:
-        slots: slots of the sequences that have not ended. They change only within ``guard.idle``.
+        slots: slots of the sequences that have not ended. A slot is added within the block of ``guard.idle`` that takes
+            it, so that Ctrl-C cannot come in between.
     """
 
     def __init__(self) -> None:
@@ -122,6 +123,13 @@ class Streams:
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader
 
+    def end_gone(self) -> None:
+        """End the sequences of readers that are gone. The caller holds the lock, and ``guard.idle``."""
+        for known in [*self._readers]:
+            if known[0]() is None:
+                self._end(known[1])
+                self._readers.remove(known)
+
     def leave(self, reader: Reader) -> None:
         """End the unfinished sequences of a reader. Within a step nothing ends; the next step ends them."""
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
@@ -129,6 +137,7 @@ class Streams:
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
         """Give free rows to waiting prompts."""
+        self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()
             adapter = self._adapters.find(continuation.config.adapter)
@@ -144,10 +153,7 @@ class Streams:
 
     def _advance(self) -> None:
         """Run one step of the loop."""
-        for known in [*self._readers]:
-            if known[0]() is None:
-                self._end(known[1])
-                self._readers.remove(known)
+        self.end_gone()
         self._loop.give_row()
         self._rows.compact()
         with self._guard.stepping, self._guard.open:  # an error of `open` unlocks `stepping`

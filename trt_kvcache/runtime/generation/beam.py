@@ -201,6 +201,7 @@ def beam_events(
         ids = np.array(prompt.tokens, np.int64)
         try:
             with guard.lock, guard.idle:
+                streams.end_gone()
                 free = min(rows.free, rows.count)
                 if config.num_beams > free:
                     raise SlotError(
