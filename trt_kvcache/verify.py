@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import tee
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -428,7 +429,9 @@ class _Verification:
         with phase(self.title):
             texts = self.decode.tokens[: _LARGE_NETWORK if self.large else _NETWORK]
             pieces, imported = self.decode.pieces[: len(texts)], self.quantized or self.imported
-            title, result = compare_parsed(imported, pieces, texts, self.garbage, self.verify.seed)
+            same = all_types(imported.model) & {*NARROW} == all_types(imported.source.proto) & {*NARROW}
+            copy = self.wide if self.quantized is None and same else None
+            title, result = compare_parsed(imported, pieces, texts, self.garbage, self.verify.seed, copy)
         if result.note:
             return _not_compared("network", result.note)
         return Station(
@@ -442,13 +445,14 @@ class _Verification:
     ) -> Station:  # fmt: skip
         """Compare a station with `decode`; rounding is measured only if there is a difference to explain."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
+        results, again = tee(self._counted(decode.steps(runner)))
 
-        def compared(allowed: float) -> tuple[Difference, bool]:
-            found = compare(decode, self._counted(decode.steps(runner)), allowed, stop=not outliers)
+        def compared(results: Iterator[Array], allowed: float) -> tuple[Difference, bool]:
+            found = compare(decode, results, allowed, stop=not outliers)
             chosen = outliers > 0 and found.beyond <= outliers and bool(np.isfinite(found.largest))
             return found, found.passed or chosen
 
-        found, passed = compared(floor if given is None else given)
+        found, passed = compared(results, floor if given is None else given)
         note = ""
         if given is None and not passed:
             allowed = max(floor, _TIMES * self._measured(unit))
@@ -457,7 +461,7 @@ class _Verification:
                     f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size, so this comparison "
                     "cannot show a small fault"
                 )
-            found, passed = compared(allowed)
+            found, passed = compared(again, allowed)
         return Station(
             name, runner.name, against, found.pieces, _finite(found.largest), found.allowed, found.agreement, passed,
             "" if passed else self._where(found) + where(found), note,

@@ -63,17 +63,24 @@ def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
     if wanted.shape != had.shape:
         everywhere = np.full(wanted.shape[:-1], math.inf)
         return everywhere, everywhere
-    one, other = wanted.astype(np.float64), had.astype(np.float64)
+    shares = np.empty((2, *wanted.shape[:-1]))
+    for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
+        shares[(slice(None), *place)] = _of_position(wanted[place].astype(np.float64), had[place].astype(np.float64))
+    return shares[0], shares[1]
+
+
+def _of_position(one: Array, other: Array) -> tuple[float, float]:
     known = np.isfinite(one)
+    if not np.array_equal(known, np.isfinite(other)):
+        return math.inf, math.inf
     with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
         finite = np.where(known, one, 0)
         error = np.where(known, other - finite, 0)
-        far = np.abs(error).max(-1)
-        largest = np.where(far == 0, 0.0, far / np.abs(finite).max(-1))
-        centered = np.where(known, one - finite.mean(-1, keepdims=True), 0)
-        typical = np.nan_to_num(np.linalg.norm(error, axis=-1) / np.linalg.norm(centered, axis=-1), posinf=np.inf)
-    alike = (known == np.isfinite(other)).all(-1)
-    return np.where(alike & ~np.isnan(largest), largest, np.inf), np.where(alike, typical, np.inf)
+        far = np.abs(error).max()
+        largest = 0.0 if far == 0 else far / np.abs(finite).max()
+        centered = np.where(known, one - finite.mean(), 0)
+        typical = np.nan_to_num(np.linalg.norm(error) / np.linalg.norm(centered), posinf=np.inf)
+    return float(largest), float(typical)
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:

@@ -7,8 +7,9 @@ narrow type would hide. ONNX Runtime has no kernels for bfloat16 on the CPU, and
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, helper, numpy_helper
@@ -22,6 +23,7 @@ __all__ = ["NARROW", "Float32Copies", "float32_copy"]
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DATA = "float32.data"
 _BLOCK = 1 << 20  # bytes read at a time
+_COLUMNS = 64  # columns of a matrix that are transposed at a time
 _SMALL = 1024  # bytes; smaller tensors stay in the model, where shape inference reads them
 
 
@@ -79,20 +81,49 @@ class Float32Copies:
                 key, blocks = _blocks(tensor, source, replaced)
                 key = key, narrow
                 if key not in self._written:
-                    data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime can map them
-                    offset, dtype = data.tell(), helper.tensor_dtype_to_np_dtype(tensor.data_type)
-                    for block in blocks:
-                        data.write(np.frombuffer(block, dtype).astype(np.float32).data if narrow else block)
-                    self._written[key] = offset, data.tell() - offset
+                    dtype = helper.tensor_dtype_to_np_dtype(tensor.data_type)
+                    wide = (np.frombuffer(block, dtype).astype(np.float32).data for block in blocks)
+                    self._append(key, data, wide if narrow else blocks)
                 kind = TensorProto.FLOAT if narrow else tensor.data_type
-                moved = TensorProto(
-                    name=tensor.name, dims=tensor.dims, data_type=kind, data_location=TensorProto.EXTERNAL
-                )
-                place = self._written[key]
-                for entry, value in (("location", _DATA), ("offset", str(place[0])), ("length", str(place[1]))):
-                    moved.external_data.add(key=entry, value=value)
-                tensor.CopyFrom(moved)
+                tensor.CopyFrom(self._in_file(tensor.name, tensor.dims, kind, key))
+            self._transpose(copy.graph, data)
         return copy, self._folder
+
+    def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
+        """Replace each Transpose of a matrix in the file by its result: otherwise each session transposes it again."""
+        matrices = {
+            t.name: t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2
+        }
+        for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in matrices]:
+            if node.attribute and [*node.attribute[0].ints] != [1, 0]:
+                continue
+            matrix = matrices[node.input[0]]
+            (rows, columns), offset = matrix.dims, external_data_helper.ExternalDataInfo(matrix).offset or 0
+            key = (offset, "transposed")
+            if key not in self._written:
+                data.flush()
+                dtype: Any = helper.tensor_dtype_to_np_dtype(matrix.data_type)
+                read = np.memmap(data.name, dtype, "r", offset, (rows, columns))
+                parts = (read[:, at : at + _COLUMNS].T.tobytes() for at in range(0, columns, _COLUMNS))
+                self._append(key, data, parts)
+            graph.initializer.append(self._in_file(node.output[0], (columns, rows), matrix.data_type, key))
+            graph.node.remove(node)
+
+    def _append(self, key: Hashable, data: BinaryIO, blocks: Iterable[Any]) -> None:
+        """Write the bytes of a tensor to the end of the file."""
+        data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime can map them
+        offset = data.tell()
+        for block in blocks:
+            data.write(block)
+        self._written[key] = offset, data.tell() - offset
+
+    def _in_file(self, name: str, dims: Sequence[int], kind: int, key: Hashable) -> TensorProto:
+        """Return a tensor whose bytes are in the file."""
+        moved = TensorProto(name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL)
+        offset, length = self._written[key]
+        for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
+            moved.external_data.add(key=entry, value=value)
+        return moved
 
 
 def float32_copy(

@@ -89,7 +89,7 @@ class NetworkComparison:
 def compare_network(
     network: Any, trt: Any, content: bytes, folder: Path, plan: CachePlan,
     replaced: Mapping[str, bytes | bytearray] | None = None, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (),
-    garbage: float = GARBAGE, seed: int = 0,
+    garbage: float = GARBAGE, seed: int = 0, copy: tuple[ModelProto, Path] | None = None,
 ) -> NetworkComparison:  # fmt: skip
     """Run a parsed network and its model side by side.
 
@@ -104,6 +104,7 @@ def compare_network(
         tokens: tokens of the pieces; empty: random ones.
         garbage: see `trt_kvcache.compare.differences.GARBAGE`.
         seed: seed of garbage, and of embeddings.
+        copy: the model in float32 and the folder of its data, if they exist already.
 
     Returns:
         The result. If ONNX Runtime cannot run the model, NumPy cannot run a layer, or the model does not fit into
@@ -116,7 +117,7 @@ def compare_network(
     inputs = TextInputs(plan, index_limits(model, plan), table=token_table(plan, seed), seed=seed)
     try:
         with TemporaryDirectory(prefix="trt-kvcache-network-") as name:
-            wide, place = float32_copy(for_cpu(model)[0], folder, Path(name), replaced)
+            wide, place = copy or float32_copy(for_cpu(model)[0], folder, Path(name), replaced)
             watch, session = NetworkWatch(network, trt, wide, place, garbage), Float32Session(wide, place)
             steps = Rewritten(plan, inputs, session.run, garbage=garbage, seed=seed)
             steps.watch = watch

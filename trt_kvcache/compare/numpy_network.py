@@ -100,6 +100,9 @@ class Network:
         self._types = {t.name: self._kinds[t.dtype] for t in tensors}
         self._outputs = [network.get_output(i).name for i in range(network.num_outputs)]
         self.nodes = _ordered([self._node(network.get_layer(i)) for i in range(network.num_layers)], self._types)
+        tables = {node.input[0] for node in self.nodes if node.op_type == "GATHER"}
+        others = {name for n in self.nodes for name in (n.input[1:] if n.op_type == "GATHER" else n.input)}
+        self._tables = tables - others - {*self._outputs}  # few rows of these are read: only these become float32
         self._last = {name: at for at, node in enumerate(self.nodes) for name in (*node.output, *node.input)}
 
     def run(
@@ -124,7 +127,8 @@ class Network:
             try:
                 with np.errstate(all="ignore"):  # values that are not finite are compared, without warnings
                     results = self._results(node, read, attentions)
-                    results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
+                    if node.op_type != "CONSTANT":
+                        results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
             except NotImplementedError as error:
                 raise UnknownLayerError(f"NumPy cannot compute {node}: {error}") from error
             except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
@@ -175,7 +179,10 @@ class Network:
         name, layer = node.output[0], node.layer
         if name in self._constants:
             return self._constants[name]
-        values = _converted(_weights(layer.weights).reshape(tuple(layer.shape)), node.dtypes[0])
+        values = _weights(layer.weights).reshape(tuple(layer.shape))
+        if name in self._tables:
+            return values
+        values = _converted(values, node.dtypes[0])
         if values.nbytes <= self._room:
             self._room -= values.nbytes
             self._constants[name] = values

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 import numpy.typing as npt
+from onnx import ModelProto
 
 from trt_kvcache.child import Caller, Child, ChildError, serve
 from trt_kvcache.compare.decode import Piece
@@ -43,6 +44,7 @@ class Request:
         garbage: see `trt_kvcache.compare.differences.GARBAGE`.
         seed: seed of garbage, and of embeddings.
         as_exported: the model is parsed as it was exported.
+        copy: folder of the data of a float32 copy of the model; its bytes follow. Empty: there is none yet.
     """
 
     target: Target
@@ -54,6 +56,7 @@ class Request:
     garbage: float = GARBAGE
     seed: int = 0
     as_exported: bool = False
+    copy: str = ""
 
 
 class Answer(msgspec.Struct):
@@ -67,7 +70,7 @@ class Answer(msgspec.Struct):
 
 def compare_parsed(
     imported: ImportedModel, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (), garbage: float = GARBAGE,
-    seed: int = 0,
+    seed: int = 0, copy: tuple[ModelProto, Path] | None = None,
 ) -> tuple[str, NetworkComparison]:  # fmt: skip
     """Parse a rewritten model, and compare the network with it.
 
@@ -77,6 +80,7 @@ def compare_parsed(
         tokens: tokens of the pieces, int64 ``[R, length]``.
         garbage: see `trt_kvcache.compare.differences.GARBAGE`.
         seed: seed of garbage, and of embeddings.
+        copy: the model in float32 and the folder of its data, if they exist already.
 
     Returns:
         The parser's name and version, and the result.
@@ -92,11 +96,13 @@ def compare_parsed(
     model, path = copied(imported.model), imported.source.path
     backend = _backend(imported.plan.options.target)
     flipped = for_tensorrt(model, path.parent)
+    wide, place = (serialize_model(copy[0]), str(copy[1])) if copy is not None and not flipped else (b"", "")
     request = Request(
-        backend.target, backend.title, str(path), imported.plan, tuple(flipped), tuple(pieces), garbage, seed
-    )
+        backend.target, backend.title, str(path), imported.plan, tuple(flipped), tuple(pieces), garbage, seed,
+        copy=place,
+    )  # fmt: skip
     flat = b"".join(np.ascontiguousarray(t, np.int64).tobytes() for t in tokens)
-    return backend.title, _ask(request, [serialize_model(model), flat])
+    return backend.title, _ask(request, [serialize_model(model), flat, wide])
 
 
 def parse_as_exported(imported: ImportedModel) -> tuple[str, NetworkComparison]:
@@ -148,9 +154,11 @@ def _parse(request: Request, parts: list[bytes], _: Caller) -> Answer:
             size = len(piece.rows) * piece.length
             texts.append(ids[:size].reshape(len(piece.rows), -1))
             ids = ids[size:]
+        copy = (ModelProto.FromString(parts[2]), Path(request.copy)) if request.copy else None
         result = compare_network(
-            network, trt, content, folder, request.plan, weights, request.pieces, texts, request.garbage, request.seed
-        )
+            network, trt, content, folder, request.plan, weights, request.pieces, texts, request.garbage, request.seed,
+            copy,
+        )  # fmt: skip
     finite = result.difference if np.isfinite(result.difference) else None
     return Answer(result.steps, finite, result.finding, result.note)
 
