@@ -74,8 +74,8 @@ class BackendStatus:
         name: ``"tensorrt-rtx"`` or ``"tensorrt"``.
         version: version of the importable module; otherwise of the installed package; otherwise None.
         importable: whether the module loads here.
-        problem: the reason if it does not; otherwise empty.
-        native, packed_native, plugins: whether it has the cache update layer, its packed form, and plugins.
+        problem: the reason why it does not load; otherwise empty.
+        native, packed_native, plugins: whether it has TensorRT's cache update layer, packed updates, and plugins.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """One cache route. `available` and `detail` say whether it can be used here, and why.
+    """One route (way to update a cache). `available` and `detail` say whether it can be used here, and why.
 
     `form`: packed or padded updates.
     """
@@ -179,7 +179,7 @@ def _gpu(driver: ModuleType, index: int) -> Gpu:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return the result of a driver call, or raise `RuntimeError` with the name of its error."""
+    """Return the result of a CUDA driver call. If the call failed, raise a `RuntimeError` with the error's name."""
     status, *values = result
     if int(status):
         raise RuntimeError(f"{getattr(status, 'name', status)} from the CUDA driver")
@@ -280,10 +280,10 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 
 
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Return advice on versions: a driver takes libraries for its own major version of CUDA or for an older one.
+    """Return advice to update the driver, if installed libraries need a newer version of CUDA.
 
-    The names of packages say which major version they need. Engines with the plugin contain PTX, which a driver takes
-    only up to its own version.
+    A driver accepts libraries for its own major version of CUDA or an older one; the package's name ends with this
+    number. Engines with the plugin contain PTX, which must not be newer than the driver.
     """
     if driver is None:
         return ()
@@ -305,7 +305,7 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and the minor number."""
+    """Return the major and the minor number of a version."""
     return tuple(map(int, version.split(".")[:2]))
 
 

@@ -1,4 +1,4 @@
-"""Define the options of a plan.
+"""Define the options of a plan (target, capacity, cache type and so on).
 
 This module imports neither ONNX nor TensorRT.
 """
@@ -17,7 +17,7 @@ from trt_kvcache.setting import Setting, check_settings, described
 
 
 class Target(str, Enum):
-    """The builder that a plan is for."""
+    """The builder for which a plan is made: TensorRT or TensorRT for RTX."""
 
     TENSORRT = "tensorrt"
     TENSORRT_RTX = "tensorrt-rtx"
@@ -76,7 +76,7 @@ _LEAST, _MOST = 1e-30, 3e38  # limits of ranges, so that scales are normal numbe
 
 
 class PlanValues(TypedDict, total=False):
-    """The arguments of `PlanOptions`. Values of enums may also be text."""
+    """The keyword arguments of `PlanOptions`. Values of enums may also be text."""
 
     target: Target | Literal["tensorrt", "tensorrt-rtx"]
     capacity: int | None

@@ -223,9 +223,9 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Fold tensors that are computed from constants and known sizes.
+    """Replace tensors that are computed from constants and known sizes by constants, and remove branches.
 
-    Return the model with shapes, and taken branches.
+    Return the model with inferred shapes, and the names of the If nodes that were replaced.
     """
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
@@ -257,7 +257,7 @@ def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> 
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
-    """Return small constants; maps names to values. Also turn Constant nodes into initializers, in place."""
+    """Turn Constant nodes into initializers, in place. Return a map from names of small constants to values."""
     outputs = {v.name for v in graph.output}
     others = []
     for node in graph.node:
@@ -318,7 +318,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Run nodes over small constants in ONNX Runtime.
+    """Compute nodes whose inputs are small constants in ONNX Runtime.
 
     Return the results that other nodes read; maps names to values.
     """
@@ -432,7 +432,7 @@ def _merge_equal(graph: GraphProto) -> None:
 
 
 def drop_dead(graph: GraphProto) -> None:
-    """Remove nodes, initializers and stated shapes that no output needs."""
+    """Remove nodes, initializers and stated shapes that no graph output needs, in place."""
     used = {v.name for v in graph.output}
     needed = []
     for node in reversed(graph.node):
@@ -452,7 +452,7 @@ def _drop_shapes(graph: GraphProto) -> None:
 
 
 def _refuse_hidden(node: NodeProto) -> None:
-    """Refuse control flow with a cache update or an attention in it: TensorRT's cache layer runs in every step."""
+    """Refuse an If, Loop or Scan that contains a cache update or an attention, because TensorRT would always run it."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     inner = [n for body in bodies for n in all_nodes(body)]
     hidden = {n.op_type for n in inner if n.op_type == "TRT_KVCacheUpdate"}

@@ -1,4 +1,4 @@
-"""Reinterpret the bytes of a weight under another name, element type and shape.
+"""Give the bytes of a weight another name, element type and shape; make stand-ins (tensors without data).
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
@@ -57,7 +57,7 @@ def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) 
 
 
 def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
-    """Reinterpret the bytes of `tensor` (little-endian, as in ONNX) in another type and shape.
+    """Return a tensor with the same bytes as `tensor` (little-endian, as in ONNX), but another type and shape.
 
     Raises:
         ValueError: the new type and shape need another number of bytes.

@@ -45,7 +45,7 @@ _PAST = "export the model with past"
 
 
 def group_query_attention(call: Call) -> str:
-    """GroupQueryAttention with a past."""
+    """Return the body of GroupQueryAttention with a past."""
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
@@ -139,7 +139,7 @@ def _is_empty(call: Call, name: str) -> bool:
 
 
 def _check_shared(call: Call) -> None:
-    """If a layer reads the cache of another layer, refuse options that no exporter uses for such layers."""
+    """Refuse options that no exporter uses for layers that read the cache of another layer."""
     options = {
         "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
         "causal=0": not call.integer("causal", 1),
@@ -154,7 +154,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Return lines for the mask of a layer that reads another layer's cache. This cache already holds the new rows."""
+    """Return lines for the mask of a layer that reads another layer's cache, which already holds the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -206,7 +206,7 @@ def _rotated(call: Call, name: str, size: int) -> str:
 
 
 def multi_head_attention(call: Call) -> str:
-    """MultiHeadAttention, with and without a past."""
+    """Return the body of MultiHeadAttention, with or without a past."""
     reason = None
     if call.has("shared") or call.has("beams"):
         reason = (
@@ -258,7 +258,7 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """ONNX Runtime's Attention, which also projects its input to queries, keys and values."""
+    """Return the body of ONNX Runtime's Attention, which also projects its input to queries, keys and values."""
     width = (call.shape("weight") or ("?",))[-1]
     if call.has("past") or call.is_read("present") or call.has("shared"):
         reason = "holds the keys and values of its cache in one tensor"
@@ -324,7 +324,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """ONNX's Attention over ``[B, S, N*D]``, or with presents but without a past. None: the node stays."""
+    """Return the body of ONNX's Attention over ``[B, S, N*D]``, or with presents but no past. None: the node stays."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
@@ -422,7 +422,7 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Return lines for attention in plain operators. Sinks are one more logit in the softmax of each head.
+    """Return lines for attention with sinks, in plain operators. A sink is one more logit in a head's softmax.
 
     If `ring`, past and present are buffers of the same length, in which new rows follow the rows of earlier tokens.
     """
@@ -521,7 +521,7 @@ def _stated(attributes: list[str]) -> str:
 
 
 def _split(name: str, heads: int) -> str:
-    """Return lines for ``[B, S, N*D] -> [B, N, S, D]``."""
+    """Return lines that split heads: ``[B, S, N*D] -> [B, N, S, D]``."""
     return f"""
         {name} = Reshape ({name}, [0, 0, {heads}, -1])
         {name} = Transpose <perm = [0, 2, 1, 3]> ({name})

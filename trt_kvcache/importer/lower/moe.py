@@ -1,4 +1,4 @@
-"""Compute mixtures of experts: sort tokens by their chosen experts into blocks of equal size.
+"""Replace MoE and QMoE by standard operators: tokens are sorted by chosen experts into blocks of equal size.
 
     scores, chosen = TopK(logits [T, E], k)          MoE without normalize_routing_weights: TopK(Softmax(logits), k),
     shares = Softmax(scores)                         and then shares = scores
@@ -76,7 +76,7 @@ _ADVICE = {"weights_prepacked": _RAW, "quant_type": _INTEGERS}
 
 
 def moe(call: Call) -> str:
-    """MoE and QMoE."""
+    """Return the body of MoE or QMoE, the mixtures of experts of ONNX Runtime."""
     _check(call)
     quantized = call.node.op_type == "QMoE"
     own = "scales" if quantized else "fc"
@@ -177,7 +177,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 
 
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
-    """Return lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
+    """Return the lines of one layer of the experts: ``result [n, b, rows] = x [n, b, columns] @ weights + bias``."""
     bias = f"bias{number}"
     shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}

@@ -27,7 +27,7 @@ _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 
 
 def with_exact_products(model: ModelProto) -> ModelProto:
-    """Compute products with quantized weights as the operator defines them, without rounding activations.
+    """Make a model compute products with quantized weights as the operator defines them, without rounding activations.
 
     MatMulNBits lets ONNX Runtime round activations to 8 bits (``accuracy_level=4``, which onnxruntime-genai sets for
     the CPU). This changes logits by some percent of their scale, which would hide differences.
@@ -101,7 +101,7 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """Make nodes that normalize queries and keys.
+    """Return nodes that normalize the queries and keys of a GroupQueryAttention.
 
     The attention reads their results, and has no norm weights any more.
     """
@@ -135,7 +135,7 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
 
 
 def runnable(original: ModelProto) -> ModelProto:
-    """Convert the original to operators that ONNX Runtime can run."""
+    """Return the exported model with operators that ONNX Runtime can run on the CPU."""
     return with_expanded_masks(with_norms_in_front(with_exact_products(original)))
 
 
@@ -192,7 +192,7 @@ def _quantize_to_bytes(graph: GraphProto) -> None:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if an input is float16 or bfloat16. Then casts to these types add no rounding."""
+    """True if an input of the models is float16 or bfloat16. Then casts to these types add no rounding."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 
