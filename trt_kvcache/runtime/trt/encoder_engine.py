@@ -1,4 +1,4 @@
-"""An encoder on the GPU, beside its decoder: its results stay there, and become the decoder's constants."""
+"""Runs an encoder on its decoder's GPU. Its results stay in GPU memory, where the decoder reads them as constants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LESS = (
 
 
 class TensorRTEncoder:
-    """An `Encoder` on the GPU and the stream of its decoder.
+    """An encoder engine that runs on the GPU and the stream of its decoder.
 
     Args:
         path: path of the engine; its manifest lies beside it.
@@ -62,7 +62,7 @@ class TensorRTEncoder:
         self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """See `Encoder.encode`; the results are `DeviceArray`. Masks are host arrays."""
+        """Return the decoder's constants for one sequence, as `DeviceArray`; masks lie on the host."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():
@@ -104,7 +104,7 @@ class TensorRTEncoder:
 
 
 def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, str]:
-    """Return the encoder's engine that was built with a decoder's; or None, and the reason."""
+    """Return the path of the encoder engine that was built with a decoder's; or None, and why there is none."""
     built = runner.manifest.encoder
     if built is None:
         return None, f"{decoder} was built without the engine of an encoder"
@@ -136,7 +136,7 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 
 
 class EngineFunction:
-    """An engine without state, open on the GPU and stream of a decoder: inputs come from the host, outputs stay there.
+    """An engine without state that runs on a decoder's GPU and stream: inputs come from the host, outputs stay there.
 
     Call it within `TensorRTRunner.running`. It knows no runner: the runner's resources hold it until they are freed.
 
@@ -228,7 +228,7 @@ class EngineFunction:
         return self._cuda.download_pieces(address, size)
 
     def let_go(self) -> None:
-        """Drop the objects of TensorRT; `Cuda.close` frees the memory."""
+        """Drop the objects of TensorRT. Their GPU memory is freed later, by `Cuda.close`."""
         if "_context" in self.__dict__:
             self._context.let_go()
         for name in ("_context", "factory"):
@@ -237,7 +237,7 @@ class EngineFunction:
             self.__dict__.pop("_trt").let_go()
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
-        """Return the bytes of all outputs for the present shapes, and the offset and shape of each.
+        """Return the bytes that all outputs of a run take in one block of memory; and offset and shape of each output.
 
         Raises:
             SessionError: the size of an output depends on the data.

@@ -29,7 +29,7 @@ _OTHER_GPUS = "does not support this compute capability"
 
 
 def load_tensorrt(backend: str) -> Any:
-    """Return the module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
+    """Import the Python module of TensorRT that a manifest names: ``tensorrt`` or ``tensorrt_rtx``.
 
     Raises:
         BackendError: the module cannot be imported.
@@ -47,7 +47,7 @@ def load_tensorrt(backend: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An opened engine, and objects that must live as long.
+    """An opened engine, and the objects that it needs as long as it lives.
 
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
@@ -66,14 +66,14 @@ class TensorRT:
     rtx: bool
 
     def let_go(self) -> None:
-        """Stop the reports of errors to Python.
+        """Stop TensorRT from reporting errors to Python.
 
         Call this before the engine is dropped, after `let_go` of its contexts.
         """
         self.engine.error_recorder = self.runtime.error_recorder = None
 
     def check(self, ok: Any, what: str) -> None:
-        """Raise TensorRT's message if a call returned False or None.
+        """Raise an error with TensorRT's own messages if `ok`, the result of a call, is False or None.
 
         Raises:
             BackendError: the call returned False or None.
