@@ -1,7 +1,4 @@
-"""Define the options of a plan (target, capacity, cache type and so on).
-
-This module imports neither ONNX nor TensorRT.
-"""
+"""Define the options of a plan, such as target and capacity. This module imports neither ONNX nor TensorRT."""
 
 from __future__ import annotations
 

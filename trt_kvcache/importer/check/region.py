@@ -397,10 +397,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return a digest of how each output is computed.
-
-    It contains numbers instead of the names of inputs and weights.
-    """
+    """Return a digest of how each output is computed, with numbers instead of the names of inputs and weights."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}

@@ -122,10 +122,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if queries, keys or values may be normalized.
-
-    Then runs need small numbers, which show the norm's epsilon.
-    """
+    """True if queries, keys or values may be normalized; small numbers are needed to show the norm's epsilon."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
@@ -189,10 +186,7 @@ class _Run:
         return why
 
     def _name(self, *, first: bool) -> str:
-        """Return the key of this run's stored verdict.
-
-        The first run has another key, because it compares more than later runs.
-        """
+        """Return the key of this run's stored verdict. The first run has its own key, because it compares more."""
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:

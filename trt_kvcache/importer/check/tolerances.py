@@ -128,10 +128,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """Return the cache rows of tokens ``first .. end - 1``.
-
-    In a ring, token t is in row t modulo the number of rows.
-    """
+    """Return the cache rows of tokens ``first .. end - 1``. In a ring, token t is in row t modulo its size."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 

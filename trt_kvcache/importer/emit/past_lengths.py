@@ -191,10 +191,7 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """Emit the sizes of a tensor, each int64 ``[1]``, computed from the shape of the tokens.
-
-    The entry is None if the samples do not explain the size.
-    """
+    """Emit the sizes of a tensor, int64 ``[1]`` each, from the tokens' shape; None where samples do not explain one."""
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]

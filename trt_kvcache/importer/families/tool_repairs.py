@@ -129,10 +129,7 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop stated shapes of initializers, and values that are stated twice, in place.
-
-    Shape inference finds them again.
-    """
+    """Drop shapes stated for initializers or stated twice, in place; shape inference finds them again."""
     is_graph = isinstance(scope, GraphProto)
     known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
     counts = Counter(value.name for value in scope.value_info)
@@ -279,10 +276,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """Replace a chain of ScatterND nodes that fills a whole tensor of zeros by one Concat.
-
-    The check of the rewritten model tests this guess.
-    """
+    """Replace a chain of ScatterND that fills a tensor of zeros by one Concat. The check tests this guess."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}

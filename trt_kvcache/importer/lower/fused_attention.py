@@ -238,10 +238,7 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Return lines that add parts of the bias to queries, keys and values ``[B, S, N*D]``.
-
-    Inputs with split heads get no bias.
-    """
+    """Return lines that add the bias to queries, keys and values ``[B, S, N*D]``, but not to those with split heads."""
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -401,10 +398,7 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Return lines for a mask ``[S, P + S]`` of keys that queries see.
-
-    If `window` is negative, no earlier key is hidden.
-    """
+    """Return lines for a mask ``[S, P + S]`` of keys that queries see. A negative `window` hides no earlier key."""
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)

@@ -80,10 +80,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """Return the body of a MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows.
-
-    None: the node stays.
-    """
+    """Return the body of a MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows; None to keep it."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -108,10 +105,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Return lines that correct `y` for zero points other than the middle.
-
-    `axis` of the weight is the axis of blocks.
-    """
+    """Return lines that correct `y` for zero points other than the middle. `axis` is the weight's axis of blocks."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"

@@ -314,10 +314,7 @@ class Reader:
         return size, layout, *_fitted(products, (few, many), scale, size)
 
     def _mask(self, base: Array) -> Mask:
-        """Return which keys each query sees, and the biases of the scores.
-
-        `base` holds the weights of a step in which queries and keys are 0.
-        """
+        """Return which keys each query sees, and biases, from the weights `base` of a step with zero scores."""
         sample, seen = self._sample, base > _NOTHING
         tokens = np.arange(sample.total - self._keys(sample), sample.total)
         own = sample.past + np.arange(sample.length)[:, None]
@@ -470,10 +467,7 @@ def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores so that visible keys have the mean 0.
-
-    A softmax does not depend on the mean. Hidden keys become 0.
-    """
+    """Shift scores so that visible keys have the mean 0, which no softmax changes. Hidden keys become 0."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 

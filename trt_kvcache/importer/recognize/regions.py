@@ -196,10 +196,7 @@ class Cutter:
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a tensor is inside of an attention: a tensor over cache rows is computed from it, without a weight.
-
-        A sum of scores is an example.
-        """
+        """True for a tensor inside an attention, such as a sum of scores: tensors over cache rows depend on it."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -297,10 +294,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return a text for an input of a region, as a part of the region's key.
-
-        It contains the input's name only if the input is not in `ends`.
-        """
+        """Return the part of a region's key for one input. It has the input's name unless that is in `ends`."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
