@@ -539,7 +539,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
         if named is None:
             return None
         reason = f"there is no encoder at {named}" if constants else f"{model} takes no inputs from an encoder"
-        raise OptionError(f"--encoder names an encoder, but {reason}; leave it out")
+        raise OptionError(f"--encoder names an encoder, but {reason}; leave --encoder out")
     return path
 
 

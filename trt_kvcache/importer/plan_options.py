@@ -203,7 +203,7 @@ class PlanOptions:
         Setting(
             "For each cache, the largest magnitude in its rotated rows; maps input names to numbers, as "
             "`calibrate_caches` "
-            "returns. Each cache then has one scale, and larger numbers are limited. None: each row has its own scale.",
+            "returns. Each cache then has one scale, and larger numbers are clipped. None: each row has its own scale.",
             has_flag=False,
         ),
     ] = None

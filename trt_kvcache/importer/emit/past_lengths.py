@@ -51,7 +51,8 @@ Array = npt.NDArray[Any]
 
 NOTE = (
     "the model counts positions from the tokens of a step, and skips some tokens, such as padding. As in the exported "
-    "model, it counts all tokens of earlier steps. So a text with padding in it depends on how it is split into steps"
+    "model, it counts all tokens of earlier steps. So the result for a text with padding depends on how "
+    "the text is split into steps"
 )
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
 _FAR = 1 << 31  # numbers of at least this are no positions

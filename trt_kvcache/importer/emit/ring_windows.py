@@ -140,7 +140,7 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
         notes.append(
             f"{len(longest)} caches hold only a window of tokens: {after} cache rows per sequence instead of {before} "
             f"({100 * (before - after) / before:.0f} % saved); updates have at most {chunk} tokens (--window-chunk)"
-            + (", and in each row, all of them or none are valid" if idle else "")
+            + (", and in each sequence, either all tokens of an update are valid or none" if idle else "")
         )
     elif not notes:
         notes.append("no cache became circular, because no attention is limited to a window")

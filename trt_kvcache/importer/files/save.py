@@ -118,7 +118,7 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
             files[copy] = data
         elif not copy.samefile(original) and not _same_content(copy, data):
             raise OutputError(
-                f"{copy}: is another file than the data file that must be copied to this path; write to another folder"
+                f"{copy}: this file exists and differs from the data file that must be copied here; use another folder"
             )
     return files
 

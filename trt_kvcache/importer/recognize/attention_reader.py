@@ -259,9 +259,8 @@ class Reader:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
                 raise RecognizeError(
-                    f"the attention weights of '{self._region.result}' add up to less than 1, and how much less "
-                    "differs "
-                    "between sequences; a sink must be the same for all sequences"
+                    f"the attention weights of '{self._region.result}' add up to less than 1, and the rest "
+                    "differs between sequences; a sink must be the same for all sequences"
                 )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
@@ -326,8 +325,8 @@ class Reader:
         mask = self._biased(base, Mask())
         if self._key.circular and not self._sees_lengths():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, but after it is full queries see other rows than "
-                "those up to their own row. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
+                f"the cache '{self._key.past.name}' is circular, but when it is full, queries do not see exactly "
+                "the rows up to their own. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
             )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
