@@ -220,7 +220,7 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
 
 
 class _Struct(ctypes.Structure):
-    """``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
+    """The C struct ``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
 
     _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
 

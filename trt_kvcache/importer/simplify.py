@@ -251,7 +251,6 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
-    """True if the stated shape of an output has the same rank as the inferred shape."""
     of_graph, of_exporter = shape_of(inferred), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 

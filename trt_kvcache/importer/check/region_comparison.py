@@ -214,7 +214,7 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Find the first difference.
+        """Find the first difference between both sides of the region, in all steps.
 
         Returns:
             A description of the first difference, or an empty text; and True if the original reads garbage (rows
@@ -392,8 +392,6 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 
 
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
-    """Return the plan with all caches shortened to `rows` rows."""
-
     def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])
 

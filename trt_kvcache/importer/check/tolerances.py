@@ -206,5 +206,5 @@ def _number(value: Any) -> str:
 
 
 def said(starts: Sequence[int]) -> str:
-    """Return the numbers of tokens before a step as text. If all sequences have the same number, it stands once."""
+    """Return the numbers of tokens before a step as text; only one number if all sequences have the same."""
     return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -90,7 +90,6 @@ class Verdicts:
             part.replace(self._folder / key)
 
     def _tidy(self) -> None:
-        """Remove the oldest verdicts if there are too many."""
         if self._tidied:
             return
         self._tidied = True

@@ -205,7 +205,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """Return a node, such as Min or Mod, by which write indices stop counting tokens; None if there is none."""
+    """Return a node (Min, Mod) that makes write indices differ from token counts; None if there is none."""
     node = producer(indices)
     if node is None:
         return None

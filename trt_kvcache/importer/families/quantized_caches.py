@@ -369,7 +369,6 @@ class _Quantized:
         return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
 
     def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit nodes that unpack numbers [..., L] into codes [..., H]."""
         form = self._form
         if self._shift:
             numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
@@ -549,7 +548,6 @@ def _text(role: TensorRole) -> str:
 
 
 def _saved(plan: CachePlan, quantized: CachePlan) -> str:
-    """Return a note about the bytes per token before and after quantization."""
     before, after = (
         sum(
             cache_bytes(replace(c, physical_shape=(1, *c.physical_shape[1:2], 1, c.physical_shape[3])), 1)

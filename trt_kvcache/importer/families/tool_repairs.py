@@ -252,7 +252,6 @@ def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
-    """True if the tensor is a constant without elements."""
     for node in graph.node:
         if name in node.output:
             if node.op_type == "Identity":

@@ -320,7 +320,6 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
 
 
 def _is_fixed(scan: gs.Node) -> bool:
-    """True if the number of steps of a Scan is fixed."""
     count = int(scan.attrs["num_scan_inputs"])
     axes = scan.attrs.get("scan_input_axes") or [0] * count
     return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))

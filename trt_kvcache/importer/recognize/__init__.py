@@ -268,7 +268,6 @@ class _Recognizer:
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _attentions(self) -> list[Attention]:
-        """Return all attentions, in the order of the graph."""
         known: dict[str, tuple[Region, _Seen]] = {}
         return [self._read(front, known) for front in self._cutter.fronts]
 

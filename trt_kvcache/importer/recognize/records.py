@@ -24,7 +24,7 @@ ATTENTION = ("b", "n", "g", "s", "d")
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """Return the names of the sizes in the order of the axes."""
+    """Return the names of a layout's sizes, in the order of the tensor's axes."""
     return tuple(size for axis in layout for size in axis)
 
 

@@ -212,7 +212,7 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of the attention with the result `name`, with the nodes that make `passed` tensors.
+        """Return the region of the attention with the result `name`. It includes the nodes that make `passed`.
 
         Raises:
             RecognizeError: the region reads large weights.
@@ -271,7 +271,6 @@ class Cutter:
         outputs: Sequence[str],
         ends: tuple[str, ...],
     ) -> Region:
-        """Return a region that consists of these nodes."""
         graph = self._graph
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
@@ -336,7 +335,7 @@ class Cutter:
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if a region may start at this tensor: a size, or a computed float text tensor of known shapes."""
+        """True if a region may start at this tensor: a size, or a float tensor computed from tokens."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)

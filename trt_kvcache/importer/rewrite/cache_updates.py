@@ -38,7 +38,7 @@ class CacheView:
 
 
 def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every cache update as planned. Return each cache by the name of the tensor that readers read."""
+    """Rewrite every cache update as planned. Return a map from the tensors that readers read to their caches."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
