@@ -39,7 +39,7 @@ class Share:
         return Share(max(self.largest, other.largest), max(self.typical, other.typical))
 
     def times(self, other: Share, factor: float = 1.0) -> Share:
-        """Multiply the values of each field, and `factor`."""
+        """Multiply both values by those of `other` and by `factor`."""
         return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
 
     def within(self, other: Share) -> bool:

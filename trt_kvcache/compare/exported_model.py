@@ -112,13 +112,13 @@ class Exported:
         self.watch: Callable[[Feeds, Feeds], None] = lambda *_: None
 
     def start(self, rows: int) -> None:
-        """See `Runner.start`."""
+        """Start `rows` new texts, which have no tokens yet."""
         self._inputs.start(rows)
         self._texts = [self._empty() for _ in range(rows)]
         self._ends = [0] * rows
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """See `Runner.step`.
+        """Run one step of the decode, and return its logits ``[R, K, V]``.
 
         Raises:
             UnsupportedModelError: the model cannot run, or it takes only steps of another length.

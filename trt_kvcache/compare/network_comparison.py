@@ -67,7 +67,6 @@ class NetworkComparison:
     note: str = ""
 
     def __str__(self) -> str:
-        """Return the result as one line."""
         return (
             f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
         )
@@ -189,10 +188,7 @@ class NetworkWatch:
             self._network = Network(network, trt, updates)
 
     def __call__(self, feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
-        """Run the network on the inputs `feeds` of a step, and compare its outputs with `wanted`.
-
-        After a finding or a note, later steps are not compared.
-        """
+        """Run the network on the inputs `feeds` and compare it with `wanted`, unless an earlier step differed."""
         self._seen += 1
         if self.found.finding or self.found.note or not (self._steps is None or self._seen - 1 in self._steps):
             return

@@ -69,7 +69,6 @@ class Node:
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the name of the layer for messages."""
         return f"layer '{self.name}' ({self.op_type}) of TensorRT's network"
 
 
@@ -198,10 +197,7 @@ def _converted(given: Any, dtype: str) -> Array:
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
-    """Return the layers sorted so that each comes after the layers that it reads.
-
-    TensorRT's own order does not guarantee this.
-    """
+    """Return the layers, each after the layers that it reads; TensorRT's own order does not guarantee this."""
     makers = {name: node for node in nodes for name in node.output}
     halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
@@ -224,7 +220,7 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
 
 
 class _Struct(ctypes.Structure):
-    """``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
+    """The C struct ``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
 
     _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
 

@@ -225,7 +225,7 @@ class _Recording:
         shares = allowed(rounding, unit, decode.rows, coded - {LOGITS}, kind)
         note = ""
         if any(np.isnan(v).any() for v in decode.wanted):
-            note = "some logits of the model are NaN; its proof does not compare the logits of the parts that have them"
+            note = "some logits of the model are NaN, so its proof does not compare the logits of these parts"
         elif not any(LOGITS in own for own in shares.values()):
             least = min(own[LOGITS].typical for own in rounding.values())
             note = (

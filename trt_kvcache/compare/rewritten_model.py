@@ -107,24 +107,24 @@ class Rewritten(TextCaches):
         self.caches: Feeds = {}
 
     def read(self, name: str, text: int) -> Array:
-        """See `TextCaches.read`."""
+        """Return the contents of a cache for one text, ``[*physical_shape[1:]]``."""
         return np.asarray(self.caches[name][text])
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """See `TextCaches.write`."""
+        """Replace the contents of a cache for some texts, ``[texts, *physical_shape[1:]]``."""
         if len(texts) == len(self.ends):
             self.caches[name] = _wide(values)
         else:
             self.caches[name][list(texts)] = values
 
     def start(self, rows: int) -> None:
-        """See `Runner.start`."""
+        """Start `rows` new texts, which have no tokens yet."""
         self.begin(rows)
         self._inputs.start(rows)
         self.fill()
 
     def step(self, piece: Piece, tokens: Array | None) -> Array:
-        """See `Runner.step`. Without `tokens`, random tokens are used."""
+        """Run one step of the decode, and return its logits. Without `tokens`, random tokens are used."""
         self.skip(piece)
         feeds = self.feeds(piece, tokens)
         outputs = self._run(feeds)

@@ -199,10 +199,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """Return the position from which a model computes differently, such as with other rotary factors.
-
-    None if there is none.
-    """
+    """Return the position from which a model computes differently, such as with other rotary factors; else None."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 
@@ -222,7 +219,6 @@ def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _is_listing(name: str, value: Any, layers: int) -> bool:
-    """Return True if the value of a setting is a list of layer numbers."""
     numbers = isinstance(value, list) and bool(value) and all(isinstance(v, int) and v < layers for v in value)
     return numbers and bool(_LISTED.search(name)) and sorted(set(value)) == value
 

@@ -170,7 +170,6 @@ class Quality:
     largest: float
 
     def __str__(self) -> str:
-        """Return the figures as one line."""
         return (
             f"{self.cache_dtype} caches against the model's own, {self.positions} positions: the same greedy token at "
             f"{self.agreement:.1%}; logits move by {self.typical:.2g} of their size (median), by {self.largest:.2g} at "

@@ -199,6 +199,5 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Return the major and the minor number of a version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

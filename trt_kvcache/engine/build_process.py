@@ -195,4 +195,4 @@ def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> s
         advice = "; that is a crash inside TensorRT: change this part of the model, or try another version of TensorRT"
     else:
         advice = ""
-    return f"the process of {job.title} {how} {where}{advice}{f' (its last words: {words})' if words else ''}"
+    return f"the process of {job.title} {how} {where}{advice}{f' (its last output: {words})' if words else ''}"

@@ -326,10 +326,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
-    """Return TensorRT's message, extended by the errors of the plugin and by advice.
-
-    TensorRT does not pass on the plugin's errors.
-    """
+    """Return TensorRT's message with the errors of the plugin, which TensorRT does not pass on, and advice."""
     if not refusals:
         return message
     said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])

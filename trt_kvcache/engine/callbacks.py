@@ -131,10 +131,7 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def native_logger(module: Any) -> Any:
-    """Return TensorRT's own logger for the ``Runtime`` and ``Builder`` of a module.
-
-    This logger prints errors if no error recorder is set.
-    """
+    """Return the logger of a TensorRT module itself. It prints errors if no error recorder is set."""
     return _logger(module.Logger)
 
 

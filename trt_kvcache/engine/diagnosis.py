@@ -98,10 +98,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """One route (way to update a cache). `available` and `detail` say whether it can be used here, and why.
-
-    `form`: packed or padded updates.
-    """
+    """Whether a route can be used here (`available`) and why (`detail`), for packed or padded updates (`form`)."""
 
     route: Route
     form: str
@@ -260,10 +257,7 @@ def _advice(
 
 
 def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Return advice on ``--compute-capabilities``.
-
-    By default, engines of TensorRT for RTX run only on GPUs from 8.0 on.
-    """
+    """Return advice on GPUs for which TensorRT for RTX needs ``--compute-capabilities`` (default: 8.0 and later)."""
     if not any(backend.name == "tensorrt-rtx" and backend.importable for backend in backends):
         return ()
     advice = []
@@ -305,7 +299,6 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and the minor number of a version."""
     return tuple(map(int, version.split(".")[:2]))
 
 

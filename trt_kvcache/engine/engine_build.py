@@ -357,10 +357,7 @@ def _built(
     part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
     bounds: Bounds | None = None,
 ) -> _Engine:  # fmt: skip
-    """Build an engine into a temporary file beside `output`; `files` removes it.
-
-    The manifest gets the sizes of an encoder. For a decoder, the caller sets them.
-    """
+    """Build an engine into a temporary file beside `output`. The caller corrects a decoder's sizes in the manifest."""
     from trt_kvcache.importer.serialize import serialize_model
 
     file = files.enter_context(temporary_file(output))
@@ -542,7 +539,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
         if named is None:
             return None
         reason = f"there is no encoder at {named}" if constants else f"{model} takes no inputs from an encoder"
-        raise OptionError(f"--encoder names an encoder, but {reason}; leave it out")
+        raise OptionError(f"--encoder names an encoder, but {reason}; leave --encoder out")
     return path
 
 

@@ -128,7 +128,7 @@ def settings_beside(model: Path) -> dict[str, Any]:
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
-    """Return the recommended sampling from ``generation_config.json`` beside a model; null values are left out.
+    """Return sampling settings from ``generation_config.json`` beside a model; null values are left out.
 
     Args:
         model: a file, or the folder of an export or engine.

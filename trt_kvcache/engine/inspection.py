@@ -111,10 +111,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """Return True if a tensor has the planned shape.
-
-    A size may be dynamic in the plan, or in an output of the engine.
-    """
+    """Return True if shapes agree. A size may be dynamic in the plan, or in an output of the engine."""
     if len(tensor.shape) != len(plan.shape):
         return False
     for actual, expected in zip(tensor.shape, plan.shape, strict=True):

@@ -167,7 +167,6 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the BLAKE3 digest of a manifest's entries, written as JSON without spaces."""
     return blake3(msgspec.json.encode(content)).hexdigest()
 
 

@@ -106,7 +106,7 @@ def compare_parsed(
 
 
 def parse_as_exported(imported: ImportedModel) -> tuple[str, NetworkComparison]:
-    """Parse a model as exported with TensorRT, and compare the network with the model. See `compare_parsed`."""
+    """Let TensorRT parse a model as it was exported, and compare the network with the model."""
     backend = _backend(imported.plan.options.target)
     request = Request(backend.target, backend.title, str(imported.source.path), imported.plan, as_exported=True)
     return backend.title, _ask(request, [imported.source.path.read_bytes()])

@@ -180,10 +180,7 @@ def _encoder(build: BuildOptions) -> Range | None:
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    """Return a profile for a batch of one, widened to a batch of two.
-
-    A profile with a size that only the caller knows stays unchanged.
-    """
+    """Return a profile for batch size one, widened to two; unchanged if only the caller knows some size."""
     tensors = {t.name: t for t in plan.tensors if t.io == "input"}
     shapes = {}
     for name, range_ in profile.shapes.items():

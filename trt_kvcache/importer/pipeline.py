@@ -410,10 +410,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Return warnings about tables of positions with fewer rows than the caches.
-
-    Lookups after the end of a table read its last row.
-    """
+    """Return warnings about position tables with fewer rows than caches; later lookups read the last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [

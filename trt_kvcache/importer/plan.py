@@ -488,10 +488,7 @@ class CachePlan:
         return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Return the bytes of all carried caches and states for `batch` sequences.
-
-        Caches and states that are not updated in place count twice.
-        """
+        """Return the bytes of carried caches and states for `batch` sequences; those not in place count twice."""
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
 
@@ -507,10 +504,7 @@ class CachePlan:
         return caches | {s.present: s.past for s in self.states}
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
-        """Return the only input or output with this role; None if there is not exactly one.
-
-        To get caches or spans, filter `tensors`.
-        """
+        """Return the only input or output with this role; None if none or several have this role."""
         matches = [t for t in self.tensors if t.role is role and t.io == io]
         return matches[0] if len(matches) == 1 else None
 

@@ -1,7 +1,4 @@
-"""Define the options of a plan (target, capacity, cache type and so on).
-
-This module imports neither ONNX nor TensorRT.
-"""
+"""Define the options of a plan, such as target and capacity. This module imports neither ONNX nor TensorRT."""
 
 from __future__ import annotations
 
@@ -206,7 +203,7 @@ class PlanOptions:
         Setting(
             "For each cache, the largest magnitude in its rotated rows; maps input names to numbers, as "
             "`calibrate_caches` "
-            "returns. Each cache then has one scale, and larger numbers are limited. None: each row has its own scale.",
+            "returns. Each cache then has one scale, and larger numbers are clipped. None: each row has its own scale.",
             has_flag=False,
         ),
     ] = None

@@ -135,10 +135,7 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Return notes about operators that compute in double (float64).
-
-    TensorRT uses float32 for them without a message (measured, RTX 1.7.1).
-    """
+    """Return notes about operators that compute in double, because TensorRT silently uses float32 (RTX 1.7.1)."""
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
     nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
     if not nodes:
@@ -181,10 +178,7 @@ def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
-    """Replace symbols such as ``"2"`` with the number.
-
-    Some exporters write these symbols, and TensorRT takes them for dynamic sizes.
-    """
+    """Replace symbols such as ``"2"``, which some exporters write, with numbers: TensorRT takes them for dynamic."""
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
             dim.dim_value = int(dim.dim_param.strip())

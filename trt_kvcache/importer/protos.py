@@ -93,10 +93,7 @@ def all_nodes(scope: Scope) -> Iterator[NodeProto]:
 
 
 def captured_names(body: GraphProto) -> set[str]:
-    """Return all names that a body (of If, Loop or Scan) reads: its own tensors, and tensors of outer graphs.
-
-    A body cannot redefine the names of outer tensors.
-    """
+    """Return all names of tensors that a body (of If, Loop or Scan) reads, its own and those of outer graphs."""
     scopes = [s for s in nested_scopes(body) if isinstance(s, GraphProto)]
     return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
 

@@ -251,7 +251,6 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
-    """True if the stated shape of an output has the same rank as the inferred shape."""
     of_graph, of_exporter = shape_of(inferred), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
@@ -318,10 +317,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compute nodes whose inputs are small constants in ONNX Runtime.
-
-    Return the results that other nodes read; maps names to values.
-    """
+    """Compute nodes over small constants in ONNX Runtime. Return the results that other nodes read, by name."""
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -365,10 +361,7 @@ def _shapes(model: ModelProto) -> dict[str, Any]:
 
 
 def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
-    """Replace each If that has a constant condition with the branch that is taken.
-
-    Return the names of the replaced nodes.
-    """
+    """Replace each If with a constant condition by the branch that is taken. Return the replaced nodes' names."""
     done = []
     while (index := next((i for i, n in enumerate(graph.node) if is_op(n, "If") and n.input[0] in constants), -1)) >= 0:
         node = graph.node[index]
@@ -379,10 +372,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace the node at `index` with one of its branches, in place.
-
-    Names in the branch get the node's name as prefix.
-    """
+    """Replace the node at `index` by one of its branches, in place. Names in the branch get the node's as prefix."""
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
@@ -409,7 +399,6 @@ def _short(name: str) -> str:
 
 
 def _merge_equal(graph: GraphProto) -> None:
-    """Merge nodes with the same operator, attributes and inputs."""
     outputs = {v.name for v in graph.output}
     constants = {name: (v.dtype.str, *v.shape, v.tobytes()) for name, v in _small_values(graph).items()}
     fixed = outputs.union(*(names_read(node) - {*node.input} for node in graph.node))

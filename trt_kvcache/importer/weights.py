@@ -34,10 +34,7 @@ def is_stand_in(tensor: onnx.TensorProto) -> bool:
 
 
 def storage(tensor: onnx.TensorProto) -> str | None:
-    """Return a text that identifies the data of a tensor, the same for all views.
-
-    None if the tensor contains its data.
-    """
+    """Return a text that identifies a tensor's data, equal for all views; None if the tensor contains its data."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
     entries = {e.key: e.value for e in tensor.external_data}

@@ -137,10 +137,7 @@ class Graph:
         return name in self.makes or name in self.constants or name in self.inputs
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
-        """Return all tensors that depend on `roots`.
-
-        The search does not continue after the tensors in `through`, nor after Shape nodes if `shapes` is False.
-        """
+        """Return all tensors that depend on `roots`. Paths end at `through`, and at Shape nodes unless `shapes`."""
         tainted = set(roots)
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
@@ -179,10 +176,7 @@ class Graph:
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    """Yield the nodes except Identity.
-
-    Input and output of each Identity get one name. If either is a graph output, this name is kept.
-    """
+    """Yield the nodes except Identity, whose input and output get one name: that of a graph output, if any."""
     fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
     names: dict[str, str] = {}

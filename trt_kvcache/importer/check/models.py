@@ -42,10 +42,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """Return the axes of an input.
-
-        An unknown axis of a constant input counts as the length of the encoder's output.
-        """
+        """Return the axes of an input; an unknown axis of a constant is the length of the encoder's output."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -127,10 +124,7 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
 
 
 def _depends_on_text(pair: ModelPair, name: str) -> bool:
-    """True if an output of the original model is computed from tokens or float inputs.
-
-    An output that only passes an input through does not count.
-    """
+    """True if an output of the original, other than a copied input, is computed from tokens or float inputs."""
     graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
     inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}

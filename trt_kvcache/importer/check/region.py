@@ -322,7 +322,7 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Return the caches that the models do not return, and of which they read at most the shape."""
+    """Return caches that the models neither return nor read, except for their shape."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
     outputs = ({value.name for value in model.graph.output} for model in both)
@@ -397,10 +397,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return a digest of how each output is computed.
-
-    It contains numbers instead of the names of inputs and weights.
-    """
+    """Return a digest of how each output is computed, with numbers instead of the names of inputs and weights."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -462,7 +459,7 @@ def _leaves(
 
 
 def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """Return texts that identify the weights that both sides read. A verdict does not depend on their numbers."""
+    """Return texts that identify weights that both models read. A verdict does not depend on their numbers."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(pair.sides, cones, strict=True)

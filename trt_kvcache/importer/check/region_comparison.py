@@ -122,10 +122,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if queries, keys or values may be normalized.
-
-    Then runs need small numbers, which show the norm's epsilon.
-    """
+    """True if queries, keys or values may be normalized; small numbers are needed to show the norm's epsilon."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
@@ -189,10 +186,7 @@ class _Run:
         return why
 
     def _name(self, *, first: bool) -> str:
-        """Return the key of this run's stored verdict.
-
-        The first run has another key, because it compares more than later runs.
-        """
+        """Return the key of this run's stored verdict. The first run has its own key, because it compares more."""
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
@@ -220,7 +214,7 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Find the first difference.
+        """Find the first difference between both sides of the region, in all steps.
 
         Returns:
             A description of the first difference, or an empty text; and True if the original reads garbage (rows
@@ -398,8 +392,6 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 
 
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
-    """Return the plan with all caches shortened to `rows` rows."""
-
     def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])
 

@@ -221,7 +221,7 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original, and return its joins and presents.
+        """Run the original side of the region, and return its joins and presents.
 
         If `together`, one run takes as many sequences as possible.
 
@@ -302,7 +302,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Return the cache description with linear rows, as in the original, if the rewrite made it circular."""
+        """Return a cache's description with linear rows if the rewrite made it circular."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

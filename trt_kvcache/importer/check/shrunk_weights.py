@@ -71,7 +71,7 @@ class _Choice:
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return the number of bytes of the constants of both sides. Data that both sides read counts once."""
+    """Return how many bytes of constants both sides of a region read. Data that both read count once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:

@@ -47,7 +47,6 @@ class Kind:
     shape: tuple[Term, ...] | None
 
     def __str__(self) -> str:
-        """Return type and shape as text."""
         return f"{dtype_name(self.elem_type)} [{', '.join(map(str, self.shape or ('?',)))}]"
 
 

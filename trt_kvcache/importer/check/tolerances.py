@@ -128,10 +128,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """Return the cache rows of tokens ``first .. end - 1``.
-
-    In a ring, token t is in row t modulo the number of rows.
-    """
+    """Return the cache rows of tokens ``first .. end - 1``. In a ring, token t is in row t modulo its size."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
@@ -209,5 +206,5 @@ def _number(value: Any) -> str:
 
 
 def said(starts: Sequence[int]) -> str:
-    """Return the numbers of tokens before a step as text. If all sequences have the same number, it stands once."""
+    """Return the numbers of tokens before a step as text; only one number if all sequences have the same."""
     return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

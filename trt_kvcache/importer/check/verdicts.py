@@ -57,10 +57,7 @@ class Verdicts:
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """Return the stored verdict of a comparison that found no difference: names of joins whose numbers varied.
-
-        None if no verdict is stored.
-        """
+        """Return the stored verdict of a comparison: the joins whose numbers varied. None if none is stored."""
         path = self._folder / key
         if self._again:
             return None
@@ -93,7 +90,6 @@ class Verdicts:
             part.replace(self._folder / key)
 
     def _tidy(self) -> None:
-        """Remove the oldest verdicts if there are too many."""
         if self._tidied:
             return
         self._tidied = True
@@ -148,10 +144,7 @@ def cache_folder() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """True if only this user and root can write to a folder or replace it.
-
-    On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
-    """
+    """True if only this user and root can change or replace a folder. On Windows, %LOCALAPPDATA% is private."""
     return sys.platform == "win32" or (
         _is_own(folder.lstat()) and all(_is_protected(parent.lstat()) for parent in folder.parents)
     )

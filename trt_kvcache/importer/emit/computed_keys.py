@@ -80,9 +80,7 @@ class Computed:
                     self._broken = self._broken or str(error)
 
     def place(self, attention: Attention, canonical: Canonical) -> Attention:
-        """Emit the keys and values of an attention, computed from the cache rows in use.
-
-        Return the attention that reads them.
+        """Emit an attention's keys and values from the cache rows in use. Return the attention that reads them.
 
         Raises:
             UnsupportedModelError: keys or values are not computed row by row.

@@ -51,7 +51,8 @@ Array = npt.NDArray[Any]
 
 NOTE = (
     "the model counts positions from the tokens of a step, and skips some tokens, such as padding. As in the exported "
-    "model, it counts all tokens of earlier steps. So a text with padding in it depends on how it is split into steps"
+    "model, it counts all tokens of earlier steps. So the result for a text with padding depends on how "
+    "the text is split into steps"
 )
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
 _FAR = 1 << 31  # numbers of at least this are no positions
@@ -191,10 +192,7 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """Emit the sizes of a tensor, each int64 ``[1]``, computed from the shape of the tokens.
-
-    The entry is None if the samples do not explain the size.
-    """
+    """Emit the sizes of a tensor, int64 ``[1]`` each, from the tokens' shape; None where samples do not explain one."""
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]

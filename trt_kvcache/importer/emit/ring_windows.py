@@ -140,7 +140,7 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
         notes.append(
             f"{len(longest)} caches hold only a window of tokens: {after} cache rows per sequence instead of {before} "
             f"({100 * (before - after) / before:.0f} % saved); updates have at most {chunk} tokens (--window-chunk)"
-            + (", and in each row, all of them or none are valid" if idle else "")
+            + (", and in each sequence, either all tokens of an update are valid or none" if idle else "")
         )
     elif not notes:
         notes.append("no cache became circular, because no attention is limited to a window")
@@ -185,10 +185,7 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if an Attention sees only a window of the newest tokens.
-
-    It must have lengths; else ONNX counts from row 0.
-    """
+    """True if an Attention sees only a window. It must have lengths; otherwise ONNX counts from row 0."""
     if reads_columns(graph, node):
         return False  # the graph reads scores, whose columns belong to rows of the linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
@@ -208,7 +205,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """Return a node, such as Min or Mod, by which write indices stop counting tokens; None if there is none."""
+    """Return a node (Min, Mod) that makes write indices differ from token counts; None if there is none."""
     node = producer(indices)
     if node is None:
         return None
@@ -230,7 +227,6 @@ def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
 
 
 def _views(present: gs.Tensor) -> list[gs.Node]:
-    """Return all views of a cache after its update."""
     views = [node for node in consumers(present) if is_op(node, *VIEWS) and node.inputs[0] is present]
     return views + [inner for node in views for inner in _views(node.outputs[0])]
 

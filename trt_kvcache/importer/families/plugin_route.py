@@ -259,7 +259,6 @@ def _is_pair(a: _Update, b: _Update) -> bool:
 
 
 def _depends(node: gs.Node, on: gs.Node) -> bool:
-    """True if `node` depends on a result of `on`."""
     seen: set[int] = set()
     queue = [node]
     while queue:

@@ -328,10 +328,7 @@ class _Quantized:
         return self._emitter.scalar(value, FLOAT)
 
     def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
-        """Emit nodes that quantize new rows [..., H].
-
-        Return codes [..., L], and float32 scales [..., 1] or the constant scale of the cache.
-        """
+        """Quantize new rows [..., H]: return codes [..., L] and scales (float32 [..., 1], or a constant)."""
         form, scale = self._form, self._scale
         codes = self._turn(self._op("Cast", [rows], "wide", to=FLOAT), FLOAT)
         if scale is None:
@@ -358,10 +355,7 @@ class _Quantized:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
 
     def _pack(self, codes: gs.Variable) -> gs.Variable:
-        """Emit nodes that pack codes [..., H] into numbers [..., L].
-
-        The lowest bits hold the first L codes, the next bits the next L codes.
-        """
+        """Pack codes [..., H] into numbers [..., L]: the lowest bits hold the first L codes, and so on."""
         form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
         if missing := self._numbers * form.codes - self._size:
             pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
@@ -375,7 +369,6 @@ class _Quantized:
         return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
 
     def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit nodes that unpack numbers [..., L] into codes [..., H]."""
         form = self._form
         if self._shift:
             numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
@@ -404,10 +397,7 @@ class _Quantized:
         return self._op("Slice", [tensor, *ends], "part")
 
     def _dequantize_for(self, reader: gs.Node, present: gs.Tensor) -> None:
-        """Insert dequantization before a reader of codes.
-
-        If the reader is a Slice of the rows in use, dequantize its result.
-        """
+        """Dequantize codes for a reader. If it is a Slice of the rows in use, dequantize its result."""
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
             values = self._emitter.once(("values", present.name), lambda: self._dequantize(present, None))
@@ -421,10 +411,7 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Make a node that reads codes read the dequantized values instead.
-
-        Rotate the values back, or rotate the reader if it is an attention.
-        """
+        """Make a node that reads codes read values. For attentions, queries or results are rotated, not values."""
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]
@@ -477,10 +464,7 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit the conversion of cached numbers of a narrow type to float32.
-
-        If each number is one code, also multiply by the constant scale.
-        """
+        """Emit cached numbers of a narrow type as float32, times the constant scale if each is one code."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
@@ -530,7 +514,6 @@ def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
 
 
 def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
-    """Return the plan with quantized caches."""
     by_name = {name: caches for caches in updates for name in (caches[0].past, caches[0].present)}
     tensors: list[TensorRole] = []
     changes = {(c.io, c.new.partition(" ")[0]): c for c in plan.changes if c.new}
@@ -565,7 +548,6 @@ def _text(role: TensorRole) -> str:
 
 
 def _saved(plan: CachePlan, quantized: CachePlan) -> str:
-    """Return a note about the bytes per token before and after quantization."""
     before, after = (
         sum(
             cache_bytes(replace(c, physical_shape=(1, *c.physical_shape[1:2], 1, c.physical_shape[3])), 1)

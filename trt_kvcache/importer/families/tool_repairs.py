@@ -129,10 +129,7 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop stated shapes of initializers, and values that are stated twice, in place.
-
-    Shape inference finds them again.
-    """
+    """Drop shapes stated for initializers or stated twice, in place; shape inference finds them again."""
     is_graph = isinstance(scope, GraphProto)
     known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
     counts = Counter(value.name for value in scope.value_info)
@@ -255,7 +252,6 @@ def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
-    """True if the tensor is a constant without elements."""
     for node in graph.node:
         if name in node.output:
             if node.op_type == "Identity":
@@ -279,10 +275,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """Replace a chain of ScatterND nodes that fills a whole tensor of zeros by one Concat.
-
-    The check of the rewritten model tests this guess.
-    """
+    """Replace a chain of ScatterND that fills a tensor of zeros by one Concat. The check tests this guess."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}

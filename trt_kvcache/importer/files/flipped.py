@@ -1,7 +1,4 @@
-"""Read unsigned weights and flip one bit of each number, so that they become the signed weights that TensorRT takes.
-
-This module needs neither ONNX nor numpy.
-"""
+"""Read unsigned weights as the signed ones that TensorRT takes, by flipping bits. Needs neither ONNX nor numpy."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
             files[copy] = data
         elif not copy.samefile(original) and not _same_content(copy, data):
             raise OutputError(
-                f"{copy}: is another file than the data file that must be copied to this path; write to another folder"
+                f"{copy}: this file exists and differs from the data file that must be copied here; use another folder"
             )
     return files
 
@@ -188,7 +188,7 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Make the weights in `flipped` refer to their bytes in the new file, as `_aligned` writes it."""
+    """Make the weights in `flipped` refer to their bytes in the new file that `_aligned` writes."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]

@@ -74,10 +74,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse quantized weights whose zero point is not the middle of their range.
-
-    `lower.matmul_nbits` has already corrected other zero points where possible.
-    """
+    """Refuse zero points other than the middle of the range, which `lower.matmul_nbits` could not correct."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0

@@ -125,10 +125,7 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """Return the roles that the graph shows; maps names of inputs and outputs to facts.
-
-    Caches and states are omitted.
-    """
+    """Return the roles that the graph shows, by name of the input or output, except for caches and states."""
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)

@@ -34,7 +34,7 @@ from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, shape_of
 
 
 def simplified_layer_norm(call: Call) -> str:
-    """Return the body of RMS normalization. The result has the type of the scale."""
+    """Return the body (ONNX text) of RMS normalization. The result has the type of the scale."""
     _refuse_statistics(call, "inverse")
     attributes = f"axis = {call.integer('axis', -1)}, stash_type = {call.integer('stash_type', 1)}"
     return f"""
@@ -44,7 +44,7 @@ def simplified_layer_norm(call: Call) -> str:
 
 
 def skip_layer_norm(call: Call) -> str:
-    """Return the body of a layer or RMS normalization of a sum."""
+    """Return the body (ONNX text) of a layer or RMS normalization of a sum."""
     _refuse_statistics(call, "mean", "inverse")
     is_rms = call.node.op_type == "SkipSimplifiedLayerNormalization"
     operator, operands = ("RMSNormalization", "sum, scale") if is_rms else ("LayerNormalization", "sum, scale, shift")
@@ -56,7 +56,7 @@ def skip_layer_norm(call: Call) -> str:
 
 
 def embed_layer_norm(call: Call) -> str:
-    """Return the body of a layer normalization of the sum of token, position and segment embeddings."""
+    """Return the body (ONNX text) of a layer normalization of the sum of token, position and segment embeddings."""
     if call.has("mask") or call.is_read("lengths") or not call.has("places"):
         call.refuse(
             f"has {'a mask' if call.has('places') else 'no position_ids'}; the importer supports token ids, "
@@ -140,10 +140,7 @@ def fused_gemm(call: Call) -> str:
 
 
 def causal_conv_with_state(call: Call) -> str:
-    """Return the body of a convolution over the state's rows and the new rows.
-
-    The newest rows become the next state.
-    """
+    """Return the body (ONNX text) of a convolution over past and new rows; the newest rows become the state."""
     shape, activation = call.shape("weight") or (), call.string("activation", "none")
     channels, width = (*shape[::2], "?", "?")[:2]
     plain = (
@@ -168,7 +165,7 @@ def causal_conv_with_state(call: Call) -> str:
 
 
 def scaled(result: str, name: str, factor: float) -> str:
-    """Return the lines of a body that compute ``result = name * factor``."""
+    """Return lines of ONNX text for a body that compute ``result = name * factor``."""
     if factor == 1:
         return f"{result} = Identity ({name})"
     return f"""
@@ -178,7 +175,7 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """Return lines that transpose an operand as the attributes of FusedMatMul say.
+    """Return lines of ONNX text that transpose an operand as the attributes of FusedMatMul say.
 
     The attributes may swap the last two axes, and move the first axis after the other batch axes. Vectors stay
     unchanged (measured).
@@ -198,7 +195,7 @@ _PLANES = 3
 
 
 def rotary_embedding(call: Call) -> str:
-    """Return the body of RotaryEmbedding, with a position for each token or only for the first token."""
+    """Return the body (ONNX text) of RotaryEmbedding, with a position for each token or only for the first token."""
     _check(call)
     positions = ""
     if len(call.known_shape("positions")) < 2:
@@ -219,7 +216,7 @@ def rotary_embedding(call: Call) -> str:
 
 
 def mrotary_embedding(call: Call) -> str:
-    """Return the body of a RotaryEmbedding with three planes of positions ``[3, B, S]`` (time, height, width)."""
+    """Return the body (ONNX text) of a RotaryEmbedding with positions ``[3, B, S]`` for time, height and width."""
     _check(call)
     sections = [int(n) for n in call.attributes.get("mrope_section", [])]
     layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)

@@ -109,10 +109,7 @@ class Call:
         return self._outputs.get(formal, "")
 
     def forget_shape(self, output: str) -> None:
-        """Drop the declared shape of a model output, in place, because the rank may be wrong.
-
-        Shape inference finds the shape again.
-        """
+        """Drop the declared shape of a model output, whose rank may be wrong; shape inference finds it again."""
         for value in self._tensors.graph.output:
             if value.name == self.output(output):
                 value.type.tensor_type.ClearField("shape")

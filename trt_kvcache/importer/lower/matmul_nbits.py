@@ -44,7 +44,7 @@ _UNQUANTIZED = "export the model with another quantization, or unquantized"
 
 
 def matmul_nbits(call: Call) -> str:
-    """Return the body of MatMulNBits: a MatMul with a dequantized weight."""
+    """Return the body (ONNX text) of MatMulNBits: a MatMul with a dequantized weight."""
     bits = call.integer("bits", 4)
     columns, rows, block = (call.integer(name) for name in ("K", "N", "block_size"))
     if min(columns, rows, block) < 1 or not call.has("scales"):
@@ -80,10 +80,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """Return the body of a MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows.
-
-    None: the node stays.
-    """
+    """Return the body (ONNX text) of a MatMul whose weight ``[K, N]`` is unsigned, in blocks of rows; else None."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -108,10 +105,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Return lines that correct `y` for zero points other than the middle.
-
-    `axis` of the weight is the axis of blocks.
-    """
+    """Return lines of ONNX text that correct `y` for other zero points. `axis` is the weight's axis of blocks."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -128,7 +122,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """Return the body of an embedding lookup with dequantized rows. A MatMulNBits may share the table's bytes."""
+    """Return the body (ONNX text) of an embedding lookup. A MatMulNBits may share the table's bytes."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)
@@ -196,7 +190,7 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Return lines that convert zero points of rows and blocks to floats, minus the middle if they are unsigned.
+    """Return lines of ONNX text that convert zero points to floats; the middle is subtracted from unsigned ones.
 
     Args:
         call: the node.

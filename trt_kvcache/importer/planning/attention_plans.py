@@ -151,10 +151,7 @@ class _Planner:
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
-        """Return the caches from which K or V is read or computed.
-
-        Operators in between may only move or select values.
-        """
+        """Return the caches from which K or V is read; operators in between may only move or select values."""
         if slices := row_slices(tensor):
             return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
@@ -192,10 +189,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask of a node may have fewer keys than K.
-
-        ONNX hides the other keys, so K is cut to the length of the mask.
-        """
+        """True if a node's mask may have fewer keys than K; then K is cut, because ONNX hides the other keys."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -247,10 +241,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Return the graph input that bounds `lengths` from above, because operators in between keep or lower values.
-
-    None if there is none.
-    """
+    """Return the input that bounds `lengths`, because operators in between keep or lower values; else None."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -329,7 +320,6 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
 
 
 def _is_fixed(scan: gs.Node) -> bool:
-    """True if the number of steps of a Scan is fixed."""
     count = int(scan.attrs["num_scan_inputs"])
     axes = scan.attrs.get("scan_input_axes") or [0] * count
     return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))
@@ -350,10 +340,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Decide whether an Attention is fused, decomposable or lowered to plain operators.
-
-    Return the kind and the reason.
-    """
+    """Return whether an Attention is fused, decomposable or lowered to plain operators, and the reason."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.softcap:

@@ -15,10 +15,7 @@ _SHIFTING = {"Add": 1, "Sub": -1}
 
 @dataclass(frozen=True)
 class IndexLimits:
-    """Exclusive upper bounds of token ids and positions; maps input names to bounds.
-
-    Other inputs have no known bound.
-    """
+    """Exclusive upper bounds of token ids and positions, by name of the input; others have no known bound."""
 
     tokens: dict[str, int]
     positions: dict[str, int]

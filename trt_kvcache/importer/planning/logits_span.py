@@ -31,7 +31,7 @@ from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpa
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
 
 _NAME = "logits_span"
-_OTHERS = "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
+_OTHERS = "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
@@ -50,7 +50,7 @@ def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptio
     product = _last_product(graph, output)
     if product is None:
         return None, _note(
-            logits, "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
+            logits, "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
         )
     tensor, nodes = product
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}

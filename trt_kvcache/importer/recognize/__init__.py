@@ -268,15 +268,11 @@ class _Recognizer:
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _attentions(self) -> list[Attention]:
-        """Return all attentions, in the order of the graph."""
         known: dict[str, tuple[Region, _Seen]] = {}
         return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Describe the attention with the result `front`.
-
-        Its region grows until queries and new rows are single tensors.
-        """
+        """Describe the attention that ends at `front`; its region grows until each input is a single tensor."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)

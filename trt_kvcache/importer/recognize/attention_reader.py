@@ -259,9 +259,8 @@ class Reader:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
                 raise RecognizeError(
-                    f"the attention weights of '{self._region.result}' add up to less than 1, and how much less "
-                    "differs "
-                    "between sequences; a sink must be the same for all sequences"
+                    f"the attention weights of '{self._region.result}' add up to less than 1, and the rest "
+                    "differs between sequences; a sink must be the same for all sequences"
                 )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
@@ -314,10 +313,7 @@ class Reader:
         return size, layout, *_fitted(products, (few, many), scale, size)
 
     def _mask(self, base: Array) -> Mask:
-        """Return which keys each query sees, and the biases of the scores.
-
-        `base` holds the weights of a step in which queries and keys are 0.
-        """
+        """Return which keys each query sees, and biases, from the weights `base` of a step with zero scores."""
         sample, seen = self._sample, base > _NOTHING
         tokens = np.arange(sample.total - self._keys(sample), sample.total)
         own = sample.past + np.arange(sample.length)[:, None]
@@ -329,8 +325,8 @@ class Reader:
         mask = self._biased(base, Mask())
         if self._key.circular and not self._sees_lengths():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, but after it is full queries see other rows than "
-                "those up to their own row. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
+                f"the cache '{self._key.past.name}' is circular, but when it is full, queries do not see exactly "
+                "the rows up to their own. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
             )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
@@ -470,10 +466,7 @@ def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores so that visible keys have the mean 0.
-
-    A softmax does not depend on the mean. Hidden keys become 0.
-    """
+    """Shift scores so that visible keys have the mean 0, which no softmax changes. Hidden keys become 0."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 

@@ -24,7 +24,7 @@ ATTENTION = ("b", "n", "g", "s", "d")
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """Return the names of the sizes in the order of the axes."""
+    """Return the names of a layout's sizes, in the order of the tensor's axes."""
     return tuple(size for axis in layout for size in axis)
 
 
@@ -47,10 +47,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """Reshape and transpose a tensor to one axis per size in `order`.
-
-    A size that is not in the layout becomes an axis of 1.
-    """
+    """Reshape and transpose a tensor to one axis per size in `order`. Sizes missing in the layout become axes of 1."""
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])

@@ -196,10 +196,7 @@ class Cutter:
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a tensor is inside of an attention: a tensor over cache rows is computed from it, without a weight.
-
-        A sum of scores is an example.
-        """
+        """True for a tensor inside an attention, such as a sum of scores: tensors over cache rows depend on it."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -215,7 +212,7 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of the attention with the result `name`, with the nodes that make `passed` tensors.
+        """Return the region of the attention with the result `name`. It includes the nodes that make `passed`.
 
         Raises:
             RecognizeError: the region reads large weights.
@@ -274,7 +271,6 @@ class Cutter:
         outputs: Sequence[str],
         ends: tuple[str, ...],
     ) -> Region:
-        """Return a region that consists of these nodes."""
         graph = self._graph
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
@@ -297,10 +293,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return a text for an input of a region, as a part of the region's key.
-
-        It contains the input's name only if the input is not in `ends`.
-        """
+        """Return the part of a region's key for one input. It has the input's name unless that is in `ends`."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
@@ -342,7 +335,7 @@ class Cutter:
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if a region may start at this tensor: a size, or a computed float text tensor of known shapes."""
+        """True if a region may start at this tensor: a size, or a float tensor computed from tokens."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)

@@ -444,7 +444,6 @@ class _Builder:
         return shape is not None and (len(shape) < 2 or shape[-2] == 1)
 
     def _query_count(self) -> gs.Tensor:
-        """Emit the number of queries, int64 ``[1]``."""
         emitter, query = self.emitter, self.facts.node.inputs[0]
         source = sequence_source(emitter.graph, self.facts)
         if isinstance(source, int):

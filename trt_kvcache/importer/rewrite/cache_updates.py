@@ -38,10 +38,7 @@ class CacheView:
 
 
 def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every cache update as planned.
-
-    Return a map from the name of each tensor that readers read to its cache.
-    """
+    """Rewrite every cache update as planned. Return a map from the tensors that readers read to their caches."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
@@ -85,10 +82,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Make a circular update linear.
-
-    This is exact, because no update may cross the end of the ring (see the contract).
-    """
+    """Make a circular update linear: exact, because the contract forbids updates across the end of the ring."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return

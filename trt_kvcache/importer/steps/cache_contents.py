@@ -80,10 +80,7 @@ class CacheTensor:
         return np.moveaxis(logical, self.update.sequence_axis, 1)
 
     def physical_rows(self, physical: Array) -> Array:
-        """View an array in the rewritten model's layout as ``[B, S_max, ...]``, without a copy.
-
-        Each row has the same values in the same order as in `rows`.
-        """
+        """View an array of the rewritten layout as ``[B, S_max, ...]``, with the same row contents as `rows`."""
         if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
             return np.moveaxis(physical, 2, 1)
         return self.rows(self.to_logical(physical))
@@ -174,10 +171,7 @@ def drawn_contents(
 def all_contents(
     caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
 ) -> Iterator[tuple[str, Array]]:
-    """Yield the name and the `drawn_contents` of each cache and state.
-
-    Each one, and each episode, has other numbers.
-    """
+    """Yield the name and the `drawn_contents` of each cache and state; they differ between caches and episodes."""
     for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
         yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 

@@ -1,7 +1,4 @@
-"""Define steps of a decode loop, find which steps a model allows, and draw values for all inputs except caches.
-
-The role of an input decides its values.
-"""
+"""Define steps of a decode loop, find a model's limits for steps, and draw input values by role (not caches)."""
 
 from __future__ import annotations
 
@@ -42,7 +39,6 @@ class Step:
     valid: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return the lengths of the step as text."""
         return f"{self.length} tokens from {list(self.starts)}, valid {list(self.valid)}"
 
 

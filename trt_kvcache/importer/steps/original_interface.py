@@ -86,7 +86,6 @@ class OriginalInterface:
         self.ragged = all(_is_of_rows(t, t.name in self._same) for t in self._inputs)
 
     def _length(self, feeds: Mapping[str, Array]) -> int:
-        """Return the number of tokens in a step."""
         name, axis = self._counted
         return int(feeds[name].shape[axis])
 
@@ -220,10 +219,7 @@ class OriginalInterface:
         return results
 
     def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
-        """Copy the rows that hold tokens from the original's cache into the rewritten model's cache.
-
-        A circular cache is copied whole.
-        """
+        """Copy rows with tokens from the original's cache to the rewritten one; a circular cache is copied whole."""
         past = self._past_of[tensor.name]
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
         axis = places[0] if places else next(c.sequence_axis for c in self._plan.caches if c.past == past)

@@ -1,7 +1,4 @@
-"""Convert models to operators and types that run on the CPU, with the same meaning.
-
-Each function returns a copy, or the model itself if it needs no change.
-"""
+"""Convert models to operators and types that run on the CPU. Functions return a copy, or an unchanged model."""
 
 from __future__ import annotations
 
@@ -101,10 +98,7 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """Return nodes that normalize the queries and keys of a GroupQueryAttention.
-
-    The attention reads their results, and has no norm weights any more.
-    """
+    """Return nodes that normalize queries and keys of a GroupQueryAttention, which loses its norm weights."""
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])

@@ -152,7 +152,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
-    """Return all matches by weights, and for all other products the matches by names."""
+    """Join the matches of products to modules: those by weights, and for all other products those by names."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -376,7 +376,7 @@ class ProductGraph:
         self._rows: dict[str, bool] = {}
 
     def products(self) -> Iterator[Product]:
-        """Yield all products of rows with a weight."""
+        """Yield all products (MatMul or Gemm) of token rows with a weight."""
         for node in self._nodes:
             if not is_op(node, "MatMul") and not is_op(node, "Gemm"):
                 continue
