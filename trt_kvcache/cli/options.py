@@ -1,4 +1,4 @@
-"""Flags that several commands share: each is declared once, in a dataclass that returns the options for the API."""
+"""Flags that several commands share. Each is declared once, in a dataclass that converts flags to API options."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now, for a model that runs on the CPU; not for an engine."""
+    """Return a context that limits memory to what is free now, for a model on the CPU; no effect for an engine."""
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
@@ -97,7 +97,7 @@ _FOR_BUILDS = ("cache_layout", "attention_span", "fallback")
 
 @flags_of(PlanOptions, leave=(*_FOR_BUILDS, "packed_native", "target"), unset=("window_chunk",), group=PLANNED)
 class SessionPlanFlags(Flags):
-    """Flags that plan a model for a session on the CPU."""
+    """The flags that plan a model for a session on the CPU."""
 
     calibrate: Annotated[
         Path | None,
@@ -127,7 +127,7 @@ class SessionPlanFlags(Flags):
         return PlanOptions(**self.values("calibrate", "adapter"))
 
     def options_for(self, model: Path) -> PlanOptions:
-        """Return the `PlanOptions` for a model. A missing file is reported here, before slow imports.
+        """Return the `PlanOptions` that the flags ask for. A missing model file is reported here, before slow imports.
 
         Raises:
             OptionError: a flag has no effect without another.
@@ -148,7 +148,7 @@ class SessionPlanFlags(Flags):
             return replace(options, cache_ranges=calibrate_caches(model, prompts, options))
 
     def options_for_file(self, path: Path) -> PlanOptions | None:
-        """Return the `PlanOptions` for a model; None for an engine.
+        """Return the `PlanOptions` that the flags ask for if `path` is a model; None if it is an engine.
 
         Raises:
             OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
@@ -167,7 +167,7 @@ class SessionPlanFlags(Flags):
         return None
 
     def session_options(self, path: Path) -> dict[str, Any]:
-        """Return the keyword arguments for `DecodeSession.open`: none if no flag is given.
+        """Return the flags as keyword arguments of `DecodeSession.open`; empty if no flag is given.
 
         Raises:
             OptionError, InvalidModelError: see `options_for_file`.
@@ -178,7 +178,7 @@ class SessionPlanFlags(Flags):
 
 @flags_of(PlanOptions, *_FOR_BUILDS, group=PLANNED)
 class BuildPlanFlags(SessionPlanFlags):
-    """Flags that plan a model for a build; all other options of the plan follow from the builder."""
+    """The flags that plan a model for a build. The builder determines all other options of the plan."""
 
     adapter: Annotated[
         list[str] | None,
@@ -189,7 +189,7 @@ class BuildPlanFlags(SessionPlanFlags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """See `SessionPlanFlags.options`; given adapters determine rank and modules that the model takes."""
+        """Return the `PlanOptions` that the flags ask for, with rank and modules of the given adapters."""
         options = super().options()
         if not self.adapter:
             return options
@@ -209,7 +209,7 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Read ``NAME=FOLDER``, or FOLDER, whose last part is then the name; return the folders by name.
+    """Read texts of the form ``NAME=FOLDER`` or ``FOLDER`` (its last part is the name); return the folders by name.
 
     Raises:
         OptionError: a name is missing, or comes twice.

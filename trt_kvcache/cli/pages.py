@@ -129,7 +129,7 @@ def _plan(plan: CachePlan) -> Iterable[Html]:
 
 
 def shown(part: Part) -> Iterable[Html]:
-    """Return a part of an answer as HTML; see `print_parts`."""
+    """Return a part of a command's output (title, table, notes) as HTML; `print_parts` prints it as text."""
     if part.rows:
         yield tag("h2", part.title)
         yield table(part.columns, part.rows)
@@ -162,7 +162,7 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """Return the plan with `capacity` for the linear caches whose capacity is `most`."""
+    """Return the plan with another `capacity` for those linear caches whose capacity is `most`."""
 
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis
@@ -175,7 +175,7 @@ def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
 
 
 def _around(plan: CachePlan) -> Iterable[Html]:
-    """Draw boxes (before and after) for each group of caches that differ only in their layer."""
+    """Draw the graph around the caches, before and after the rewrite; caches of different layers share a drawing."""
     before = {tensor.name: tensor for tensor in plan.original}
     masks = {mask.name: mask_text(mask) for mask in plan.masks}
     readers: dict[str, list[AttentionPlan]] = {}
@@ -319,7 +319,7 @@ PANELS = (
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """Draw the difference as a share of the allowed difference."""
+    """Draw the difference in a row of the table as a bar: its share of the allowed difference."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

@@ -36,7 +36,7 @@ _NEEDED = ("input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class EmbeddedPrompt:
-    """A prompt as embeddings.
+    """A prompt that is given as embeddings, such as those of images.
 
     Attributes:
         ids: token ids, with placeholders at the places of images.
@@ -103,14 +103,14 @@ class PromptFlags:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def or_stdin(self) -> PromptFlags:
-        """Return the flags; if they give no prompt, text from a pipe on stdin is the prompt."""
+        """Return these flags; if they give no prompt, the text that is piped to stdin becomes the prompt."""
         if self.prompt or self.prompt_file or self.tokens or self.inputs_embeds or sys.stdin.isatty():
             return self
         piped = sys.stdin.read().removesuffix("\n")
         return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the named tokenizer, or the one beside the model if there is text; None if no prompt needs one.
+        """Return the tokenizer of the flag, or else the one beside the model; None if there is no text to encode.
 
         Raises:
             OptionError: text needs a tokenizer that is missing, or the model does not exist.
@@ -160,7 +160,7 @@ class PromptFlags:
         return prompts + ids + [prompt.ids for prompt in embedded]
 
     def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> ConstantsAll:
-        """Return the constants of each prompt: from files, or made by the encoder.
+        """Return the constants of each prompt (inputs that stay the same in all steps): from files, or from `encoded`.
 
         Raises:
             OptionError: a file cannot be read; or there are several files, but not one for each prompt.
@@ -214,7 +214,7 @@ class SourceFlags:
         return [*(self.source or []), *ids, *arrays]
 
     def start(self, model: Path) -> list[int]:
-        """Return the prompt of one token with which every text of the decoder starts.
+        """Return the prompt with which all texts of an encoder-decoder start: the token `decoder_start_token_id`.
 
         Raises:
             OptionError: no config names the token.
@@ -273,7 +273,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Encode every source. Warnings, such as that the encoder runs on the CPU, go to stderr."""
+    """Run the encoder on every source; return the results. Warnings, such as that it runs on the CPU, go to stderr."""
     import warnings
 
     from trt_kvcache.cli.output import print_warnings
@@ -286,7 +286,7 @@ def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, 
 
 
 def read_embedded(file: Path) -> EmbeddedPrompt:
-    """Read the arrays of a prompt. The ids may have a batch axis of 1, as in models.
+    """Read a prompt of embeddings from an ``.npz`` file. The ids may have a batch axis of 1, as in models.
 
     Raises:
         OptionError: the file cannot be read, lacks an array, has unknown arrays, or its ids are not integers ``[S]``.
@@ -305,7 +305,7 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
 
 
 def read_arrays(file: Path) -> dict[str, Array]:
-    """Read an ``.npz`` file: arrays by name.
+    """Read an ``.npz`` file; return its arrays by name.
 
     Raises:
         OptionError: the file cannot be read.

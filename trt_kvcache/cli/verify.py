@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @flags_of(VerifyOptions)
 class VerifyFlags(Flags):
-    """Flags of a verification; see `VerifyOptions`."""
+    """The flags of a verification, one for each setting of `VerifyOptions`."""
 
     def options(self) -> VerifyOptions:
         """Return the `VerifyOptions` that the flags ask for.
@@ -75,7 +75,7 @@ def verify(
 
 
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
-    """Parse a model as exported with TensorRT's own parser, and return as text how the network differs from the model.
+    """Let TensorRT's parser read a model without a rewrite. Return a text that compares its network with the model.
 
     Raises:
         BackendError: TensorRT's package is not installed.
@@ -117,7 +117,7 @@ def _print(out: Console, model: str, report: VerifyReport) -> None:
 
 
 def station_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Return a row for each station: name, runtime, reference, steps, difference, tolerance and verdict."""
+    """Return a table row for each station (runner) of a verification: name, runtime, difference, verdict and so on."""
     rows: list[tuple[str, ...]] = []
     for s in report.stations:
         if not s.compared:
