@@ -1,4 +1,4 @@
-"""Checks values from callers of public functions, and shows them in messages."""
+"""Checks the values that callers give to public functions, and shows values in messages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
-    """Return a caller's whole number as an int: NumPy's small integers overflow, and JSON cannot write them.
+    """Check a caller's whole number, and return it as an int: NumPy's small integers overflow, and JSON lacks them.
 
     Raises:
-        OptionError: it is not a whole number; or `error`.
+        OptionError: the value is not a whole number; or `error`.
     """
     if not is_whole(value):
         raise error(f"{what} is {shown(value)}; it must be a whole number{unit}")
@@ -54,10 +54,10 @@ def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheErr
 
 
 def as_switch(value: object, what: str) -> bool:
-    """Return a caller's switch. Other values are refused, because most, such as ``"off"``, would count as True.
+    """Check a caller's True or False, and return it. Other values are refused, because ``"off"`` would count as True.
 
     Raises:
-        OptionError: it is neither True nor False.
+        OptionError: the value is neither True nor False.
     """
     if not isinstance(value, bool):
         raise OptionError(f"{what} is {shown(value)}; it must be True or False")
@@ -65,10 +65,10 @@ def as_switch(value: object, what: str) -> bool:
 
 
 def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
-    """Return a caller's path.
+    """Check a caller's path, and return it as a Path.
 
     Raises:
-        OptionError: it is not a path, or no file can have this path; or `error`.
+        OptionError: the value is not a path, or no file can have this path; or `error`.
     """
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
@@ -80,10 +80,10 @@ def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError
 
 
 def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
-    """Return a caller's list, from any iterable except text and mappings.
+    """Check a caller's list, and return it as a list. Any iterable is accepted except text and mappings.
 
     Raises:
-        OptionError: it is not a list; or `error`.
+        OptionError: the value is not a list; or `error`.
     """
     try:
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
@@ -94,7 +94,7 @@ def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError]
 
 
 def as_options(value: object, kind: type[_Options], what: str) -> _Options:
-    """Return a caller's options, after a check of their type.
+    """Check that a caller's options are of type `kind`, and return them.
 
     Raises:
         OptionError: the options are not of type `kind`.
