@@ -148,11 +148,7 @@ def kernel_folder() -> Path:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Return NVRTC's major and minor version.
-
-    Raises:
-        BackendError: NVRTC is not installed.
-    """
+    """Return NVRTC's major and minor version; raise `BackendError` if NVRTC is not installed."""
     from cuda.pathfinder import DynamicLibNotFoundError
 
     try:

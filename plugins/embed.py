@@ -43,11 +43,7 @@ def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
 
 
 def this_gpu() -> tuple[str, tuple[int, int]]:
-    """Return the architecture of the first GPU, and the CUDA version of its driver.
-
-    Raises:
-        BackendError: there is no driver, or no GPU.
-    """
+    """Return architecture and CUDA version of the first GPU and its driver; raise `BackendError` if one is missing."""
     from cuda.bindings import driver
 
     names = driver.CUdevice_attribute

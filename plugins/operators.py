@@ -153,7 +153,6 @@ class Operator:
                               "both must have the same number")  # fmt: skip
 
     def _sizes(self, name: str) -> tuple[str, ...]:
-        """Return the names of an input's dimensions."""
         kind, _, i = name.rpartition("_")
         if kind == "cache":
             return ("B", "N", "S_max", f"H_{i}")

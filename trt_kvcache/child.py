@@ -249,7 +249,6 @@ class Child:
                     raise
 
     def _worked(self) -> float:
-        """Return the child's processor time in seconds; infinite if it has ended."""
         try:
             used = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:

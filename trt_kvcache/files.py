@@ -84,11 +84,7 @@ def read_file(path: Path, limit: int = SETTINGS) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Pipes and devices are refused.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file; `strerror` gives the reason.
-    """
+    """Open a regular file for reading; raise `OSError` for others, such as pipes. `strerror` gives the reason."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
     descriptor = os.open(path, flags)
     try:
@@ -238,8 +234,7 @@ def _remove_abandoned(final: Path) -> None:
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a binary file that replaces `path` when the block ends without an exception.
 
-    Raises:
-        OutputError: the file cannot be written.
+    Raises `OutputError` if the file cannot be written.
     """
     final = check_output(path)
     with temporary_file(final) as temporary:

@@ -111,10 +111,9 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """Return the folder in the local cache for the name of a model on the hub; any other path is returned unchanged.
+    """Return the folder in the local cache for a name on the hub; raise `InvalidModelError` if it is not there.
 
-    Raises:
-        InvalidModelError: the model is not in the cache.
+    Any other path is returned unchanged.
     """
     name = typed.as_posix()
     local = typed.exists() or typed.parent.exists() or typed.suffix.lower() in _OWN

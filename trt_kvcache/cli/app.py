@@ -137,11 +137,7 @@ def _root(
 
 
 def _options_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Read a TOML file with options. Return the options of each command.
-
-    Raises:
-        OptionError: the file cannot be read, or does not consist of options by command.
-    """
+    """Return the options of each command from a TOML file; raise `OptionError` if it has another form."""
     names = [command.__name__ for command in _COMMANDS]
     try:
         tables = tomllib.loads(read_file(file, 1 << 20).decode())

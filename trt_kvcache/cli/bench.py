@@ -173,7 +173,6 @@ def _print_row(t: Timing) -> None:
 
 
 def _print(results: Results) -> None:
-    """Print complete reports, as tables with notes."""
     from trt_kvcache.cli.output import console, table
 
     if len(results) == 1:
@@ -192,7 +191,6 @@ def _print(results: Results) -> None:
 
 
 def _beside(median: float | None, first: float | None) -> str:
-    """Return a time as text; if there is a first time, with the ratio to it."""
     if median is None:
         return "-"
     return f"{median:.2f}" if first in (None, median) else f"{median:.2f} ({median / first:.2f}x)"

@@ -88,11 +88,7 @@ def chat(
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the user's messages, typed at a terminal or from a pipe, one after the other.
-
-    Raises:
-        OptionError: stdin is a terminal, and prompt_toolkit is not installed.
-    """
+    """Yield the user's messages, one after the other, from a pipe or a terminal (this needs prompt_toolkit)."""
     read = _line_editor() if sys.stdin.isatty() else _piped_line
     while (message := read("> ")) is not None:
         if message.startswith(_SEVERAL):
@@ -135,7 +131,6 @@ def _line_editor() -> Callable[[str], str | None]:
 
 
 def _piped_line(_prompt: str) -> str | None:
-    """Return the next line of a file or pipe; None at its end."""
     line = sys.stdin.readline()
     return line.strip() if line else None
 
@@ -157,7 +152,6 @@ class _Chat:
         self._seconds = 0.0  # seconds after the first token, over all answers
 
     def command(self, line: str) -> None:
-        """Run a command line that begins with a slash."""
         word, _, rest = line.partition(" ")
         rest, talk = rest.strip(), self._talk
         if word == "/help":

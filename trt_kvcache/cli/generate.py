@@ -213,11 +213,7 @@ class RunFlags(Flags):
     ] = None
 
     def options(self) -> dict[str, Any]:
-        """Return these flags as keyword arguments of `DecodeSession.open`.
-
-        Raises:
-            OptionError: a size is malformed.
-        """
+        """Return these flags as keyword arguments of `DecodeSession.open`; raise `OptionError` for a malformed size."""
         from trt_kvcache.engine.build_options import parse_bytes
         from trt_kvcache.runtime.open import Schedule
 
@@ -251,11 +247,7 @@ class LoraFlags:
     ] = None
 
     def options(self, model: str) -> dict[str, Any]:
-        """Return the adapters as keyword arguments of `DecodeSession.open`.
-
-        Args:
-            model: name of the model; no adapter may have the same name.
-        """
+        """Return the adapters as keyword arguments of `DecodeSession.open`. None may have the name of the model."""
         folders = named_folders(self.lora or [], "--lora")
         if model in folders:
             raise OptionError(f"--lora {model}=...: the model has this name; give another one, or --name")

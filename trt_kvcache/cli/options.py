@@ -110,11 +110,7 @@ class SessionPlanFlags(Flags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for.
-
-        Raises:
-            OptionError: a flag has no effect without another.
-        """
+        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another one."""
         if self.window_chunk is not None and self.sliding is not Sliding.CIRCULAR:
             raise OptionError(
                 f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
@@ -169,8 +165,7 @@ class SessionPlanFlags(Flags):
     def session_options(self, path: Path) -> dict[str, Any]:
         """Return the flags as keyword arguments of `DecodeSession.open`; empty if no flag is given.
 
-        Raises:
-            OptionError, InvalidModelError: see `options_for_file`.
+        Raises what `options_for_file` raises.
         """
         options = self.options_for_file(path)
         return {} if self == SessionPlanFlags() else {"plan_options": options}
@@ -209,10 +204,9 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Read texts of the form ``NAME=FOLDER`` or ``FOLDER`` (its last part is the name); return the folders by name.
+    """Return the folders in texts ``NAME=FOLDER`` or ``FOLDER`` by name; without a name, it is the folder's last part.
 
-    Raises:
-        OptionError: a name is missing, or comes twice.
+    Raises `OptionError` if a name is missing, or comes twice.
     """
     folders: dict[str, Path] = {}
     for text in values:

@@ -27,11 +27,7 @@ _GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80
 
 
 def save_page(path: Path, page: Html) -> None:
-    """Write a page to a file, completely or not at all.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a page to a file, completely or not at all; raise `OutputError` if it cannot be written."""
     from trt_kvcache.files import atomic_file
 
     with atomic_file(path) as file:

@@ -347,7 +347,6 @@ def manifest_lines(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _few(tokens: object) -> str:
-    """Return a token id, or the first of several, as text."""
     if not isinstance(tokens, list) or len(tokens) <= _FEW:
         return str(tokens)
     return f"{str(tokens[:_FEW])[:-1]}, ...] ({len(tokens)})"

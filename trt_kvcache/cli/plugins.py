@@ -97,7 +97,6 @@ def _print_list(chosen: Sequence[Kernels]) -> None:
 
 
 def _print_compiled(reports: Sequence[KernelReport], archs: list[str]) -> None:
-    """Print one row for each kernel, with ranges over all architectures."""
     from trt_kvcache.cli.output import console, table
     from trt_kvcache.plugins.compile import kernel_folder, nvrtc_version
 

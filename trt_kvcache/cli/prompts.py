@@ -127,18 +127,13 @@ class PromptFlags:
         return Tokenizer.load(file)
 
     def embedded(self) -> list[EmbeddedPrompt]:
-        """Read the prompts that are given as embeddings.
-
-        Raises:
-            OptionError: a file cannot be read, or holds other arrays.
-        """
+        """Return the prompts that are given as embeddings; raise `OptionError` if a file cannot be used."""
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
         """Return all prompts as token ids, in this order: texts, files, ids, embeddings.
 
-        Raises:
-            OptionError: there is no prompt, or a file cannot be read.
+        Raises `OptionError` if there is no prompt, or a file cannot be read.
         """
         texts = [*(self.prompt or []), *(read_text(file) for file in self.prompt_file or [])]
         ids = [token_ids(text, "--tokens") for text in self.tokens or []]
@@ -204,11 +199,7 @@ class SourceFlags:
     ] = None
 
     def read(self) -> list[Source]:
-        """Return all sources: texts, then ids, then arrays.
-
-        Raises:
-            OptionError: ids are malformed, or a file cannot be read.
-        """
+        """Return all sources: texts, then ids, then arrays; raise `OptionError` if one cannot be read."""
         arrays = [read_arrays(file) for file in self.source_inputs or []]
         ids = [token_ids(text, "--source-tokens") for text in self.source_tokens or []]
         return [*(self.source or []), *ids, *arrays]
@@ -249,20 +240,12 @@ class SourceFlags:
 
 
 def template_values(text: str | None) -> dict[str, Any]:
-    """Return the variables that ``--chat-template-kwargs`` gives to a chat template.
-
-    Raises:
-        OptionError: the text is no JSON object.
-    """
+    """Return the variables of ``--chat-template-kwargs``; raise `OptionError` if `text` is not a JSON object."""
     return {} if text is None else json_object(text, "--chat-template-kwargs", '{"enable_thinking": false}')
 
 
 def json_object(text: str, option: str, example: str) -> dict[str, Any]:
-    """Return the JSON object in the text of an option.
-
-    Raises:
-        OptionError: the text is no JSON object.
-    """
+    """Return the JSON object in the text of an option; raise `OptionError` if it is something else."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -305,22 +288,14 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
 
 
 def read_arrays(file: Path) -> dict[str, Array]:
-    """Read an ``.npz`` file; return its arrays by name.
-
-    Raises:
-        OptionError: the file cannot be read.
-    """
+    """Return the arrays of an ``.npz`` file by name; raise `OptionError` if the file cannot be read."""
     from trt_kvcache.compare.text_inputs import load_inputs
 
     return load_inputs(str(file))
 
 
 def token_ids(text: str, option: str) -> list[int]:
-    """Return the token ids in the text of an option.
-
-    Raises:
-        OptionError: the text is no list of numbers.
-    """
+    """Return the token ids in the text of an option; raise `OptionError` if it is not a list of numbers."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -328,11 +303,7 @@ def token_ids(text: str, option: str) -> list[int]:
 
 
 def read_text(file: Path, option: str = "--prompt-file") -> str:
-    """Return the text in a file, or on stdin for ``-``.
-
-    Raises:
-        OptionError: the text cannot be read.
-    """
+    """Return the text in a file, or on stdin for ``-``; raise `OptionError` if it cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise OptionError(f"{option} - reads stdin, which is closed")
     try:

@@ -23,11 +23,7 @@ class VerifyFlags(Flags):
     """The flags of a verification, one for each setting of `VerifyOptions`."""
 
     def options(self) -> VerifyOptions:
-        """Return the `VerifyOptions` that the flags ask for.
-
-        Raises:
-            OptionError: a value is illegal.
-        """
+        """Return the `VerifyOptions` that the flags ask for; raise `OptionError` if a value is illegal."""
         return VerifyOptions(**self.values())
 
 
@@ -77,8 +73,7 @@ def verify(
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
     """Let TensorRT's parser read a model without a rewrite. Return a text that compares its network with the model.
 
-    Raises:
-        BackendError: TensorRT's package is not installed.
+    Raises `BackendError` if TensorRT's package is not installed.
     """
     from trt_kvcache.engine.parsing import parse_as_exported
     from trt_kvcache.errors import BuildError

@@ -112,7 +112,6 @@ class Interpreter:
         self._child = None
 
     def _kill(self) -> None:
-        """Kill the process that forks, and the program that it runs."""
         child = self._child
         if child is None or child.poll() is not None:
             return

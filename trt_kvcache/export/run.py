@@ -291,11 +291,7 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Compare an exporter with transformers on the small twin; if it is right, export the checkpoint to the folder.
-
-        Raises:
-            UnsupportedModelError: the exporter fails, or writes another model.
-        """
+        """Export the checkpoint if the exporter is right on the small twin; raise UnsupportedModelError if it fails."""
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)
@@ -326,10 +322,9 @@ class _Job:
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
-        """Compare the exported model with the checkpoint on a few tokens. If memory is too short for this, report that.
+        """Compare the exported model with the checkpoint on a few tokens; report if memory is too short for this.
 
-        Raises:
-            UnsupportedModelError: the logits differ.
+        Raises UnsupportedModelError if the logits differ.
         """
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
@@ -357,7 +352,6 @@ class _Job:
         return [other for other, verdict in verdicts.items() if verdict.is_right]
 
     def _failed(self, failures: Sequence[str], right: Sequence[str] = ()) -> UnsupportedModelError:
-        """Return the error that names the reason of each exporter's failure, with advice."""
         others = "leave out --int4, which no other exporter writes" if self._int4 else "try another --exporter"
         advice = f"use {right[0]}, which is right" if right else f"{others}, or a later version of it"
         return UnsupportedModelError(f"{self._source} is not exported: {'; '.join(failures)}; {advice}")

@@ -185,8 +185,7 @@ class _Matched:
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
         """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if it forbids these.
 
-        Raises:
-            OptionError: the grammar exceeds llguidance's limits.
+        Raises `OptionError` if the grammar exceeds llguidance's limits.
         """
         tokens: list[int] = new_tokens.tolist()
         same = common_length(self._read, tokens)

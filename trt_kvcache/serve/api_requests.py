@@ -101,11 +101,7 @@ def too_many(message: str) -> ApiError:
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the name of the adapter that a request names as its model; None for the model itself.
-
-    Raises:
-        ApiError: the request names a model that is not served.
-    """
+    """Return the adapter that a request names as its model; None for the model itself, `ApiError` for other names."""
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -305,11 +301,7 @@ def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
-    """Parse the JSON body of a request to load or unload an adapter.
-
-    Raises:
-        ApiError: the body is not such a request.
-    """
+    """Parse a request to load or unload an adapter; raise `ApiError` if the body is not such a request."""
     try:
         return msgspec.json.decode(body, type=AdapterRequest)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:

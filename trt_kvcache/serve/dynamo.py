@@ -156,11 +156,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """Refuse to be started from Dynamo's own command line: use `trt-kvcache worker`.
-
-        Raises:
-            OptionError: always.
-        """
+        """Raise `OptionError`: Dynamo's own command line cannot start this engine, but `trt-kvcache worker` can."""
         raise OptionError("Dynamo cannot start this engine by a command line of its own; start 'trt-kvcache worker'")
 
     async def start(self, worker_id: int) -> EngineConfig:

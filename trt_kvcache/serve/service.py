@@ -291,7 +291,6 @@ class _Door:
 
 
 def _told(scope: Scope, status: int, seconds: float) -> str:
-    """Return the log line of a request."""
     answer: Answer | None = scope.get(_ANSWER)
     reason = "".join(c if c.isprintable() else "?" for c in scope.get(_REASON, ""))[:_MOST_LOGGED]
     said = f": {reason}" if reason else "" if answer is None else f": {answer.told()}"
@@ -328,11 +327,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for a coroutine and return its result; cancel it if the client goes away.
-
-    Raises:
-        ClientDisconnect: the client has gone away.
-    """
+    """Return the result of a coroutine; if the client goes away, cancel it and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":

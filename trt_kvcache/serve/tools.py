@@ -205,7 +205,7 @@ def _after(text: str, prompt: str) -> str:
 
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
-    """Return how the template writes calls of these functions, without its texts around every answer."""
+    """Return the text that the template writes for calls of these functions, without its texts around every answer."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
     ]
@@ -335,10 +335,9 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
 def tool_grammar(
     session: DecodeSession, form: ToolForm, tools: Sequence[Tool], *, required: bool, parallel: bool
 ) -> Grammar:
-    """Compile the grammar of an answer with tool calls. If no call is required, text may come before them, or alone.
+    """Compile the grammar of an answer with tool calls; raise `OptionError` if a tool's parameters do not compile.
 
-    Raises:
-        OptionError: the parameters of a tool do not compile.
+    If no call is required, text may come before the calls, or stand alone.
     """
     calls = " | ".join(
         f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools

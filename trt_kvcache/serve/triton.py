@@ -144,7 +144,6 @@ def _read(request: Any) -> CompletionRequest:
 
 
 def _element(request: Any, name: str) -> Any:
-    """The only element of an optional input, or None."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return None

@@ -82,11 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Check the source: TensorRT does not report token ids outside of a table, and says little about wrong shapes.
-
-        Raises:
-            PromptError: the source has such token ids or shapes.
-        """
+        """Raise `PromptError` for token ids or shapes outside of the engine's ranges, which TensorRT hardly reports."""
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
@@ -239,8 +235,7 @@ class EngineFunction:
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
         """Return the bytes that all outputs of a run take in one block of memory; and offset and shape of each output.
 
-        Raises:
-            SessionError: the size of an output depends on the data.
+        Raises `SessionError` if the size of an output depends on the data.
         """
         places: dict[str, tuple[int, Shape]] = {}
         end = 0

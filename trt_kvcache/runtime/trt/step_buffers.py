@@ -184,11 +184,7 @@ class StepShapes:
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Return the index of the profile and the shapes of a step. They are computed once for each signature.
-
-        Raises:
-            BackendError: no profile fits the step.
-        """
+        """Return profile index and shapes of a step, cached by signature; raise `BackendError` if no profile fits."""
         kind = self._kinds.get(signature)
         if kind is None:
             shapes = self._shapes(batch)
