@@ -64,11 +64,11 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraFolder:
-    """The opened folder of an adapter. The adapter is known to be supported.
+    """The opened folder of an adapter that is supported.
 
     Attributes:
         modules: the changed modules, ordered by name.
-        digest: digest of all values that it computes with.
+        digest: digest of all values that the adapter computes with.
     """
 
     path: Path

@@ -1,4 +1,4 @@
-"""Converts the options in messages between flags and Python arguments; also sizes to text, and control characters.
+"""Converts options in messages from flags to Python arguments and back; shows sizes and control characters as text.
 
 Messages are written with flags, such as ``--capacity 256``, because no other text looks like a flag. `as_arguments`
 turns this into ``capacity=256``. `as_flags` does the reverse, for messages that name arguments.

@@ -379,7 +379,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """How far the rounding of `rounded` moves the logits of the rewritten model."""
+        """Difference between the logits of `rounded` and those of the rewritten model without rounding."""
         return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:

@@ -34,7 +34,7 @@ _ROW = "{:<8}{:>7}{:>8}{:>12}{:>22}{:>12}"
 
 @dataclass(frozen=True)
 class MeasureFlags:
-    """Flags that choose the measurements."""
+    """The flags of `bench` that choose what is measured: lengths, positions, batches and repeats."""
 
     lengths: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens of prompts to prefill.")] = None
     positions: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens in the cache while decoding.")] = None

@@ -150,7 +150,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
-    """Return the flags of a command by argument: the long flag, and its negative flag (None if it takes a value)."""
+    """Return, for each parameter of a command, its long flag and its negative flag (None if the flag takes a value)."""
     flags: dict[str, tuple[str, str | None]] = {}
     for option in context.command.params:
         if option.param_type_name == "option":

@@ -195,12 +195,12 @@ class BuildPlanFlags(SessionPlanFlags):
 
 @flags_of(PlanOptions, "packed_native", group=PLANNED)
 class TensorRTPlanFlags(BuildPlanFlags):
-    """Flags that plan a model for TensorRT; it need not be installed."""
+    """Flags that plan a model for TensorRT, which need not be installed."""
 
 
 @flags_of(PlanOptions, "target", group=PLANNED)
 class PlanFlags(TensorRTPlanFlags):
-    """Flags that plan a model for a chosen builder; it need not be installed."""
+    """Flags that plan a model for the builder that one of them chooses. The builder need not be installed."""
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:

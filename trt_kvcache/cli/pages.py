@@ -68,7 +68,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
 
 
 def verify_page(model: str, report: VerifyReport) -> Html:
-    """Return the page of a verification: the largest difference at each station."""
+    """Return the page of a verification, with the largest difference at each station (runner)."""
     verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
     said = [(s.name, text) for s in report.stations for text in (s.failure, s.note) if text]
     notes = [*said, *(("note", note) for note in report.notes)]
@@ -86,7 +86,7 @@ def verify_page(model: str, report: VerifyReport) -> Html:
 
 
 def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
-    """Return the page of measurements, each with its name."""
+    """Return the page with charts and tables of these measurements, each with its name."""
     from trt_kvcache.runtime.measure import COLUMNS
 
     rows = [

@@ -94,7 +94,7 @@ class PromptFlags:
     ] = None
 
     def check(self) -> None:
-        """Raise `OptionError` if a flag needs another flag."""
+        """Raise `OptionError` if a flag needs another flag that is not given."""
         if self.chat and not (self.prompt or self.prompt_file):
             raise OptionError("--chat needs messages as text; give --prompt or --prompt-file, or leave it out")
         if self.system is not None and not self.chat:

@@ -1,4 +1,4 @@
-"""``trt-kvcache verify``: compares one decode at every station."""
+"""``trt-kvcache verify``: compares one decode at several stations, from the model as exported to TensorRT's network."""
 
 from __future__ import annotations
 

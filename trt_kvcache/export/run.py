@@ -424,7 +424,7 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Callable[[], None]]:
-    """Empty a folder at the end of the block, unless the block calls the function that it received."""
+    """Empty a folder when the block ends, unless the block calls the function that it receives to keep the files."""
     calls = []
     try:
         yield lambda: calls.append(True)

@@ -116,7 +116,7 @@ class Twin:
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return the settings that a wrong exporter ignores: if transformers ignores one, too, both have equal logits."""
+        """Return the settings that a wrong exporter ignores: without one of them, transformers has the same logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")

@@ -299,9 +299,9 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return the values of the prompts; for `values` of None, as many None. Their number must be that of the prompts.
+    """Return one value for each prompt: those in `values`, or None for each if `values` is None.
 
-    Raises `PromptError` if it is not.
+    Raises `PromptError` if there are more or fewer values than prompts.
     """
     if values is None:
         return [None] * len(prompts)

@@ -443,7 +443,7 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 def why_no_session(plan: CachePlan) -> str:
     """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
 
-    A model without tokens is not a decoder: the program that plans it also runs it.
+    Empty, too, for a model without tokens: it is not a decoder, and no session runs it.
     """
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""

@@ -118,7 +118,7 @@ class Streams:
             self.leave(reader)
 
     def reader(self) -> Reader:
-        """Return a new reader. Only the caller may keep a reference to it, and only until it has read all events."""
+        """Return a new `Reader` for one stream. Only the stream may refer to it, until it has read all events."""
         reader = Reader()
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader

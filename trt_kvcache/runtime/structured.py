@@ -179,7 +179,7 @@ class _Matched:
         self._read: list[int] = []
 
     def start(self) -> TokenMask:
-        """Return a copy for a new sequence."""
+        """Return a copy of the grammar for a new sequence, which has no tokens yet."""
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:

@@ -36,7 +36,7 @@ class SourceInput:
 
     @property
     def sizes(self) -> str:
-        """The sizes of one sequence, as text."""
+        """The input's sizes for one sequence, as text for messages."""
         return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
 
 

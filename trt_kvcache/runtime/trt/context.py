@@ -264,7 +264,7 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A step with its own context; `graph` is None until the context has run once."""
+    """A step that repeats, in its own context. `graph` is its CUDA graph; None until the context has run once."""
 
     context: Context
     graph: Any = None

@@ -109,7 +109,7 @@ def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, s
 
 
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
-    """Check that this is the encoder of this decoder."""
+    """Raise `ManifestError` if an engine is not the encoder that was built with this decoder."""
     if not manifest.is_encoder:
         raise ManifestError(
             f"{path}: this is not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's"
@@ -187,7 +187,7 @@ class EngineFunction:
         cuda.sync()
 
     def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
-        """Run the engine to its end.
+        """Run the engine once, and return its outputs by name. They stay on the GPU.
 
         Args:
             feed: every input, C-contiguous, in its dtype, and within the profile.

@@ -129,7 +129,7 @@ def _check_locations(path: Path, module: Any, engine: Any) -> None:
 def _refusal(
     path: Path, manifest: Manifest, title: str, version: str, cuda: Cuda, words: str, reasons: tuple[str, ...]
 ) -> str:
-    """Return why an engine was not opened, in TensorRT's words, and what to do."""
+    """Return the message for an engine that TensorRT refuses: TensorRT's own words, and what to do."""
     built = f"{manifest.backend_version}"
     if manifest.compute_capabilities:
         built += f" for {', '.join(manifest.compute_capabilities)}"

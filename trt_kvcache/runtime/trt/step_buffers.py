@@ -50,12 +50,12 @@ class StepBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory that `allocate` takes, in bytes."""
+        """Bytes of GPU memory that `allocate` takes for inputs and outputs."""
         return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
     def choice_bytes(self) -> int:
-        """GPU memory that `choose` takes if the GPU can choose, in bytes."""
+        """Bytes of GPU memory that choosing tokens on the GPU takes."""
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
