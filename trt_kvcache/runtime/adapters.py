@@ -111,11 +111,7 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter with this name; None if `name` is None.
-
-        Raises:
-            OptionError: there is no adapter of this name.
-        """
+        """Return the adapter with this name, None if `name` is None; raise `OptionError` if there is none."""
         if name is None:
             return None
         adapter = self._known.get(name) if isinstance(name, str) else None
@@ -132,10 +128,9 @@ class Adapters(Mapping[str, int]):
 
 
 def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
-    """Open the adapter folders in `adapters`, a mapping from adapter names to paths; return them by name.
+    """Open adapter folders, given as a mapping from adapter names to paths; return them by name.
 
-    Raises:
-        OptionError: `adapters` is not a mapping, or a folder holds no adapter.
+    Raises `OptionError` if `adapters` is not a mapping, or a folder holds no adapter.
     """
     if adapters is None:
         return {}
@@ -218,11 +213,7 @@ class AdapterSlots:
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
-    """Read an adapter from its folder, and convert it to the LoRA inputs of the model.
-
-    Raises:
-        OptionError: the model takes no adapters, or not this one.
-    """
+    """Convert an adapter to the LoRA inputs of the model; raise `OptionError` if the model cannot take it."""
     if plan is None:
         raise OptionError(
             f"adapter '{name}': the model takes no adapters; plan the model with --lora-rank {folder.rank} or more"
@@ -267,7 +258,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Split an adapter's module by the modules of the model that it changes: one, or several that the adapter fuses."""
+    """Yield the parts of an adapter's module: one for each module of the model that it changes."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:

@@ -76,7 +76,7 @@ class Carried:
 
     @cached_property
     def width(self) -> int:
-        """Numbers in one cache row of one plane."""
+        """Number of elements in one cache row of one plane."""
         return prod(map(int, self.shape[(self.axis or 0) + 1 :]))
 
     @property
@@ -107,7 +107,7 @@ class Carried:
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return all caches that the caller keeps, then all state."""
+    """Return a `Carried` for each cache that the caller keeps from step to step, and then for each state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)

@@ -81,7 +81,7 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Number of rows of every buffer: most sequences in a step."""
+        """Number of batch rows of every cache buffer, which is the most sequences in a step."""
         return self._rows.count
 
     @property

@@ -69,11 +69,7 @@ class SavedSlots:
         return name in self._names
 
     def contents(self, slot: int) -> dict[str, Array]:
-        """Return the saved contents of a slot by the name of the cache's or state's past input.
-
-        Raises:
-            CacheFileError: a tensor is missing, or has another dtype or shape.
-        """
+        """Return the saved contents of a slot by past input; raise `CacheFileError` if a tensor is missing or wrong."""
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
@@ -81,11 +77,7 @@ class SavedSlots:
         return arrays
 
     def check(self) -> None:
-        """Compare the digest of the tensors that were read with the digest that the file contains.
-
-        Raises:
-            CacheFileError: the digests differ.
-        """
+        """Raise `CacheFileError` if the digest of the tensors that were read is not the one in the file."""
         if self.digest != _digest_of(self._digests, self.slots, self.adapters):
             raise CacheFileError(
                 f"{self.path}: the file is damaged, because its contents are not what was saved; save the cache again"
@@ -196,11 +188,7 @@ class FileRows:
         self._path, self._runner, self._name = Path(path).absolute(), runner, name
 
     def fill(self, row: int) -> None:
-        """Write the saved contents to a batch row of every cache.
-
-        Raises:
-            CacheFileError: the file is gone, damaged, or was replaced.
-        """
+        """Write the saved contents to a batch row of every cache; raise `CacheFileError` if the file is not usable."""
         _write(self._runner, row, self.arrays())
 
     def arrays(self) -> Mapping[str, Array]:

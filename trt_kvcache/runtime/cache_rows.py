@@ -73,11 +73,7 @@ class CacheRows:
         return is_whole(slot) and slot in self.slots
 
     def slot(self, slot: int) -> Slot:
-        """Return the state of a slot.
-
-        Raises:
-            SlotError: the slot is not in use.
-        """
+        """Return the state of a slot; raise `SlotError` if the slot is not in use."""
         entry = self.slots.get(slot) if is_whole(slot) else None
         if entry is None:
             used = ", ".join(map(str, self.slots)) or "none"
@@ -87,11 +83,7 @@ class CacheRows:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed.
-
-        Raises:
-            SlotError: the slot is not in use, or the decode loop continues it.
-        """
+        """Return the state of a slot that may be changed; raise `SlotError` if it is not in use, or generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
@@ -131,11 +123,7 @@ class CacheRows:
         return self._name(Slot(row, list(tokens), constants=constants, adapter=adapter))
 
     def copy(self, source: int) -> int:
-        """Return a new slot with the same tokens and cache contents as `source`.
-
-        Raises:
-            SlotError: `source` is not in use, or no slot is free.
-        """
+        """Return a new slot with the same tokens and cache contents as `source`; raise `SlotError` if none is free."""
         self.slot(source)
         self._check_free()
         row = self._free_row()
@@ -379,10 +367,9 @@ class CacheRows:
         return self.slots[slot]
 
     def host_copy(self, entry: Slot) -> HostRows | None:
-        """Copy the cache contents of a slot to host memory and return the copy; None if nothing was written to its row.
+        """Copy the cache contents of a slot to host memory; None if nothing was written to its row.
 
-        Raises:
-            SessionError: too little memory is free.
+        Raises `SessionError` if too little memory is free.
         """
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 

@@ -141,11 +141,7 @@ class DraftModel:
 
 
 def check_target(runner: Runner) -> None:
-    """Refuse a model that cannot check guesses.
-
-    Raises:
-        OptionError: the model cannot check guesses.
-    """
+    """Raise `OptionError` if the model cannot check the guesses of a draft."""
     if why := why_no_drafts(runner):
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 

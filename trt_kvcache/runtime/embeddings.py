@@ -161,11 +161,7 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
-    """Refuse embeddings of another width than the decoder takes.
-
-    Raises:
-        OptionError: the widths differ.
-    """
+    """Raise `OptionError` if embeddings have another width than the decoder takes. `what` names them."""
     if width != tensor.shape[-1]:
         raise OptionError(
             f"{what}: the embeddings have width {width}, but the model's input '{tensor.name}' {list(tensor.shape)} "
@@ -179,7 +175,6 @@ def is_float(dtype: np.dtype[Any]) -> bool:
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """Split ``FILE:NAME`` into a path and the name of a tensor."""
     head, _, name = text.rpartition(":")
     return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(text), "")
 
@@ -345,11 +340,7 @@ class ModelEmbeddings(Embeddings):
         return {v.name: self._features(v, count) for v in self._others}
 
     def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
-        """Run the embedding model, and return its embeddings.
-
-        Raises:
-            SessionError: the model failed.
-        """
+        """Run the embedding model, and return its embeddings; raise `SessionError` if it fails."""
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):
@@ -374,8 +365,7 @@ class ModelEmbeddings(Embeddings):
     def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
         """Return a value for an input other than the token ids: `count` features of NaN; empty if `count` is 0.
 
-        Raises:
-            UnsupportedModelError: the input cannot be empty.
+        Raises `UnsupportedModelError` if the input cannot be empty.
         """
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
@@ -406,11 +396,7 @@ class ModelEmbeddings(Embeddings):
         return output
 
     def _probe(self) -> None:
-        """Refuse a model in which the embedding of a token depends on other tokens or on its position.
-
-        Raises:
-            UnsupportedModelError: such a dependence was found; or no id has an embedding of its own.
-        """
+        """Raise `UnsupportedModelError` if a token's embedding depends on other tokens or on its position."""
         ids = np.arange(min(self.rows, _PROBED))
         self._look_at(ids)
         ids = ids[self._known[ids] == _OWN]

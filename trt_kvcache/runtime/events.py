@@ -39,7 +39,7 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the proposed tokens that were accepted; 0 if none was proposed."""
+        """Share of the guessed tokens that the model accepted; 0 if none was guessed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def add(self, other: SpeculationStats) -> None:

@@ -172,11 +172,7 @@ def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> Ben
 
 
 def load_report(path: Path) -> BenchReport:
-    """Read a report that ``bench`` printed: the last line of a file.
-
-    Raises:
-        OptionError: the file cannot be read, or holds no report.
-    """
+    """Return the report in the last line of a file that ``bench`` printed; raise `OptionError` if there is none."""
     try:
         lines = read_file(path).splitlines()
         return msgspec.json.decode(lines[-1] if lines else b"", type=BenchReport)

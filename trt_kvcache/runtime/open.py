@@ -113,11 +113,7 @@ class Schedule:
             raise OptionError(f"prefill_budget is {self.prefill_budget}; it must be at least 1 token")
 
     def check(self, max_batch: int) -> None:
-        """Refuse a `max_sequences` that is smaller than the session's `max_batch`.
-
-        Raises:
-            OptionError: it is smaller.
-        """
+        """Raise `OptionError` if `max_sequences` is smaller than `max_batch` of the session."""
         most = self.max_sequences
         if most is not None and as_whole(most, "max_sequences") < max_batch:
             raise OptionError(

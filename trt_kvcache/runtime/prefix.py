@@ -149,11 +149,7 @@ def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
 
 
 def _check(plan: CachePlan) -> None:
-    """Refuse models whose cache rows depend on more than the token ids up to them, or change later.
-
-    Raises:
-        OptionError: the model is of this kind.
-    """
+    """Raise `OptionError` if cache rows depend on more than the token ids up to them, or change later."""
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
         why = f"each row also depends on an input beside the tokens ('{constants[0].name}')"

@@ -159,7 +159,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay.
+    """The result of replaying an engine's proof.
 
     Attributes:
         steps: number of steps that were run; the first part with a disagreement is the last one.

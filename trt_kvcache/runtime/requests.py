@@ -193,11 +193,7 @@ class PromptReader:
         return checked
 
     def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """Return the state of a slot with a prompt appended. `what` names both in messages.
-
-        Raises:
-            CapacityError: they are longer than the cache.
-        """
+        """Return the state of a slot with a prompt appended; raise `CapacityError` if they do not fit the cache."""
         after = prompt.after(entry)
         self._rows.check(after, what)
         return after
@@ -234,11 +230,7 @@ class PromptReader:
         return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
-        """Return the tokenizer. `what` names the text that needs it.
-
-        Raises:
-            PromptError: there is no tokenizer.
-        """
+        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs it."""
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
         return self._tokenizer
@@ -307,10 +299,9 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return `values`, which must hold one value for each prompt. If `values` is None, return a None for each prompt.
+    """Return one value for each prompt: those in `values`, or None for each if `values` is None.
 
-    Raises:
-        PromptError: there are more or fewer values than prompts.
+    Raises `PromptError` if there are more or fewer values than prompts.
     """
     if values is None:
         return [None] * len(prompts)

@@ -112,18 +112,13 @@ class StepLogits:
     def last(self, output: Array, batch: StepBatch) -> Array:
         """Return the logits of the last `keep` positions, ``[R, keep, V]``, from a step's output; the dtype stays.
 
-        Raises:
-            SessionError: the model returns fewer positions.
+        Raises `SessionError` if the model returns fewer positions.
         """
         positions = self.check(batch)
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """Return for how many positions the model returns logits in this step.
-
-        Raises:
-            SessionError: the step asks for more.
-        """
+        """Return for how many positions a step returns logits; raise `SessionError` if `batch` asks for more."""
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
@@ -425,11 +420,7 @@ def _lowest(dtype: np.dtype[Any]) -> float:
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the embeddings of the step, in a shape that broadcasts to the input's shape.
-
-    Raises:
-        SessionError: the step has no embeddings.
-    """
+    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if it has none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
@@ -452,7 +443,7 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 def why_no_session(plan: CachePlan) -> str:
     """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
 
-    A model without tokens is not a decoder: the program that plans it also runs it.
+    Empty, too, for a model without tokens: it is not a decoder, and no session runs it.
     """
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""

@@ -118,7 +118,7 @@ class Streams:
             self.leave(reader)
 
     def reader(self) -> Reader:
-        """Return a new reader. Only the caller may keep a reference to it, and only until it has read all events."""
+        """Return a new `Reader` for one stream. Only the stream may refer to it, until it has read all events."""
         reader = Reader()
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader
@@ -136,11 +136,7 @@ class Streams:
             self._end(reader.slots)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
-        """Give free rows to prompts in `waiting`, and let the loop continue them.
-
-        Raises:
-            SlotError: no row is free, and no running sequence will free one.
-        """
+        """Give free rows to waiting prompts, and add them to the loop; raise `SlotError` if no row can get free."""
         self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()

@@ -179,14 +179,13 @@ class _Matched:
         self._read: list[int] = []
 
     def start(self) -> TokenMask:
-        """Return a copy for a new sequence."""
+        """Return a copy of the grammar for a new sequence, which has no tokens yet."""
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
         """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if it forbids these.
 
-        Raises:
-            OptionError: the grammar exceeds llguidance's limits.
+        Raises `OptionError` if the grammar exceeds llguidance's limits.
         """
         tokens: list[int] = new_tokens.tolist()
         same = common_length(self._read, tokens)

@@ -71,7 +71,7 @@ class ConstantInputs:
                 )
 
     def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
-        """Check the constants of one sequence.
+        """Check the constants of one sequence, and return them as `Constants`.
 
         Args:
             values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted, too.

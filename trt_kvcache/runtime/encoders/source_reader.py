@@ -36,7 +36,7 @@ class SourceInput:
 
     @property
     def sizes(self) -> str:
-        """The sizes of one sequence, as text."""
+        """The input's sizes for one sequence, as text for messages."""
         return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
 
 
@@ -98,10 +98,9 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the size that each symbol in the input shapes stands for.
+        """Return the size that each symbol in the input shapes stands for; raise `PromptError` if there are two.
 
-        Raises:
-            PromptError: a symbol has two sizes; ONNX Runtime would broadcast a size of 1.
+        ONNX Runtime would broadcast a size of 1.
         """
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}

@@ -34,7 +34,7 @@ class Grammar(Protocol):
 
 
 def words(vocab: int) -> int:
-    """Return the number of int32 words in a mask."""
+    """Return the number of int32 words in the mask of a vocabulary."""
     return -(-vocab // 32)
 
 

@@ -52,19 +52,11 @@ class CpuSession:
         return self._session.io_binding()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-        """Run the model and return the outputs of these names.
-
-        Raises:
-            SessionError: the run failed.
-        """
+        """Run the model and return the outputs of these names; raise `SessionError` if it fails."""
         return self._call(lambda: self._session.run(list(names), dict(feed), self._options))
 
     def run_bound(self, binding: Any) -> None:
-        """Run the model on the memory that an IOBinding names.
-
-        Raises:
-            SessionError: the run failed.
-        """
+        """Run the model on the memory that an IOBinding names; raise `SessionError` if it fails."""
         self._call(lambda: self._session.run_with_iobinding(binding, self._options))
 
     def _call(self, call: Callable[[], _T]) -> _T:

@@ -95,6 +95,6 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _collapse(address: int, size: int) -> bool:
-    """Move memory into huge pages; return True if more can be moved."""
+    """Move a range of memory into huge pages; return True if it makes sense to move more."""
     library = ctypes.CDLL(None)
     return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)

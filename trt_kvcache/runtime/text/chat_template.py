@@ -259,10 +259,9 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
-    """Return the prompt up to the end of the last message's content, so that the model continues this message.
+    """Return the prompt up to the end of the last message's content; the model continues this message.
 
-    Raises:
-        OptionError: the template does not write the last message.
+    Raises `OptionError` if the template does not write the last message.
     """
     marked = deepcopy(messages)
     content = marked[-1].get("content")

@@ -89,10 +89,9 @@ class TextStream:
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
-        """Return the text of these tokens; None: of the window of last tokens.
+        """Return the text of these tokens (None: of the window of last tokens).
 
-        Raises:
-            SessionError: the tokenizer failed, for example at an id that only the model knows.
+        Raises `SessionError` if the tokenizer fails, for example at an id that only the model knows.
         """
         tokens = self._window if tokens is None else tokens
         try:

@@ -226,11 +226,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Return three sizes in bytes for a `DeviceChoice`: results, least scores, and masks.
-
-    Raises:
-        OptionError: the kernels do not take such logits.
-    """
+    """Return the bytes of results, least scores and masks; raise `OptionError` if the kernels refuse the logits."""
     if dtype.name not in CHOICE_DTYPES:
         raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
     if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:

@@ -170,11 +170,7 @@ class Context:
         self.let_go()
 
     def enqueue(self) -> None:
-        """Put a step on the stream.
-
-        Raises:
-            BackendError: TensorRT refuses the step.
-        """
+        """Put a step on the stream; raise `BackendError` if TensorRT refuses it."""
         self._trt.check(self._context.execute_async_v3(self._stream), "run a step")
 
 
@@ -268,7 +264,7 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A step with its own context; `graph` is None until the context has run once."""
+    """A step that repeats, in its own context. `graph` is its CUDA graph; None until the context has run once."""
 
     context: Context
     graph: Any = None
@@ -329,7 +325,7 @@ class StepGraphs:
         self._seen.clear()
 
     def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
-        """Return the graph of a step; None if the step has just run in its own context, without a graph.
+        """Return the CUDA graph of a step, recorded if needed; None if the step has now run in its own context instead.
 
         If a run fails, the caller runs the step again, which writes the same values.
         """
@@ -352,7 +348,6 @@ class StepGraphs:
         return step.graph
 
     def _give_up(self, error: BackendError) -> None:
-        """Turn graphs off, and warn once."""
         self.failure = str(error)
         self._cuda.sync()  # a part of a step may still use its context
         self.close()

@@ -49,7 +49,7 @@ class DeviceCaches:
         self._addresses: dict[str, tuple[int, ...]] = {}
 
     def bytes_for(self, rows: int) -> int:
-        """Return the GPU memory that `rows` rows of the batch take."""
+        """Return the bytes of GPU memory that all caches and state take for `rows` batch rows."""
         return sum(taken(rows * b.row_bytes) * (1 if b.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:

@@ -82,11 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Check the source: TensorRT does not report token ids outside of a table, and says little about wrong shapes.
-
-        Raises:
-            PromptError: the source has such token ids or shapes.
-        """
+        """Raise `PromptError` for token ids or shapes outside of the engine's ranges, which TensorRT hardly reports."""
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
@@ -113,7 +109,7 @@ def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, s
 
 
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
-    """Check that this is the encoder of this decoder."""
+    """Raise `ManifestError` if an engine is not the encoder that was built with this decoder."""
     if not manifest.is_encoder:
         raise ManifestError(
             f"{path}: this is not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's"
@@ -191,7 +187,7 @@ class EngineFunction:
         cuda.sync()
 
     def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
-        """Run the engine to its end.
+        """Run the engine once, and return its outputs by name. They stay on the GPU.
 
         Args:
             feed: every input, C-contiguous, in its dtype, and within the profile.
@@ -239,8 +235,7 @@ class EngineFunction:
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
         """Return the bytes that all outputs of a run take in one block of memory; and offset and shape of each output.
 
-        Raises:
-            SessionError: the size of an output depends on the data.
+        Raises `SessionError` if the size of an output depends on the data.
         """
         places: dict[str, tuple[int, Shape]] = {}
         end = 0

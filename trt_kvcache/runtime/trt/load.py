@@ -29,11 +29,7 @@ _OTHER_GPUS = "does not support this compute capability"
 
 
 def load_tensorrt(backend: str) -> Any:
-    """Import the Python module of TensorRT that a manifest names: ``tensorrt`` or ``tensorrt_rtx``.
-
-    Raises:
-        BackendError: the module cannot be imported.
-    """
+    """Import the module that a manifest names: ``tensorrt`` or ``tensorrt_rtx``; raise `BackendError` if missing."""
     package = PACKAGES[Target(backend)]
     try:
         return importlib.import_module(package.module)
@@ -73,11 +69,7 @@ class TensorRT:
         self.engine.error_recorder = self.runtime.error_recorder = None
 
     def check(self, ok: Any, what: str) -> None:
-        """Raise an error with TensorRT's own messages if `ok`, the result of a call, is False or None.
-
-        Raises:
-            BackendError: the call returned False or None.
-        """
+        """Raise `BackendError` with TensorRT's own messages if `ok`, the result of a call, is False or None."""
         if ok is None or ok is False:
             words = self.recorder.take()
             advice = "; update the NVIDIA driver" if _is_old_driver(words) else ""
@@ -137,7 +129,7 @@ def _check_locations(path: Path, module: Any, engine: Any) -> None:
 def _refusal(
     path: Path, manifest: Manifest, title: str, version: str, cuda: Cuda, words: str, reasons: tuple[str, ...]
 ) -> str:
-    """Return why an engine was not opened, in TensorRT's words, and what to do."""
+    """Return the message for an engine that TensorRT refuses: TensorRT's own words, and what to do."""
     built = f"{manifest.backend_version}"
     if manifest.compute_capabilities:
         built += f" for {', '.join(manifest.compute_capabilities)}"

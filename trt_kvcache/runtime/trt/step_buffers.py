@@ -50,12 +50,12 @@ class StepBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory that `allocate` takes, in bytes."""
+        """Bytes of GPU memory that `allocate` takes for inputs and outputs."""
         return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
     def choice_bytes(self) -> int:
-        """GPU memory that `choose` takes if the GPU can choose, in bytes."""
+        """Bytes of GPU memory that choosing tokens on the GPU takes."""
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
@@ -184,11 +184,7 @@ class StepShapes:
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Return the index of the profile and the shapes of a step. They are computed once for each signature.
-
-        Raises:
-            BackendError: no profile fits the step.
-        """
+        """Return profile index and shapes of a step, cached by signature; raise `BackendError` if no profile fits."""
         kind = self._kinds.get(signature)
         if kind is None:
             shapes = self._shapes(batch)
