@@ -144,7 +144,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
 
 
 def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, adapters: Adapters) -> dict[int, int]:
-    """Load all slots of a file into new slots; return the new slot by saved slot. `KVCache.load` lists the errors."""
+    """Load all slots of a file into new slots; return the new slot of each. `KVCache.load` lists the errors."""
     with open_slots(path, runner, adapters) as saved:
         if len(saved.slots) > rows.free:
             raise SlotError(

@@ -326,7 +326,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """Digest of everything that the answer depends on, except the model."""
+        """Digest of everything on which the answer to this row depends, except the model."""
         return blake3(msgspec.msgpack.encode(self)).digest(16)
 
 
