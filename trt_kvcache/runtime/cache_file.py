@@ -188,7 +188,10 @@ class FileRows:
         self._path, self._runner, self._name = Path(path).absolute(), runner, name
 
     def fill(self, row: int) -> None:
-        """Write the saved contents to a batch row of every cache; raise `CacheFileError` if the file is not usable."""
+        """Write the saved contents to a batch row of every cache.
+
+        Raises `CacheFileError` if the file is gone, damaged, or was replaced.
+        """
         _write(self._runner, row, self.arrays())
 
     def arrays(self) -> Mapping[str, Array]:
