@@ -195,7 +195,7 @@ class _Verification:
     def run(self) -> VerifyReport:
         plan = self.imported.plan
         if not any(cache.carried for cache in plan.caches):
-            why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
+            why = f"is passed from step to step ({plan.caches[0].reason})" if plan.caches else "is updated"
             raise OptionError(f"no cache of the model {why}: there is no decode to verify")
         reference = self._exported()
         if any(rounds(node) for scope in iter_scopes(self.imported.source.proto) for node in scope.node):

@@ -182,7 +182,7 @@ def test_without_the_kernel_the_host_chooses(
 @pytest.mark.parametrize(
     ("fault", "words"),
     [({"missing_candidates": 1}, "the GPU finds other highest scores"),
-     ({"wrong_tokens": 1}, "of 256 scores in float16 the GPU finds token .*, and the host token"),
+     ({"wrong_tokens": 1}, "among 256 scores in float16, the GPU chooses token .*, but the host chooses token"),
      ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE")],
     ids=["incomplete", "wrong", "refused"],
 )  # fmt: skip

@@ -221,7 +221,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
 
     other = built(tmp_path / "other", longest=9)
     refused(
-        "is not the encoder that was built with the decoder's engine, .*build both again", encoder=encoder_path(other)
+        "is not the encoder that was built with the decoder's engine; .*build both again", encoder=encoder_path(other)
     )
     refused("not the engine of an encoder", encoder=other)
     beside = encoder_path(engine)

@@ -291,7 +291,10 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint if the exporter is right on the small twin; raise UnsupportedModelError if it fails."""
+        """Export the checkpoint if the exporter is right on the small twin.
+
+        Raises UnsupportedModelError if the exporter fails, or writes another model.
+        """
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)

@@ -92,7 +92,7 @@ class StepBatch:
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
-        """Yield a step for each row."""
+        """Yield the step of each row alone, in order."""
         for i in range(self.rows):
             one = slice(i, i + 1)
             yield replace(

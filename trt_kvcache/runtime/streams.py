@@ -146,8 +146,8 @@ class Streams:
             self._loop.add(slot, prompt.after(self._rows.slot(slot)), continuation, mailbox, keep_slot=False)
         if waiting and not self._loop.slots:
             raise SlotError(
-                f"{len(waiting)} prompt(s) wait for room and will never get it, because "
-                f"{self._rows.max_sequences or self._rows.count} sequences that are not running take all of it; "
+                f"{len(waiting)} prompt(s) would wait forever, because "
+                f"{self._rows.max_sequences or self._rows.count} sequences that are not running hold all rows; "
                 "remove some, or open the session with a larger max_batch or max_sequences"
             )
 
