@@ -123,7 +123,9 @@ def _root(
     options: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Options by command from a TOML file: [serve], capacity = 4096.", readable=False
+            metavar="FILE",
+            help="TOML file with defaults of options: a table for each command, such as [serve].",
+            readable=False,
         ),
     ] = None,
 ) -> None:

@@ -88,7 +88,7 @@ class StepBatch:
 
     @cached_property
     def longest(self) -> int:
-        """The number of tokens after this step in the row that has most."""
+        """The largest number of tokens that any row holds after this step."""
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
