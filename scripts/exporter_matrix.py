@@ -219,7 +219,7 @@ def cell(results: dict[str, dict[str, Result]], exporter: str, arch: str) -> tup
     if result is None:
         return "?", "not measured yet"
     if exporter == "mobius-dynamic" and load_twins().get(arch, {}).get("mobius", {}).get("outcome") == "wrong":
-        return "wrong", "the engine computes what the export does, which is not what transformers does: the last table"
+        return "wrong", "the engine computes what the export computes; the export differs from transformers: last table"
     return result["outcome"], result["reason"]
 
 
