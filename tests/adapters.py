@@ -28,11 +28,8 @@ class Tiny:
         self.name, self.path = name, LLAMAS[name]
         self.model = onnx.load(self.path)
         self._weights = {tensor.name: tensor for tensor in self.model.graph.initializer}
-        self.modules = [
-            f"model.layers.{layer}.{'mlp' if target in TARGETS[4:] else 'self_attn'}.{target}"
-            for layer in range(layers)
-            for target in TARGETS
-        ]
+        self.modules = [f"model.layers.{layer}.{'mlp' if target in TARGETS[4:] else 'self_attn'}.{target}"
+                        for layer in range(layers) for target in TARGETS]  # fmt: skip
 
     def place(self, module: str) -> tuple[str, int, int]:
         """The initializer ``[in, out]`` that holds a module, and its columns there."""

@@ -30,10 +30,8 @@ def greedy(model: Path | onnx.ModelProto, prompt: Sequence[int], count: int, **m
     session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
     pasts = [value for value in session.get_inputs() if value.name.startswith("past")]
     presents = [value.name for value in session.get_outputs() if value.name.startswith("present")]
-    held = {
-        value.name: np.zeros([1, *(d if isinstance(d, int) else 0 for d in value.shape[1:])], _DTYPES[value.type])
-        for value in pasts
-    }
+    held = {value.name: np.zeros([1, *(d if isinstance(d, int) else 0 for d in value.shape[1:])], _DTYPES[value.type])
+            for value in pasts}  # fmt: skip
     ids, done, tokens = list(prompt), 0, list[int]()
     while len(tokens) < count:
         given = {name: make(done, len(ids)) for name, make in more.items()}

@@ -118,13 +118,8 @@ def to_logical(cache: CacheUpdate, array: Array) -> Array:
 def ranges_of(result: ImportedModel) -> dict[str, tuple[int, int, int]]:
     """(min, opt, max) of every symbol of the rewritten model's inputs, from what the plan says each axis is."""
     capacity = min((cache.capacity for cache in result.plan.caches), default=4)
-    known = {
-        "batch": (1, 2, 4),
-        "batch+1": (2, 3, 5),
-        "sequence": (1, min(2, capacity), min(4, capacity)),
-        "kept": (1, 1, min(2, capacity)),
-        "tokens": (1, 2, 4),
-    }
+    known = {"batch": (1, 2, 4), "batch+1": (2, 3, 5), "sequence": (1, min(2, capacity), min(4, capacity)),
+             "kept": (1, 1, min(2, capacity)), "tokens": (1, 2, 4)}  # fmt: skip
     ranges: dict[str, tuple[int, int, int]] = {}
     for tensor in result.plan.tensors:
         if tensor.io != "input":

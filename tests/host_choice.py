@@ -100,7 +100,5 @@ class HostChoice:
         written = np.frombuffer(results.read_bytes(), np.uint8)
         assert written.size == sum(sizes)
         parts = np.split(written, np.cumsum(sizes)[:-1])
-        return [
-            part.view(case.written[0]).reshape(-1, case.keep, case.written[1])
-            for part, case in zip(parts, cases, strict=True)
-        ]
+        return [part.view(case.written[0]).reshape(-1, case.keep, case.written[1])
+                for part, case in zip(parts, cases, strict=True)]  # fmt: skip

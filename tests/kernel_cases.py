@@ -107,23 +107,12 @@ def make_case(rng: np.random.Generator, config: KernelConfig) -> Case:
     aliases = [i if in_place[i] else -1 for i in range(config.caches)]
     expected = [present.tobytes() for present in presents]
     grid = launch.grid if rng.random() < 0.7 else config.caches * int(rng.integers(1, 9))
-    return Case(
-        Launch(
-            config,
-            grid,
-            launch.block,
-            inputs,
-            [shifts[i // config.caches] if i < 2 * config.caches else 0 for i in range(len(inputs))],
-            launch.scalars,
-            [len(x) for x in expected],
-            aliases,
-            shifts[2],
-            bool(rng.integers(2)),
-        ),
-        tuple(expected),
-        f"{config}, cache {logical} axis {axis}, heads of {sizes}, update of {length}, indices {indices}, "
-        f"lengths {lengths}, in place {in_place}, shifts {shifts}, grid {grid}",
-    )
+    return Case(Launch(config, grid, launch.block, inputs,
+                       [shifts[i // config.caches] if i < 2 * config.caches else 0 for i in range(len(inputs))],
+                       launch.scalars, [len(x) for x in expected], aliases, shifts[2], bool(rng.integers(2))),
+                tuple(expected),
+                f"{config}, cache {logical} axis {axis}, heads of {sizes}, update of {length}, indices {indices}, "
+                f"lengths {lengths}, in place {in_place}, shifts {shifts}, grid {grid}")  # fmt: skip
 
 
 def _logical_shape(rng: np.random.Generator, config: KernelConfig) -> tuple[tuple[int, ...], int]:

@@ -118,10 +118,8 @@ class Mixture:
         named = {name: graph.constant(value, value.dtype) for name, value in constants.items()}
         length = "T" if self.tokens is None else self.tokens
         shape = [length, self.hidden] if self.rank == 2 else [1, length, self.hidden]
-        named |= {
-            "x": graph.input("x", self.kind, shape),
-            "logits": graph.input("logits", self.kind, [length, self.experts]),
-        }
+        named |= {"x": graph.input("x", self.kind, shape),
+                  "logits": graph.input("logits", self.kind, [length, self.experts])}  # fmt: skip
         order = ["x", "logits", "fc1_experts_weights", "fc1_experts_bias", "fc2_experts_weights", "fc2_experts_bias"]
         if self.bits:
             order[3:3], order[6:6] = ["fc1_scales"], ["fc2_scales"]

@@ -174,20 +174,15 @@ class Miscut:
         """A cache that is not compared."""
         lost = self._random.choice([p for r in self._regions for p in r.presents])
         self._double(lost, output=True)
-        return self._change(
-            lambda regions: [
-                replace(r, presents=tuple(p for p in r.presents if p != lost), key=r.key + lost) for r in regions
-            ]
-        )
+        return self._change(lambda regions: [replace(r, presents=tuple(p for p in r.presents if p != lost),
+                                                     key=r.key + lost) for r in regions])  # fmt: skip
 
     def _crossed(self) -> list[Fault]:
         """Two boundaries of a region that are exchanged in the rewritten model."""
-        pairs = [
-            (i, j, k)
-            for i, r in enumerate(self._regions)
-            for j, k in combinations(range(len(r.boundaries)), 2)
-            if r.boundaries[j].shape == r.boundaries[k].shape
-        ]
+        pairs = [(i, j, k)
+                 for i, r in enumerate(self._regions)
+                 for j, k in combinations(range(len(r.boundaries)), 2) if r.boundaries[j].shape == r.boundaries[
+                     k].shape]  # fmt: skip
         if not pairs:
             return self._unproven()
         i, j, k = self._random.choice(pairs)

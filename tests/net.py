@@ -102,15 +102,10 @@ _SIDES = ("input", "output")
 def facts(plan: CachePlan) -> str:
     """The decisions of a plan, in one line: its caches, attentions, states, and the inputs beside tokens and caches."""
     masks = {m.name: " ".join([*_flags(m), *(["own"] if m.mask else [])]) for m in plan.masks}
-    caches = [
-        f"{c.mode.value} {c.form.value} {c.route.value} {c.dtype} {_shape(c.logical_shape)} {c.layout.value}"
-        for c in plan.caches
-    ]
-    attention = [
-        f"{a.kind.value} {a.dtype} {a.query_heads}/{a.kv_heads} of {a.head_size}/{a.value_head_size} "
-        f"{masks.get(a.mask or '', 'no mask')}"
-        for a in plan.attention
-    ]
+    caches = [f"{c.mode.value} {c.form.value} {c.route.value} {c.dtype} {_shape(c.logical_shape)} {c.layout.value}"
+              for c in plan.caches]  # fmt: skip
+    attention = [f"{a.kind.value} {a.dtype} {a.query_heads}/{a.kv_heads} of {a.head_size}/{a.value_head_size} "
+                 f"{masks.get(a.mask or '', 'no mask')}" for a in plan.attention]  # fmt: skip
     states = [f"state {s.dtype} {_shape(s.shape)}" for s in plan.states]
     carried = {name for c in plan.caches for name in (c.past, c.present)}
     roles = {io: sorted({t.role.value for t in plan.tensors if t.io == io and t.name not in carried}) for io in _SIDES}

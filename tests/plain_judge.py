@@ -99,34 +99,20 @@ def _float(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _OPERATORS: dict[str, Callable[..., Any]] = {
-    "Add": _float(np.add),
-    "And": np.logical_and,
-    "Attention": _attend,
+    "Add": _float(np.add), "And": np.logical_and, "Attention": _attend,
     "Cast": lambda x, to: x.astype(helper.tensor_dtype_to_np_dtype(to)),
     "DequantizeLinear": lambda x, s, z: ((x.astype(np.float64) - np.float64(z)) * np.float64(s)).astype(s.dtype),
     "Expand": lambda x, shape: np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(int(d) for d in shape))),
-    "Gather": lambda x, i, axis=0: np.take(x, i, axis=axis),
-    "Greater": np.greater,
-    "Identity": lambda x: x,
-    "Less": np.less,
-    "LessOrEqual": np.less_equal,
-    "MatMul": _float(np.matmul),
-    "Min": np.minimum,
-    "Mul": _float(np.multiply),
-    "Neg": _float(np.negative),
-    "QuantizeLinear": _quantize,
-    "Range": np.arange,
-    "ReduceSum": lambda x, axes, keepdims=1: _sum(x, axes),
-    "Reshape": _reshape,
-    "Shape": lambda x, start=0, end=None: np.array(x.shape[start:end], np.int64),
-    "Slice": _slice,
+    "Gather": lambda x, i, axis=0: np.take(x, i, axis=axis), "Greater": np.greater, "Identity": lambda x: x,
+    "Less": np.less, "LessOrEqual": np.less_equal, "MatMul": _float(np.matmul), "Min": np.minimum,
+    "Mul": _float(np.multiply), "Neg": _float(np.negative), "QuantizeLinear": _quantize, "Range": np.arange,
+    "ReduceSum": lambda x, axes, keepdims=1: _sum(x, axes), "Reshape": _reshape,
+    "Shape": lambda x, start=0, end=None: np.array(x.shape[start:end], np.int64), "Slice": _slice,
     "Squeeze": lambda x, axes=None: np.squeeze(x, None if axes is None else tuple(int(a) for a in axes)),
     "Sub": _float(np.subtract),
     "TensorScatter": lambda p, u, w=None, axis=-2, mode=b"linear": tensor_scatter(p, u, w, axis, mode.decode()),
     "Transpose": lambda x, perm: np.transpose(x, perm),
-    "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)),
-    "Where": np.where,
-}
+    "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)), "Where": np.where}  # fmt: skip
 
 
 # A caller's inputs.
@@ -167,10 +153,8 @@ def episodes(plain: Plain, plan: CachePlan, rng: np.random.Generator) -> Iterato
         if plain.same:
             starts = [[n] * batch for n in (3, max(ends - 3, 0))]
         else:
-            starts = [
-                [(2 + 3 * row) % max(ends - 2, 1) for row in range(batch)],
-                [max(ends - 2 - row, 0) for row in range(batch)],
-            ]
+            starts = [[(2 + 3 * row) % max(ends - 2, 1) for row in range(batch)],
+                      [max(ends - 2 - row, 0) for row in range(batch)]]  # fmt: skip
         if plain.circular:
             starts.append([ends - 1 + (0 if plain.same else row) for row in range(batch)])
             starts.append([2 * ends + 3 + (0 if plain.same else 2 * row) for row in range(batch)])
@@ -380,10 +364,8 @@ def _compare(plain: Plain, plan: CachePlan, rewritten: onnx.ModelProto) -> Outco
                 except _DiffersError:
                     # The sum of a score and -10,000 has few digits left; a query that sees no other key says nothing.
                     masks = {n: v for n, v in feeds.items() if n in plain.masks and v.dtype.kind != "b"}
-                    low = {
-                        n: np.where(v < _LOW, v * rng.uniform(1, 2, v.shape), v).astype(v.dtype)
-                        for n, v in masks.items()
-                    }
+                    low = {n: np.where(v < _LOW, v * rng.uniform(1, 2, v.shape), v).astype(v.dtype)
+                           for n, v in masks.items()}  # fmt: skip
                     other = evaluate(plain.model, {**logical, **feeds, **low})
                     certain = {n: _where_equal(v, other[n]) for n, v in want.items()}
                     compared += _compare_outputs(plain, plan, certain, got, step, where)
@@ -426,11 +408,9 @@ def _check_interface(plan: CachePlan, model: onnx.ModelProto) -> None:
             dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or "?" for d in kind.shape.dim]
             if onnx.TensorProto.DataType.Name(kind.elem_type).lower() != tensor.dtype:
                 raise _DiffersError(SHAPE, f"{io} '{name}' is planned {tensor.dtype} and declared otherwise")
-            fixed = [
-                (a, b)
-                for a, b in zip(dims, tensor.shape, strict=False)
-                if isinstance(a, int) and (isinstance(b, int) or io == "input")
-            ]
+            fixed = [(a, b)
+                     for a, b in zip(dims, tensor.shape, strict=False)
+                     if isinstance(a, int) and (isinstance(b, int) or io == "input")]  # fmt: skip
             if len(dims) != len(tensor.shape) or any(a != b for a, b in fixed):
                 raise _DiffersError(SHAPE, f"{io} '{name}' is planned {list(tensor.shape)} and declared {dims}")
 
@@ -521,11 +501,9 @@ def _newest(cache: CacheUpdate, expected: Array, result: Array, step: Step) -> t
     """The rows of a ring that hold tokens, and the same of the original."""
     lines = np.moveaxis(expected, cache.sequence_axis, 1)
     ring = np.moveaxis(result, cache.physical_sequence_axis, 1)
-    pairs = [
-        (lines[row, position].reshape(-1), ring[row, position % cache.capacity].reshape(-1))
-        for row, start in enumerate(step.starts)
-        for position in range(max(0, start + step.length - cache.capacity), start + step.length)
-    ]
+    pairs = [(lines[row, position].reshape(-1), ring[row, position % cache.capacity].reshape(-1))
+             for row, start in enumerate(step.starts)
+             for position in range(max(0, start + step.length - cache.capacity), start + step.length)]  # fmt: skip
     return np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs])
 
 

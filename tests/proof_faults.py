@@ -102,10 +102,8 @@ class TwinRunner:
         return getattr(self._runner, name)
 
     def step(self, batch: StepBatch) -> Array:
-        wide = tuple(
-            replace(c, arrays={n: a.astype(np.float32) if n in self._kept else a for n, a in c.arrays.items()})
-            for c in batch.constants
-        )
+        wide = tuple(replace(c, arrays={n: a.astype(np.float32) if n in self._kept else a for n, a in c.arrays.items()})
+                     for c in batch.constants)  # fmt: skip
         embeds = None if batch.embeds is None else batch.embeds.astype(np.float32)
         return self._runner.step(replace(batch, constants=wide, embeds=embeds))
 
@@ -269,12 +267,10 @@ def _without_head(model: ModelProto, at: int) -> None:
     zero, one, ends, axis = (_constant(model, v) for v in ([0], [1], [1 << 30], [1]))
     _after(model, at, "Identity")
     whole, made = f"fault/before/{name}", [f"fault/{part}/{name}" for part in ("first", "none", "rest")]
-    added = [
-        helper.make_node("Slice", [whole, zero, one, axis], [made[0]], "fault/first"),
-        helper.make_node("Mul", [made[0], _constant(model, 0, dtype)], [made[1]], "fault/none"),
-        helper.make_node("Slice", [whole, one, ends, axis], [made[2]], "fault/rest"),
-        helper.make_node("Concat", made[1:], [name], "fault/heads", axis=1),
-    ]
+    added = [helper.make_node("Slice", [whole, zero, one, axis], [made[0]], "fault/first"),
+             helper.make_node("Mul", [made[0], _constant(model, 0, dtype)], [made[1]], "fault/none"),
+             helper.make_node("Slice", [whole, one, ends, axis], [made[2]], "fault/rest"),
+             helper.make_node("Concat", made[1:], [name], "fault/heads", axis=1)]  # fmt: skip
     del model.graph.node[at + 1]
     for number, node in enumerate(added):
         model.graph.node.insert(at + 1 + number, node)
@@ -312,10 +308,8 @@ def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
             if len(node.input) > 3 and node.input[3]:
                 yield "attention: no mask", lambda m, at=at: m.graph.node[at].input.__setitem__(3, "")
             if len(node.input) > 3:
-                yield (
-                    "attention: K for V",
-                    lambda m, at=at: m.graph.node[at].input.__setitem__(2, m.graph.node[at].input[1]),
-                )
+                yield ("attention: K for V",
+                       lambda m, at=at: m.graph.node[at].input.__setitem__(2, m.graph.node[at].input[1]))  # fmt: skip
         elif op == "TensorScatter":
             yield from _writes(model, at, node)
         elif op == "RotaryEmbedding":
@@ -329,12 +323,9 @@ def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
             yield "activation: missing", partial(_bypass, at=at)
         elif op in ("RMSNormalization", "LayerNormalization", "SimplifiedLayerNormalization"):
             yield "norm: missing", partial(_bypass, at=at)
-            yield (
-                "norm: weights missing",
-                lambda m, n=node.input[1]: (
-                    n in weights and _changed_weight(m, n, lambda w: np.roll(w, 1) * 0.5, folder)
-                ),
-            )
+            yield ("norm: weights missing",
+                   lambda m, n=node.input[1]: (
+                       n in weights and _changed_weight(m, n, lambda w: np.roll(w, 1) * 0.5, folder)))  # fmt: skip
         elif op == "Sqrt":
             yield "norm: without root", partial(_bypass, at=at)
         elif op == "Softmax":
@@ -354,12 +345,10 @@ def edits(subject: Subject, seed: int) -> Iterator[tuple[str, Edit]]:
     outputs = {v.name for v in model.graph.output}
     head = next((i for i, n in enumerate(model.graph.node) if n.output[0] in outputs and n.op_type == "MatMul"), None)
     if head is not None:
-        yield (
-            "logits: one column",
-            lambda m, at=head: _after(
-                m, at, "Mul", _constant(m, [1] * 7 + [3] + [1] * (subject.proof.facts.vocab - 8), _float_dtype(m))
-            ),
-        )
+        yield ("logits: one column",
+               lambda m, at=head: _after(m, at, "Mul",
+                                         _constant(m, [1] * 7 + [3] + [1] * (subject.proof.facts.vocab - 8),
+                                                   _float_dtype(m))))  # fmt: skip
         yield "logits: 20% larger", lambda m, at=head: _after(m, at, "Mul", _constant(m, 1.2, _float_dtype(m)))
         yield "logits: not a number", lambda m, at=head: _after(m, at, "Sqrt")
 
@@ -418,14 +407,10 @@ def _products(
         return w
 
     yield "product: one head wrong", partial(_changed_weight, name=name, change=zero, folder=folder)
-    yield (
-        "product: columns moved",
-        partial(_changed_weight, name=name, change=lambda w: np.roll(w, 1, -1), folder=folder),
-    )
-    yield (
-        "product: half of the columns twice as large",
-        partial(_changed_weight, name=name, change=larger, folder=folder),
-    )
+    yield ("product: columns moved",
+           partial(_changed_weight, name=name, change=lambda w: np.roll(w, 1, -1), folder=folder))  # fmt: skip
+    yield ("product: half of the columns twice as large",
+           partial(_changed_weight, name=name, change=larger, folder=folder))  # fmt: skip
 
     def overflow(m: ModelProto) -> None:
         dtype = _float_dtype(m)
@@ -639,11 +624,9 @@ def main() -> int:
     for why, count in without.items():
         _say(f"no proof, {count} models: {why}")
     _say(f"{counts['models']} models, {counts['right engines']} right engines, {len(wrong)} false alarms")
-    _say(
-        f"{counts['faults']} faults of {len(kinds)} kinds: {counts['refused']} refused, {counts['missed']} missed "
-        f"({counts['refused'] / max(counts['faults'], 1):.1%}); {counts['equal']} changed no number, "
-        f"{counts['unfit']} do not run"
-    )
+    _say(f"{counts['faults']} faults of {len(kinds)} kinds: {counts['refused']} refused, {counts['missed']} missed "
+         f"({counts['refused'] / max(counts['faults'], 1):.1%}); {counts['equal']} changed no number, "
+         f"{counts['unfit']} do not run")  # fmt: skip
     return int(bool(wrong) or counts["refused"] < 0.99 * counts["faults"])
 
 

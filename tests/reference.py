@@ -59,12 +59,10 @@ def visible_keys(
         for i in range(queries):
             position = offset + i
             for j in range(keys):
-                seen[b, 0, i, j] = (
-                    j < valid
-                    and (not causal or j <= position)
-                    and (left < 0 or j >= position - left)
-                    and (right < 0 or j <= position + right)
-                )
+                seen[b, 0, i, j] = (j < valid
+                                    and (not causal or j <= position)
+                                    and (left < 0 or j >= position - left) and (
+                                        right < 0 or j <= position + right))  # fmt: skip
     return seen
 
 

@@ -241,17 +241,7 @@ def test_everything_public_is_here() -> None:
     assert functions <= {name.split()[0] for name in FUNCTIONS}
     kinds = (DecodeSession, KVCache)
     methods = {name for kind in kinds for name, value in vars(kind).items() if name[0] != "_" and callable(value)}
-    assert methods - {"step", "close", "compact"} - {
-        "astream",
-        "identity",
-        "note_written",
-        "note_chosen",
-        "put",
-        "note_touched",
-        "take",
-        "give_back",
-        "recall",
-        "remember",
-        "give_row",
-        "seat_together",
-    } <= {name.split()[0] for name in SESSION}
+    assert methods - {"step", "close", "compact"} - {"astream", "identity", "note_written", "note_chosen", "put",
+                                                     "note_touched", "take", "give_back", "recall", "remember",
+                                                     "give_row", "seat_together"} <= {
+                                                         name.split()[0] for name in SESSION}  # fmt: skip

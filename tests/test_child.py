@@ -85,28 +85,21 @@ def test_what_passes(child: Child) -> None:
     assert child.ask("1", int, 60) == 1
 
 
-@pytest.mark.parametrize(
-    ("request_", "kind", "message"),
-    [
-        ("int('x')", RuntimeError, r"(?s)Traceback .* in work\n.*ValueError"),
-        ("bytearray(1 << 31)", ChildError, "^needs more than 1024 MiB of memory$"),
-        ("(_ for _ in ()).throw(OptionError('no'))", OptionError, "^no$"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "kind", "message"),
+                         [("int('x')", RuntimeError, r"(?s)Traceback .* in work\n.*ValueError"),
+                          ("bytearray(1 << 31)", ChildError, "^needs more than 1024 MiB of memory$"),
+                          ("(_ for _ in ()).throw(OptionError('no'))", OptionError, "^no$")])  # fmt: skip
 def test_an_error_does_not_end_the_child(child: Child, request_: str, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         child.ask(request_, int, 60)
     assert child.ask("1", int, 60) == 1
 
 
-@pytest.mark.parametrize(
-    ("request_", "message"),
-    [
-        ("os._exit(3)", "^ended with exit code 3, probably for lack of memory$"),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", "^was killed by SIGSEGV, probably for lack of memory$"),
-        ("time.sleep(60)", "^took more than 0.1 s$"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "message"),
+                         [("os._exit(3)", "^ended with exit code 3, probably for lack of memory$"),
+                          ("os.kill(os.getpid(), signal.SIGSEGV)",
+                           "^was killed by SIGSEGV, probably for lack of memory$"),
+                          ("time.sleep(60)", "^took more than 0.1 s$")])  # fmt: skip
 def test_a_death_is_an_error(child: Child, request_: str, message: str) -> None:
     assert child.ask("1", int, 60) == 1
     with pytest.raises(ChildError, match=message):

@@ -20,12 +20,9 @@ def run(model: onnx.ModelProto | str, config: DecoderConfig, tokens: int = 5) ->
     rng = np.random.default_rng(1)
     sizes = {config.batch: 2, config.sequence: tokens}
     feeds: dict[str, np.ndarray] = {
-        "input_ids": rng.integers(0, config.vocab, (2, tokens)),
-        "position_ids": np.tile(np.arange(tokens), (2, 1)),
-        "write_indices": np.zeros(2, np.int64),
-        "nonpad_kv_seqlen": np.full(2, tokens),
-        "attn_mask": np.arange(config.capacity) <= np.arange(tokens)[None, None, :, None].repeat(2, 0),
-    }
+        "input_ids": rng.integers(0, config.vocab, (2, tokens)), "position_ids": np.tile(np.arange(tokens), (2, 1)),
+        "write_indices": np.zeros(2, np.int64), "nonpad_kv_seqlen": np.full(2, tokens),
+        "attn_mask": np.arange(config.capacity) <= np.arange(tokens)[None, None, :, None].repeat(2, 0)}  # fmt: skip
     for value in session.get_inputs():
         if value.name not in feeds:
             shape = [sizes.get(d, d) for d in value.shape]
@@ -42,15 +39,11 @@ def test_all_forms_are_the_same_decoder(kv_heads: int, mode: str) -> None:
         np.testing.assert_allclose(other, logits[0], rtol=0, atol=1e-4, err_msg=form)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"form": "paged"}, "form is 'paged'; it must be one of mobius"),
-        ({"kv_heads": 3}, "multiple of kv_heads"),
-        ({"head_size": 15}, "even size"),
-        ({"form": "five-d", "value_head_size": 8}, "one tensor"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "message"),
+                         [({"form": "paged"}, "form is 'paged'; it must be one of mobius"),
+                          ({"kv_heads": 3}, "multiple of kv_heads"),
+                          ({"head_size": 15}, "even size"),
+                          ({"form": "five-d", "value_head_size": 8}, "one tensor")])  # fmt: skip
 def test_wrong_configs_are_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecoderConfig(**wrong)

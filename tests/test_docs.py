@@ -67,10 +67,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    pages = {
-        page: (tmp_path / page / "index.html").read_text(encoding="utf-8")
-        for page in (".", "about", "cli", "api", "api-decoding", "api-plan", "api-reports")
-    }
+    pages = {page: (tmp_path / page / "index.html").read_text(encoding="utf-8")
+             for page in (".", "about", "cli", "api", "api-decoding", "api-plan", "api-reports")}  # fmt: skip
     reference = "".join(text for page, text in pages.items() if page.startswith("api"))
     assert "The capital of France is Paris." in pages["."]
     assert 'href="../serving/"' in pages["about"]
@@ -99,12 +97,6 @@ def test_the_notebook_runs(tmp_path: Path) -> None:
         "import sys, nbformat, nbclient;"
         "nbclient.NotebookClient(nbformat.read(sys.argv[1], 4), timeout=300, kernel_name='python3').execute()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(DOCS / "index.ipynb")],
-        cwd=tmp_path / "docs",
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    done = subprocess.run([sys.executable, "-c", code, str(DOCS / "index.ipynb")], cwd=tmp_path / "docs",
+                          capture_output=True, text=True, check=False, timeout=600)  # fmt: skip
     assert done.returncode == 0, done.stderr

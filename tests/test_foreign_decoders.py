@@ -17,7 +17,5 @@ def test_a_cache_that_grows_changes_into_a_buffer_of_the_capacity(tmp_path: Path
     plan = plan_model(tmp_path / "model.onnx", PlanOptions(capacity=48))
     changes = {change.old: (change.new, change.why) for change in plan.changes if ".key" in change.old}
     why = "a buffer of fixed capacity, updated in place"
-    assert changes == {
-        "past_key_values.0.key [B, 2, P, 16]": ("past_key_values.0.key [B, 2, 48, 16]", why),
-        "present.0.key [B, 2, P + S, 16]": ("present.0.key [B, 2, 48, 16]", why),
-    }
+    assert changes == {"past_key_values.0.key [B, 2, P, 16]": ("past_key_values.0.key [B, 2, 48, 16]", why),
+                       "present.0.key [B, 2, P + S, 16]": ("present.0.key [B, 2, 48, 16]", why)}  # fmt: skip

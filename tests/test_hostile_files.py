@@ -92,14 +92,10 @@ READERS: dict[str, Callable[[Path], object]] = {
     "tokenizer_config.json": lambda path: Tokenizer.load(_saved_tokenizer(path.parent)),
     "chat_template.jinja": lambda path: Tokenizer.load(_saved_tokenizer(path.parent)),
     "generation_config.json": GenerationConfig.from_file,
-    "genai_config.json": lambda path: settings_beside(path.parent),
-    "model.engine.json": load_manifest,
-    "roles.yaml": load_patterns,
-    "arrays.npz": lambda path: load_inputs(str(path)),
-    "saved.cache": _cache,
+    "genai_config.json": lambda path: settings_beside(path.parent), "model.engine.json": load_manifest,
+    "roles.yaml": load_patterns, "arrays.npz": lambda path: load_inputs(str(path)), "saved.cache": _cache,
     "table.npy": embeddings._read_npy,
-    "table.safetensors": lambda path: embeddings._read_safetensors(path, "", TABLE),
-}
+    "table.safetensors": lambda path: embeddings._read_safetensors(path, "", TABLE)}  # fmt: skip
 
 
 @pytest.mark.few(6)
@@ -120,17 +116,9 @@ def test_a_file_within_its_limit_is_read_whole(tmp_path: Path) -> None:
         read_file(tmp_path / "x", 99)
 
 
-@pytest.mark.parametrize(
-    ("name", "inside"),
-    [
-        ("a.onnx", True),
-        ("sub/a.onnx", True),
-        ("../a.onnx", False),
-        ("/etc/a", False),
-        ("a/../../b", False),
-        ("a\0b", False),
-    ],
-)
+@pytest.mark.parametrize(("name", "inside"),
+                         [("a.onnx", True), ("sub/a.onnx", True), ("../a.onnx", False), ("/etc/a", False),
+                          ("a/../../b", False), ("a\0b", False)])  # fmt: skip
 def test_names_in_configs_stay_in_the_folder(name: str, inside: bool) -> None:
     assert is_inside(name) is inside
 
@@ -311,14 +299,10 @@ def test_a_report_that_unpacks_to_all_memory_is_not_read(tmp_path: Path) -> None
         pass
 
 
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        (2**62, "has an axis of size 4611686018427387904"),
-        (-1, "has an axis of size -1"),
-        (2**31 - 1, "has 6442450941 numbers in one step; the importer supports"),
-    ],
-)
+@pytest.mark.parametrize(("size", "words"),
+                         [(2**62, "has an axis of size 4611686018427387904"),
+                          (-1, "has an axis of size -1"),
+                          (2**31 - 1, "has 6442450941 numbers in one step; the importer supports")])  # fmt: skip
 def test_a_batch_of_any_size_is_one_line(tmp_path: Path, size: int, words: str) -> None:
     proto = make_foreign("past-attention", SMALL)
     for info in (*proto.graph.input, *proto.graph.output):
@@ -383,10 +367,8 @@ def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: i
     proto.opset_import.append(opset[1])
     for level in range(depth + 1):
         below = f"f{max(0, level - 1)}" if level or not depth else ""
-        calls = [
-            helper.make_node(below or "Identity", [one], [two], domain="evil" if below else "")
-            for one, two in (("x", "m"), ("m", "y"))
-        ]
+        calls = [helper.make_node(below or "Identity", [one], [two], domain="evil" if below else "")
+                 for one, two in (("x", "m"), ("m", "y"))]  # fmt: skip
         proto.functions.append(helper.make_function("evil", f"f{level}", ["x"], ["y"], calls, opset))
     proto.graph.initializer.append(helper.make_tensor("zero", TensorProto.FLOAT, [], [0.0]))
     before_logits(proto, f"f{depth}", ["zero"], domain="evil")
@@ -404,10 +386,8 @@ def test_branches_in_branches_get_names_of_bounded_length(depth: int) -> None:
     )
     for level in range(depth):
         name = f"{'made_' * 20}{level}"
-        twice = [
-            helper.make_node("If", ["go"], [f"{name}_{i}"], name=f"{name}_{i}", then_branch=body, else_branch=body)
-            for i in range(2 if level < 3 else 1)
-        ]
+        twice = [helper.make_node("If", ["go"], [f"{name}_{i}"], name=f"{name}_{i}", then_branch=body, else_branch=body)
+                 for i in range(2 if level < 3 else 1)]  # fmt: skip
         sum_ = helper.make_node("Sum", [n.output[0] for n in twice], [name])
         body = helper.make_graph([*twice, sum_], name, [], [helper.make_empty_tensor_value_info(name)])
     value = helper.make_tensor_value_info
@@ -441,10 +421,8 @@ def test_optional_values_are_one_line(tmp_path: Path, form: str, op: str) -> Non
     """ONNX infers no type after operators of other domains."""
     proto = make_foreign(form, SMALL)
     node = [n for n in proto.graph.node if n.op_type == op][-1]
-    made = [
-        helper.make_node("Optional", [node.input[0]], ["optional"]),
-        helper.make_node("OptionalGetElement", ["optional"], ["element"]),
-    ]
+    made = [helper.make_node("Optional", [node.input[0]], ["optional"]),
+            helper.make_node("OptionalGetElement", ["optional"], ["element"])]  # fmt: skip
     at = [*proto.graph.node].index(node)
     node.input[0] = "element"
     for new in reversed(made):

@@ -174,19 +174,15 @@ def test_any_damage_is_refused_or_read(name: str, tmp_path: Path) -> None:
     assert all(str(tmp_path) in said and "\n" not in said for said in refused)
 
 
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("model.layers.3.self_attn.q_proj", ("3", "attn", "q_proj")),
-        ("model.model.layers.3.attn.q_proj", ("3", "attn", "q_proj")),
-        ("model.language_model.layers.3.self_attn.q_proj", ("3", "attn", "q_proj")),
-        ("transformer.h.0.attn.c_attn", ("0", "attn", "c_attn")),
-        ("lm_head", ("lm_head",)),
-        ("vision_tower.encoder.layers.3.self_attn.q_proj", None),
-        ("model.encoder.layers.3.self_attn.q_proj", None),
-        ("model.visual.blocks.3.attn.qkv", None),
-        ("", None),
-    ],
-)
+@pytest.mark.parametrize(("name", "key"),
+                         [("model.layers.3.self_attn.q_proj", ("3", "attn", "q_proj")),
+                          ("model.model.layers.3.attn.q_proj", ("3", "attn", "q_proj")),
+                          ("model.language_model.layers.3.self_attn.q_proj", ("3", "attn", "q_proj")),
+                          ("transformer.h.0.attn.c_attn", ("0", "attn", "c_attn")),
+                          ("lm_head", ("lm_head",)),
+                          ("vision_tower.encoder.layers.3.self_attn.q_proj", None),
+                          ("model.encoder.layers.3.self_attn.q_proj", None),
+                          ("model.visual.blocks.3.attn.qkv", None),
+                          ("", None)])  # fmt: skip
 def test_module_keys(name: str, key: tuple[str, ...] | None) -> None:
     assert module_key(name) == key

@@ -53,24 +53,14 @@ NAMES = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("names")
     model = write_decoder(top / "model.onnx", DecoderConfig(layers=1, capacity=16, vocab=64))
-    files = {
-        "weights": ("config.json", "model.safetensors"),
-        "shallow": ("config.json",),
-        "trtllm": ("config.json", "rank0.engine"),
-        "openvino": ("openvino_model.xml",),
-        "engines": ("a.engine", "a.engine.json"),
-        "engine": ("model.engine", "model.engine.json"),
-        "many/a": ("config.json", "model.safetensors"),
-        "many/b": ("model.onnx",),
-        "web/onnx": ("model.onnx", "a_model.onnx"),
-        "one/onnx": ("decoder.onnx",),
-        "plain": ("model.onnx",),
-        "outside": ("model.onnx",),
-        "adapter": ("adapter_model.safetensors",),
-        "cache/models--org--chat/snapshots/abc": ("config.json", "model.safetensors"),
-        "cache/models--org--chat/refs": (),
-        ".": ("lone.safetensors", "lone.pt", "weights.gguf"),
-    }
+    files = {"weights": ("config.json", "model.safetensors"), "shallow": ("config.json",),
+             "trtllm": ("config.json", "rank0.engine"), "openvino": ("openvino_model.xml",),
+             "engines": ("a.engine", "a.engine.json"), "engine": ("model.engine", "model.engine.json"),
+             "many/a": ("config.json", "model.safetensors"), "many/b": ("model.onnx",),
+             "web/onnx": ("model.onnx", "a_model.onnx"), "one/onnx": ("decoder.onnx",), "plain": ("model.onnx",),
+             "outside": ("model.onnx",), "adapter": ("adapter_model.safetensors",),
+             "cache/models--org--chat/snapshots/abc": ("config.json", "model.safetensors"),
+             "cache/models--org--chat/refs": (), ".": ("lone.safetensors", "lone.pt", "weights.gguf")}  # fmt: skip
     for place, names in files.items():
         (top / place).mkdir(parents=True, exist_ok=True)
         for name in names:
@@ -96,12 +86,10 @@ def test_a_name_gets_what_it_is_and_the_way_out(typed: str, folder: Path, monkey
 
 
 CALLS: dict[str, Callable[[str, Path], object]] = {
-    "plan": lambda name, out: plan_model(name),
-    "verify": lambda name, out: verify_model(name),
+    "plan": lambda name, out: plan_model(name), "verify": lambda name, out: verify_model(name),
     "build": lambda name, out: build_engine(name, out / "model.engine"),
     "export": lambda name, out: export_checkpoint(name, out / "export"),
-    **dict.fromkeys(("generate", "chat", "serve"), lambda name, out: DecodeSession.open(name)),
-}
+    **dict.fromkeys(("generate", "chat", "serve"), lambda name, out: DecodeSession.open(name))}  # fmt: skip
 
 
 @pytest.mark.parametrize("typed", [typed for typed in NAMES if typed.split()[0] in CALLS])
@@ -120,12 +108,8 @@ def test_a_name_of_the_hub_is_the_folder_in_its_cache(folder: Path, monkeypatch:
     monkeypatch.chdir(folder)
     for name in ("HF_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    places = {
-        "HF_HUB_CACHE": "",
-        "HF_HOME": "hub",
-        "XDG_CACHE_HOME": "huggingface/hub",
-        "HOME": ".cache/huggingface/hub",
-    }
+    places = {"HF_HUB_CACHE": "", "HF_HOME": "hub", "XDG_CACHE_HOME": "huggingface/hub",
+              "HOME": ".cache/huggingface/hub"}  # fmt: skip
     for variable, below in places.items():
         home = folder / variable
         snapshot = home / below / "models--org--small" / "snapshots" / "1f"

@@ -60,13 +60,11 @@ def test_a_full_cache_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         own_loop.generate(engine, PROMPTS[2], CAPACITY)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        (DecoderConfig(form="heads-major", mode="circular"), "knows linear caches, in place, and no inputs of"),
-        (DecoderConfig(form="heads-major", mask="bool", lengths=False, causal=False), r"no inputs of \['mask'\]"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"),
+                         [(DecoderConfig(form="heads-major", mode="circular"),
+                           "knows linear caches, in place, and no inputs of"),
+                          (DecoderConfig(form="heads-major", mask="bool", lengths=False, causal=False),
+                           r"no inputs of \['mask'\]")])  # fmt: skip
 def test_what_it_does_not_know_is_refused(
     config: DecoderConfig, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,12 +54,9 @@ KINDS: dict[str, Trial] = {
     "plain": lambda seed, *_: _outcome(plain_judge.judge(plain_model(seed))),
     "built": lambda seed, *_: _outcome(plain_judge.judge(plain_model(seed), build_too=True)),
     "scatter": lambda seed, *_: _outcome(plain_judge.judge(scatter_plain(seed))),
-    "spellings": lambda seed, *_: _outcome(spelling_judge.judge(spelled(seed))),
-    "masks": masks,
-    "mutants": mutants,
+    "spellings": lambda seed, *_: _outcome(spelling_judge.judge(spelled(seed))), "masks": masks, "mutants": mutants,
     "cuts": lambda seed, source, options: mutation_cuts.trial(pair(source, options), seed),
-    "miscuts": lambda seed, source, options: mutation_cuts.exposed(pair(source, options), seed),
-}
+    "miscuts": lambda seed, source, options: mutation_cuts.exposed(pair(source, options), seed)}  # fmt: skip
 
 
 def pattern(detail: str) -> str:

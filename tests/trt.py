@@ -39,10 +39,8 @@ class Parsed:
 
     def layers(self, kind: trt.LayerType) -> list[Any]:
         """All layers of one type, cast to the class that has their own properties."""
-        classes = {
-            trt.LayerType.ATTENTION_INPUT: trt.IAttentionInputLayer,
-            trt.LayerType.KV_CACHE_UPDATE: trt.IKVCacheUpdateLayer,
-        }
+        classes = {trt.LayerType.ATTENTION_INPUT: trt.IAttentionInputLayer,
+                   trt.LayerType.KV_CACHE_UPDATE: trt.IKVCacheUpdateLayer}  # fmt: skip
         found = [layer for i in range(self.network.num_layers) if (layer := self.network.get_layer(i)).type == kind]
         for layer in found:
             layer.__class__ = classes.get(kind, layer.__class__)

@@ -69,10 +69,8 @@ def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["generate", "--tokens", "1"], ["bench"]])
-@pytest.mark.parametrize(
-    "option",
-    [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]],
-)
+@pytest.mark.parametrize("option",
+                         [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]])  # fmt: skip
 def test_engines_are_not_planned_again(command: list[str], option: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "model.engine", *option])
     assert result.exit_code == 1

@@ -50,12 +50,8 @@ def test_ids_and_embeddings(forms: Forms, tmp_path: Path) -> None:
     found = tokens(str(forms.embeds), *given, "--max-new-tokens", "5")
     again = tokens(str(forms.embeds), *given, "--max-new-tokens=5", f"--embeddings={tmp_path / 'table.npy'}")
     with DecodeSession.open(forms.embeds, capacity=64) as session:
-        expected = session.generate(
-            [[1, 2], [7] * 3, [7] * 3],
-            GenerationConfig(max_new_tokens=5),
-            inputs_embeds=[None, embeds, embeds],
-            positions=[None, places, None],
-        )
+        expected = session.generate([[1, 2], [7] * 3, [7] * 3], GenerationConfig(max_new_tokens=5),
+                                    inputs_embeds=[None, embeds, embeds], positions=[None, places, None])  # fmt: skip
     assert found == again == [result.tokens for result in expected]
     assert found[1] != found[2]
     assert found[:1] == tokens(str(forms.ids), "--tokens", "1,2", "--max-new-tokens", "5")

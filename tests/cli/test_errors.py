@@ -22,13 +22,11 @@ from trt_kvcache.errors import BuildError
 
 run = CliRunner().invoke
 
-COMMANDS = [
-    ["plan", "missing.onnx"],
-    ["rewrite", "missing.onnx", "-o", "out.onnx"],
-    ["build", "missing.onnx", "-o", "out.engine"],
-    ["verify", "missing.onnx"],
-    ["inspect", "missing.engine"],
-]
+COMMANDS = [["plan", "missing.onnx"],
+            ["rewrite", "missing.onnx", "-o", "out.onnx"],
+            ["build", "missing.onnx", "-o", "out.engine"],
+            ["verify", "missing.onnx"],
+            ["inspect", "missing.engine"]]  # fmt: skip
 
 
 QUICK = [*COMMANDS, ["generate", "missing.onnx", "--prompt", "hi"], ["generate", "missing.engine", "--prompt", "hi"],

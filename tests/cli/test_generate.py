@@ -154,14 +154,10 @@ def test_a_chat(folder: Path) -> None:
     assert found["sequences"][0]["tokens"] == tokens
 
 
-@pytest.mark.parametrize(
-    ("said_in", "settings", "end"),
-    [
-        ("tokenizer_config.json", {"eos_token": "</s>"}, 1),
-        ("config.json", {"eos_token_id": 7, "model_type": "llama"}, 7),
-        ("generation_config.json", {"eos_token_id": [8, 9]}, (8, 9)),
-    ],
-)
+@pytest.mark.parametrize(("said_in", "settings", "end"),
+                         [("tokenizer_config.json", {"eos_token": "</s>"}, 1),
+                          ("config.json", {"eos_token_id": 7, "model_type": "llama"}, 7),
+                          ("generation_config.json", {"eos_token_id": [8, 9]}, (8, 9))])  # fmt: skip
 def test_token_ids_end_as_texts_do(said_in: str, settings: dict[str, Any], end: Any, tmp_path: Path) -> None:
     """The tokenizer beside the model names the end where no config does, for prompts of ids, too."""
     write_served(tmp_path, eos_token="</s>")
@@ -367,15 +363,11 @@ def test_constants_that_do_not_fit(crossing: tuple[Path, dict[str, Any]]) -> Non
     assert "are missing" in call(folder, "--tokens", "5", code=1).output
 
 
-@pytest.mark.parametrize(
-    ("flag", "given", "pattern"),
-    [
-        ("--json-schema", '{"const": {"a": 22}}', r'\{"a": 22\}'),
-        ("--json-schema", "schema.json", r"\[(true|false)"),
-        ("--regex", "x[0-9]{2}y", r"x\d\dy"),
-        ("--grammar", "one.lark", "(yes|no)"),
-    ],
-)
+@pytest.mark.parametrize(("flag", "given", "pattern"),
+                         [("--json-schema", '{"const": {"a": 22}}', r'\{"a": 22\}'),
+                          ("--json-schema", "schema.json", r"\[(true|false)"),
+                          ("--regex", "x[0-9]{2}y", r"x\d\dy"),
+                          ("--grammar", "one.lark", "(yes|no)")])  # fmt: skip
 def test_a_text_has_the_form_that_is_asked_for(
     folder: Path, flag: str, given: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,10 +46,8 @@ def odd_plan() -> CachePlan:
     caches = [replace(c, past=prefix + c.past, reason=f"reason {at % 5} " * 9) for at, c in enumerate(plan.caches)]
     caches[0] = replace(with_contract(caches[0]), route=Route.FUNCTIONAL)
     caches[2] = replace(caches[2], idiom="ScatterND")
-    nodes = [
-        replace(a, kind=list(AttentionKind)[at % 3], reason=f"why {at % 4}", value_head_size=32 * (1 + at % 2))
-        for at, a in enumerate(plan.attention)
-    ]
+    nodes = [replace(a, kind=list(AttentionKind)[at % 3], reason=f"why {at % 4}", value_head_size=32 * (1 + at % 2))
+             for at, a in enumerate(plan.attention)]  # fmt: skip
     changes = (
         InterfaceChange("input", "attention_mask [B, P + S]", "", "masks follow from lengths"),
         *(InterfaceChange("input", f"past.{i} [B, 2, P, 16]", f"past.{i} [B, 2, L, 16]", "a buffer") for i in range(2)),
@@ -58,15 +56,8 @@ def odd_plan() -> CachePlan:
     )
     states = (StateUpdate("conv.0", "new_conv.0", "float16", ("batch", 64, 4), "replaced whole"),)
     notes = tuple(f"note {number} of many, with words that fill more than one line " * 3 for number in range(9))
-    return replace(
-        plan,
-        caches=tuple(caches),
-        attention=tuple(nodes),
-        states=states,
-        notes=notes,
-        changes=changes,
-        inlined=("Function",),
-    )
+    return replace(plan, caches=tuple(caches), attention=tuple(nodes), states=states, notes=notes, changes=changes,
+                   inlined=("Function",))  # fmt: skip
 
 
 def report() -> VerifyReport:
@@ -86,10 +77,8 @@ def diagnosis() -> Diagnosis:
         PackageStatus("onnxruntime", "1.32.0", "`verify`, and decoding on the CPU"),
         PackageStatus("tokenizers", None, "prompts as text"),
     )
-    backends = (
-        BackendStatus("tensorrt-rtx", "1.7.1.116", True, "", True, True, True),
-        BackendStatus("tensorrt", None, False, "not installed", False, False, False),
-    )
+    backends = (BackendStatus("tensorrt-rtx", "1.7.1.116", True, "", True, True, True),
+                BackendStatus("tensorrt", None, False, "not installed", False, False, False))  # fmt: skip
     routes = (
         RouteStatus(Route.NATIVE, "linear", True, "TensorRT's own layer, in tensorrt-rtx"),
         RouteStatus(Route.PLUGIN, "circular", False, "needs TensorRT, whose package is not installed here"),

@@ -24,18 +24,8 @@ from trt_kvcache.cli.habits import FOREIGN
 from trt_kvcache.cli.options import PlanFlags
 from trt_kvcache.cli.verify import VerifyFlags
 
-HEAVY = (
-    "onnx",
-    "onnx_graphsurgeon",
-    "numpy",
-    "onnxruntime",
-    "polygraphy",
-    "tensorrt_rtx",
-    "tensorrt",
-    "cuda",
-    "yaml",
-    "tokenizers",
-)
+HEAVY = ("onnx", "onnx_graphsurgeon", "numpy", "onnxruntime", "polygraphy", "tensorrt_rtx", "tensorrt", "cuda", "yaml",
+         "tokenizers")  # fmt: skip
 LOADED = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 
@@ -65,12 +55,10 @@ for command in {["", *COMMANDS]}:
 
 def test_hints_name_flags_that_exist() -> None:
     own = {name for command in COMMANDS.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
-    named = {
-        flag
-        for known in FOREIGN.values()
-        for hint in ([known] if isinstance(known, str) else known)
-        for flag in re.findall(r"(?<!\w)--?[a-zA-Z][\w-]*", hint)
-    }
+    named = {flag
+             for known in FOREIGN.values()
+             for hint in ([known] if isinstance(known, str) else known)
+             for flag in re.findall(r"(?<!\w)--?[a-zA-Z][\w-]*", hint)}  # fmt: skip
     assert named <= own
 
 

@@ -67,18 +67,13 @@ def named(name: str) -> CachePlan:
     caches = tuple(replace(c, past=name, present=name, write_indices=name, reason=name, idiom=name, dtype="float16")
                    for c in plan.caches)  # fmt: skip
     original = (OriginalTensor(name, "input", OriginalRole.GROWING_CACHE, "float16", (name, 2), ("batch", "past")),)
-    return replace(
-        plan,
-        caches=(replace(caches[0], route=Route.FUNCTIONAL), *caches[1:]),
-        attention=tuple(replace(a, node=name, reason=name, caches=(name,), mask=name) for a in plan.attention),
-        masks=(replace(plan.masks[0], name=name, lengths=name, mask=name, span=name),),
-        tensors=tuple(replace(t, name=name, shape=(name,), found_by=name) for t in plan.tensors),
-        changes=(InterfaceChange("input", name, name, name),),
-        notes=(name,),
-        inlined=(name,),
-        original=original,
-        states=(StateUpdate(name, name, "float16", ("batch", 4), name),),
-    )
+    return replace(plan, caches=(replace(caches[0], route=Route.FUNCTIONAL), *caches[1:]),
+                   attention=tuple(
+                       replace(a, node=name, reason=name, caches=(name,), mask=name) for a in plan.attention),
+                   masks=(replace(plan.masks[0], name=name, lengths=name, mask=name, span=name),),
+                   tensors=tuple(replace(t, name=name, shape=(name,), found_by=name) for t in plan.tensors),
+                   changes=(InterfaceChange("input", name, name, name),), notes=(name,), inlined=(name,),
+                   original=original, states=(StateUpdate(name, name, "float16", ("batch", 4), name),))  # fmt: skip
 
 
 def timings(factor: float = 1.0) -> tuple[Timing, ...]:
@@ -99,13 +94,10 @@ def verified(name: str, difference: float | None = 0.001) -> VerifyReport:
 
 def all_pages(name: str) -> list[Html]:
     manifest = replace(sample_manifest(named(name), FileIdentity(name, 3, name)), created_by=name, backend=name)
-    return [
-        plan_page(name, named(name), 4, name),
-        inspect_page(EngineReport(f"folder/{name.replace('/', '_')}", manifest, None, name), [(name, name)]),
-        verify_page(name, verified(name)),
-        verify_page(name, verified(name, None)),
-        bench_page([(name, measured(name)), (name, measured(name, 2))]),
-    ]
+    return [plan_page(name, named(name), 4, name),
+            inspect_page(EngineReport(f"folder/{name.replace('/', '_')}", manifest, None, name), [(name, name)]),
+            verify_page(name, verified(name)), verify_page(name, verified(name, None)),
+            bench_page([(name, measured(name)), (name, measured(name, 2))])]  # fmt: skip
 
 
 def test_names_are_text() -> None:

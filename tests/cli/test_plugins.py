@@ -74,16 +74,12 @@ def test_it_lists_the_kernels_of_a_model(circular: Path, tmp_path: Path) -> None
     assert "choice" not in run(circular, "--kernel", "kvcache*").stdout
 
 
-@pytest.mark.parametrize(
-    ("model", "kernel"),
-    [
-        (scatter_model(dtype=TensorProto.INT8), "kvcache_padded_linear_one"),
-        (packed_model(mode="circular"), "kvcache_packed_circular_one"),
-        (quantized_model(TensorProto.FLOAT16), "kvcache_padded_circular_float16_to_int8_one"),
-        (quantized_model(TensorProto.FLOAT), "kvcache_padded_circular_float_to_int8_one"),
-    ],
-    ids=["int8", "packed", "float16 to int8", "float to int8"],
-)
+@pytest.mark.parametrize(("model", "kernel"),
+                         [(scatter_model(dtype=TensorProto.INT8), "kvcache_padded_linear_one"),
+                          (packed_model(mode="circular"), "kvcache_packed_circular_one"),
+                          (quantized_model(TensorProto.FLOAT16), "kvcache_padded_circular_float16_to_int8_one"),
+                          (quantized_model(TensorProto.FLOAT), "kvcache_padded_circular_float_to_int8_one")],
+                         ids=["int8", "packed", "float16 to int8", "float to int8"])  # fmt: skip
 def test_forms_and_types_choose_the_kernel(model: onnx.ModelProto, kernel: str, tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     assert listed(tmp_path / "model.onnx") == [kernel]

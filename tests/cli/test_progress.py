@@ -47,13 +47,8 @@ def test_phases_nest_and_count() -> None:
         done()
     assert listener() is None
     assert [(e.phase, e.parent, e.step, e.steps, e.finished) for e in heard] == [
-        ("outer", None, 0, 2, False),
-        ("inner", "outer", 0, 1, False),
-        ("of a child", "inner", 1, 3, False),
-        ("inner", "outer", 0, 1, True),
-        ("outer", None, 1, 2, False),
-        ("outer", None, 1, 2, True),
-    ]
+        ("outer", None, 0, 2, False), ("inner", "outer", 0, 1, False), ("of a child", "inner", 1, 3, False),
+        ("inner", "outer", 0, 1, True), ("outer", None, 1, 2, False), ("outer", None, 1, 2, True)]  # fmt: skip
 
 
 def test_nobody_hears_by_default() -> None:

@@ -137,10 +137,8 @@ REWRITE = ["rewrite", "MODEL", "-o", "OUT/model.onnx"]
 BUILD = ["build", "MODEL", "-o", "OUT/model.engine"]
 MOVED = "pathlib:Path.replace"
 """Gives files their names. A signal waits until all have them."""
-FILES = {
-    "rewrite": {"model.onnx", "model.onnx.data"},
-    "build": {"model.engine", "model.engine.json", "model.engine.proof"},
-}
+FILES = {"rewrite": {"model.onnx", "model.onnx.data"},
+         "build": {"model.engine", "model.engine.json", "model.engine.proof"}}  # fmt: skip
 MOMENTS = [
     (VERIFY, "trt_kvcache.importer.pipeline:load_source", "before"),
     (VERIFY, "trt_kvcache.compare.float32_copy:copied", "after"),
@@ -162,12 +160,8 @@ MOMENTS = [
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("command", "at", "when", "number"),
-    [
-        pytest.param(*moment, number, id=f"{moment[0][0]} {moment[1].rpartition(':')[2]} {moment[2]} {number.name}")
-        for moment in MOMENTS
-        for number in (ENDING if moment in MOMENTS[1::5] else [signal.SIGTERM])
-    ],
-)
+    [pytest.param(*moment, number, id=f"{moment[0][0]} {moment[1].rpartition(':')[2]} {moment[2]} {number.name}")
+     for moment in MOMENTS for number in (ENDING if moment in MOMENTS[1::5] else [signal.SIGTERM])])  # fmt: skip
 def test_all_is_left_or_nothing(
     command: list[str], at: str, when: str, number: signal.Signals, model: Path, tmp_path: Path
 ) -> None:
@@ -248,20 +242,10 @@ def test_an_extension_is_loaded_to_its_end(number: signal.Signals, tmp_path: Pat
 @pytest.mark.slow
 def test_nohup_is_respected(model: Path, tmp_path: Path) -> None:
     """Who starts a command with SIGHUP ignored wants it to go on."""
-    arguments = [
-        PAUSING.replace("sleep(60)", "sleep(1)"),
-        "trt_kvcache.cli.output:console",
-        "before",
-        "plan",
-        str(model),
-    ]
-    process = subprocess.Popen(
-        [sys.executable, "-c", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
-    )
+    arguments = [PAUSING.replace("sleep(60)", "sleep(1)"), "trt_kvcache.cli.output:console", "before", "plan",
+                 str(model)]  # fmt: skip
+    process = subprocess.Popen([sys.executable, "-c", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               text=True, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))  # fmt: skip
     wait_until_there(process)
     process.send_signal(signal.SIGHUP)
     process.communicate(timeout=30)

@@ -131,11 +131,9 @@ def _edits(
         keys, values = layer.get_input(1), layer.get_input(2)
         yield "keys and values", lambda: (attention.set_input(1, values), attention.set_input(2, keys))
     if node.op_type == "KV_CACHE_UPDATE":
-        others = [
-            other
-            for other in (network.get_layer(i) for i in range(network.num_layers))
-            if other.type == TRT.LayerType.KV_CACHE_UPDATE and other.name != layer.name
-        ]
+        others = [other
+                  for other in (network.get_layer(i) for i in range(network.num_layers))
+                  if other.type == TRT.LayerType.KV_CACHE_UPDATE and other.name != layer.name]  # fmt: skip
         if others:
             other = others[rng.integers(len(others))].get_input(1)
             yield "another update", lambda: layer.set_input(1, other)

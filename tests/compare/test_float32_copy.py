@@ -15,17 +15,12 @@ def test_a_transposed_matrix_is_stored_once(tmp_path, perm, external):
     """Two copies of a model share both forms of a matrix, and compute what NumPy computes."""
     table = np.random.default_rng(1).normal(size=(70, 70)).astype(np.float16)
     attributes = {} if perm is None else {"perm": perm}
-    graph = helper.make_graph(
-        [
-            helper.make_node("Gather", ["table", "ids"], ["x"]),
-            helper.make_node("Transpose", ["table"], ["head"], **attributes),
-            helper.make_node("MatMul", ["x", "head"], ["logits"]),
-        ],
-        "tied",
-        [helper.make_tensor_value_info("ids", TensorProto.INT64, [3])],
-        [helper.make_tensor_value_info("logits", TensorProto.FLOAT16, [3, 70])],
-        [numpy_helper.from_array(table, "table")],
-    )
+    graph = helper.make_graph([helper.make_node("Gather", ["table", "ids"], ["x"]),
+                               helper.make_node("Transpose", ["table"], ["head"], **attributes),
+                               helper.make_node("MatMul", ["x", "head"], ["logits"])], "tied",
+                              [helper.make_tensor_value_info("ids", TensorProto.INT64, [3])],
+                              [helper.make_tensor_value_info("logits", TensorProto.FLOAT16, [3, 70])],
+                              [numpy_helper.from_array(table, "table")])  # fmt: skip
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
     if external:
         onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="data", size_threshold=0)

@@ -211,10 +211,8 @@ def test_what_the_parser_drops_shows_in_numbers(attributes: dict[str, int], far:
     """TensorRT's parser drops `nonpad_kv_seqlen`, and takes causality from the first key on, without a word."""
     model = decoder_attention(dtype=TensorProto.FLOAT, **attributes)
     sizes = {"B": 2, "S": 1}
-    feeds = {
-        i.name: _floats(*[d.dim_value or sizes[d.dim_param] for d in i.type.tensor_type.shape.dim])
-        for i in model.graph.input
-    }
+    feeds = {i.name: _floats(*[d.dim_value or sizes[d.dim_param] for d in i.type.tensor_type.shape.dim])
+             for i in model.graph.input}  # fmt: skip
     feeds |= {"write_indices": _ints(4, 6), "nonpad_kv_seqlen": _ints(5, 7)}
     given, wanted = Network(_network(model), TRT).run(feeds), UnfusedSession(model).run(feeds)
     assert share_between(wanted["present_key"], given["present_key"]) == 0
@@ -257,14 +255,9 @@ def test_shares() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [
-        (
-            "optimum/llama",
-            r"TensorRT for RTX \S+ takes it, and is right within \de-07; it copies each cache in each step",
-        ),
-        ("mobius/llama_dynamic_f32", r"refused: TensorRT for RTX \S+ cannot parse .* Attention nodes with one output"),
-    ],
-)
+    [("optimum/llama", r"TensorRT for RTX \S+ takes it, and is right within \de-07; it copies each cache in each step"),
+     ("mobius/llama_dynamic_f32",
+      r"refused: TensorRT for RTX \S+ cannot parse .* Attention nodes with one output")])  # fmt: skip
 def test_what_the_parser_makes_of_an_export_as_it_is(name: str, words: str) -> None:
     text = parsed_as_exported(MODELS / name / "model.onnx", PlanOptions(capacity=64))
     assert re.match(words, text), text

@@ -36,11 +36,8 @@ def _model(kind: str, dtype: int) -> ModelProto:
     op, inputs, shape, attributes = KINDS[kind]
     rng, numpy_dtype = np.random.default_rng(0), helper.tensor_dtype_to_np_dtype(dtype)
     weight = numpy_helper.from_array(rng.normal(size=shape).astype(numpy_dtype), "w")
-    given = [
-        helper.make_tensor_value_info("x", dtype, [B, S, H]),
-        helper.make_tensor_value_info("row", dtype, [B, H]),
-        helper.make_tensor_value_info("ids", TensorProto.INT64, [B, S]),
-    ]
+    given = [helper.make_tensor_value_info("x", dtype, [B, S, H]), helper.make_tensor_value_info("row", dtype, [B, H]),
+             helper.make_tensor_value_info("ids", TensorProto.INT64, [B, S])]  # fmt: skip
     graph = helper.make_graph(
         [helper.make_node(op, inputs, ["y"], "node", **attributes)], "g", [v for v in given if v.name in inputs],
         [helper.make_tensor_value_info("y", dtype, None)], [weight],

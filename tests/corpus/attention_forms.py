@@ -36,11 +36,9 @@ def _last_rows(count: int) -> Any:
 
 def _chosen(g: Build, scores: str) -> str:
     """As torch.cond between scores and softmax is exported."""
-    branches = [
-        helper.make_graph([helper.make_node(op, [scores], [f"{scores}_{op}"])], op, [], [value])
-        for op in ("Neg", "Identity")
-        for value in [helper.make_tensor_value_info(f"{scores}_{op}", FLOAT, None)]
-    ]
+    branches = [helper.make_graph([helper.make_node(op, [scores], [f"{scores}_{op}"])], op, [], [value])
+                for op in ("Neg", "Identity")
+                for value in [helper.make_tensor_value_info(f"{scores}_{op}", FLOAT, None)]]  # fmt: skip
     choice = g.Greater(g.ReduceMax("input_ids", keepdims=0), 3)
     return g.If(choice, then_branch=branches[0], else_branch=branches[1])
 
@@ -77,11 +75,9 @@ def near_in_turns(g: Build, scores: str) -> str:
     return g.Where(g.to_scores(far), g.number(-1e4), scores)
 
 
-SINKS: dict[str, dict[str, Any]] = {
-    "own mask, added": {"sinks": "weight", "mask": "own", "own_type": np.float32},
-    "windows in turns": {"sinks": "weight", "layers": 2, "scores": near_in_turns},
-    "of the length": {"masked": _of_length, "weights": without_sinks},
-}
+SINKS: dict[str, dict[str, Any]] = {"own mask, added": {"sinks": "weight", "mask": "own", "own_type": np.float32},
+                                    "windows in turns": {"sinks": "weight", "layers": 2, "scores": near_in_turns},
+                                    "of the length": {"masked": _of_length, "weights": without_sinks}}  # fmt: skip
 
 # Biases that grow with each key, as exporters write ALiBi.
 
@@ -121,11 +117,8 @@ def added(make: Callable[[Build], str]) -> Callable[[Build, str], str]:
 
 ALIBI: dict[str, dict[str, Any]] = {
     "counted": {"scores": added(counted), "mask": "padding"},
-    "distance": {"scores": added(distance), "mask": "padding"},
-    "a window": {"scores": added(counted), "window": 5},
-    "squares": {"scores": added(squares)},
-    "one key off at one length": {"scores": added(one_key_off)},
-}
+    "distance": {"scores": added(distance), "mask": "padding"}, "a window": {"scores": added(counted), "window": 5},
+    "squares": {"scores": added(squares)}, "one key off at one length": {"scores": added(one_key_off)}}  # fmt: skip
 
 # Products in float32 over caches of float16, as where queries are too large for it.
 
@@ -296,15 +289,12 @@ def debugged(g: Build, x: str) -> str:
     return x
 
 
-LATENT: dict[str, dict[str, Any]] = {
-    "plain": {"attend": Latent()},
-    "norm": {"attend": Latent(norm=True)},
-    "own mask": {"attend": Latent(), "mask": "own"},
-    "weights of 8 bits": {"attend": Latent(quantized=True)},
-    "mean over rows, keys": {"attend": Latent(keys=mean_over_rows)},
-    "by the tokens, keys": {"attend": Latent(keys=by_the_tokens)},
-    "debugged": {"attend": Latent(), "after": debugged},
-}
+LATENT: dict[str, dict[str, Any]] = {"plain": {"attend": Latent()}, "norm": {"attend": Latent(norm=True)},
+                                     "own mask": {"attend": Latent(), "mask": "own"},
+                                     "weights of 8 bits": {"attend": Latent(quantized=True)},
+                                     "mean over rows, keys": {"attend": Latent(keys=mean_over_rows)},
+                                     "by the tokens, keys": {"attend": Latent(keys=by_the_tokens)},
+                                     "debugged": {"attend": Latent(), "after": debugged}}  # fmt: skip
 
 
 def entries() -> Iterator[Entry]:

@@ -61,12 +61,10 @@ def _nvfp4(values: Array, name: str, x: str, kind: int) -> tuple[list[TensorProt
     numbers = (blocks / wide[..., None]).astype(FP4)
     floats = (numbers.astype(np.float32) * wide[..., None]).reshape(values.shape).astype(values.dtype)
     bits = numbers.reshape(-1).view(np.uint8)
-    tensors = [
-        _raw(f"{name}_f4", TensorProto.FLOAT4E2M1, values.shape, bits[::2] | bits[1::2] << 4),
-        _raw(f"{name}_f8", TensorProto.FLOAT8E4M3FN, scales.shape, scales.view(np.uint8)),
-        numpy_helper.from_array(np.float32(whole), f"{name}_whole"),
-        numpy_helper.from_array(np.float32(0.01), f"{name}_step"),
-    ]
+    tensors = [_raw(f"{name}_f4", TensorProto.FLOAT4E2M1, values.shape, bits[::2] | bits[1::2] << 4),
+               _raw(f"{name}_f8", TensorProto.FLOAT8E4M3FN, scales.shape, scales.view(np.uint8)),
+               numpy_helper.from_array(np.float32(whole), f"{name}_whole"),
+               numpy_helper.from_array(np.float32(0.01), f"{name}_step")]  # fmt: skip
     n = f"{name}_"
     sizes = {"axis": -1, "block_size": 16}
     nodes = [
@@ -91,10 +89,8 @@ def _mxfp8(values: Array, name: str, x: str, kind: int) -> tuple[list[TensorProt
     numbers = (blocks / wide[..., None]).astype(FP8)
     floats = (numbers.astype(np.float32) * wide[..., None]).reshape(values.shape).astype(values.dtype)
     n = f"{name}_"
-    tensors = [
-        _raw(f"{n}f8", TensorProto.FLOAT8E4M3FN, values.shape, numbers.view(np.uint8)),
-        _raw(f"{n}e8", TensorProto.UINT8, exponents.shape, (exponents + 127).astype(np.uint8)),
-    ]
+    tensors = [_raw(f"{n}f8", TensorProto.FLOAT8E4M3FN, values.shape, numbers.view(np.uint8)),
+               _raw(f"{n}e8", TensorProto.UINT8, exponents.shape, (exponents + 127).astype(np.uint8))]  # fmt: skip
     sizes: dict[str, Any] = {"axis": -1, "block_size": 32, "domain": "trt"}
     dequantize = "TRT_MXFP8DequantizeLinear"
     nodes = [

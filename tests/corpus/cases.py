@@ -19,13 +19,8 @@ from scan_graphs import decoder as scanning_decoder
 from corpus import Entry, built
 from trt_kvcache.importer.plan import AttentionKind, PhysicalLayout, Route
 
-FLOAT, HALF, BF16, BOOL, INT64 = (
-    TensorProto.FLOAT,
-    TensorProto.FLOAT16,
-    TensorProto.BFLOAT16,
-    TensorProto.BOOL,
-    TensorProto.INT64,
-)
+FLOAT, HALF, BF16, BOOL, INT64 = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.BOOL,
+                                  TensorProto.INT64)  # fmt: skip
 CACHE: tuple[Dim, ...] = ("B", 2, 16, 8)
 """The cache of most cases: two heads, capacity 16, head size 8."""
 NO_KERNEL = "Attention operation was not supported by a dedicated kernel"

@@ -249,12 +249,9 @@ def _from_present(g: Build) -> str:
     return g.Unsqueeze(rows, [0])
 
 
-POSITIONS: dict[str, Callable[[Build], str]] = {
-    "input": lambda g: g.position_ids,
-    "past": lambda g: g.Transpose(g.query_rows, perm=[1, 0]),
-    "padding": _from_padding,
-    "present": _from_present,
-}
+POSITIONS: dict[str, Callable[[Build], str]] = {"input": lambda g: g.position_ids,
+                                                "past": lambda g: g.Transpose(g.query_rows, perm=[1, 0]),
+                                                "padding": _from_padding, "present": _from_present}  # fmt: skip
 
 
 def _layer(g: Build, x: str) -> str:
@@ -417,12 +414,8 @@ def _by_buffer(g: Build) -> str:
     return g.Slice(rows, [0], total, [3])
 
 
-MASKS: dict[str, Callable[[Build], str]] = {
-    "past": _by_past,
-    "padding": _by_padding,
-    "positions": _by_positions,
-    "buffer": _by_buffer,
-}
+MASKS: dict[str, Callable[[Build], str]] = {"past": _by_past, "padding": _by_padding, "positions": _by_positions,
+                                            "buffer": _by_buffer}  # fmt: skip
 
 
 def entries() -> Iterator[Entry]:

@@ -125,15 +125,13 @@ def attention_model(
     def shape(n: int, length: Dim, size: int) -> list[Dim]:
         return [batch, n, length, size] if rank == 4 else [batch, length, n * size]
 
-    inputs = [
-        graph.input("Q", dtype, shape(heads, queries, head_size)),
-        graph.input("K", dtype, shape(kv_heads, keys, head_size)),
-        graph.input("V", dtype, shape(kv_heads, keys, value_head_size)),
-        graph.input("mask", mask_dtype, mask) if mask is not None else "",
-        graph.input("past_key", dtype, [batch, kv_heads, past, head_size]) if past is not None else "",
-        graph.input("past_value", dtype, [batch, kv_heads, past, value_head_size]) if past is not None else "",
-        graph.input("nonpad", TensorProto.INT64, [batch]) if nonpad else "",
-    ]
+    inputs = [graph.input("Q", dtype, shape(heads, queries, head_size)),
+              graph.input("K", dtype, shape(kv_heads, keys, head_size)),
+              graph.input("V", dtype, shape(kv_heads, keys, value_head_size)),
+              graph.input("mask", mask_dtype, mask) if mask is not None else "",
+              graph.input("past_key", dtype, [batch, kv_heads, past, head_size]) if past is not None else "",
+              graph.input("past_value", dtype, [batch, kv_heads, past, value_head_size]) if past is not None else "",
+              graph.input("nonpad", TensorProto.INT64, [batch]) if nonpad else ""]  # fmt: skip
     while not inputs[-1]:
         inputs.pop()
     if rank == 3:

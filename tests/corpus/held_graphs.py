@@ -90,13 +90,11 @@ def third(graph: Graph, keys: str, queries: str) -> str:
 
 
 MASKS: dict[str, Callable[[Graph, Any], str]] = {
-    "padding": padding,
-    "causal, added": lambda graph, dtype: compared(graph, before, dtype),
+    "padding": padding, "causal, added": lambda graph, dtype: compared(graph, before, dtype),
     "window": lambda graph, dtype: compared(graph, in_window),
     "near, added": lambda graph, dtype: compared(graph, near, dtype),
     "third": lambda graph, dtype: compared(graph, third),
-    "bias": lambda graph, dtype: compared(graph, in_window, dtype, -2.0),
-}
+    "bias": lambda graph, dtype: compared(graph, in_window, dtype, -2.0)}  # fmt: skip
 
 
 def grouped(

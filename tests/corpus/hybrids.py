@@ -214,11 +214,8 @@ def encoder_constants(kind: str, mask: str, length: int, seed: int) -> dict[str,
     hidden = rng.normal(0, 1, (1, length, WIDTH)).astype(np.float32)
     given: dict[str, Array] = {"encoder_hidden_states": hidden}
     if kind == "keys":
-        given = {
-            f"past_key_values.{layer}.encoder.{part}": _heads(hidden[0] @ w[f"{cross}.{part[0]}"])[None]
-            for layer, cross in (("a", "c"), ("b", "d"))
-            for part in ("key", "value")
-        }
+        given = {f"past_key_values.{layer}.encoder.{part}": _heads(hidden[0] @ w[f"{cross}.{part[0]}"])[None]
+                 for layer, cross in (("a", "c"), ("b", "d")) for part in ("key", "value")}  # fmt: skip
     heard = np.arange(length) < max(1, length - length // 3)
     if mask == "ones":
         given["encoder_attention_mask"] = heard[None].astype(np.int64)

@@ -120,11 +120,8 @@ def merged(*, swapped: bool = False, both_cached: bool = False) -> onnx.ModelPro
     shape = ["batch", CONFIG.kv_heads, "encoder", CONFIG.head_size]
     for body, source in ((cached, numpy_helper.from_array(np.zeros((0, 2, 1, 8), np.float32))), (first, None)):
         name = f"{body.name}cross"
-        made = (
-            helper.make_node("Constant", [], [name], value=source)
-            if source is not None
-            else helper.make_node("Unsqueeze", ["extra", "axes"], [name])
-        )
+        made = (helper.make_node("Constant", [], [name], value=source)
+                if source is not None else helper.make_node("Unsqueeze", ["extra", "axes"], [name]))  # fmt: skip
         body.node.append(made)
         body.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, None))
     outputs = [o.name for o in model.graph.output] + ["present.0.cross"]

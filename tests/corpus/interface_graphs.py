@@ -124,15 +124,11 @@ def _two_token_inputs(d: Decoder, first: str, second: str) -> Decoder:
 
 
 GRAPHS: dict[str, Callable[[Decoder], Decoder]] = {
-    "plain": lambda d: d.finish(d.embed(d.ids())),
-    "an index with an offset": _offset_index,
+    "plain": lambda d: d.finish(d.embed(d.ids())), "an index with an offset": _offset_index,
     "embeddings instead of tokens": lambda d: d.finish(d.input("x", FLOAT, [B, S, HIDDEN])),
-    "a block without logits": _block,
-    "a padding mask that becomes a bias": _padding,
-    "positions compared with keys": _compared,
-    "names, where the graph says nothing": _names_alone,
-    "two token inputs": partial(_two_token_inputs, first="a", second="input_ids"),
-}
+    "a block without logits": _block, "a padding mask that becomes a bias": _padding,
+    "positions compared with keys": _compared, "names, where the graph says nothing": _names_alone,
+    "two token inputs": partial(_two_token_inputs, first="a", second="input_ids")}  # fmt: skip
 MASKS: tuple[tuple[Dim, ...], ...] = ((B, 1, S, CAPACITY), (S, "past + new"), (B, 1, S, B), (B, 1, B, CAPACITY))
 
 
@@ -179,11 +175,9 @@ def text(inputs: str, outputs: str, nodes: str) -> onnx.ModelProto:
 
 def beside(length: str = "L") -> onnx.ModelProto:
     """Another tensor is as long as the caches, whatever their length is called."""
-    return text(
-        f"float[batch,{length},8] past, float[batch,S,8] update, float[batch,L] beside",
-        f"float[batch,{length},8] present, float[batch,L] beside_out",
-        "present = TensorScatter <axis = 1> (past, update)  beside_out = Neg (beside)",
-    )
+    return text(f"float[batch,{length},8] past, float[batch,S,8] update, float[batch,L] beside",
+                f"float[batch,{length},8] present, float[batch,L] beside_out",
+                "present = TensorScatter <axis = 1> (past, update)  beside_out = Neg (beside)")  # fmt: skip
 
 
 def unused_outputs(opset: int = 24) -> onnx.ModelProto:

@@ -173,9 +173,7 @@ def entries() -> Iterator[Entry]:
     yield from built("layers", MODELS | CRASHES)
     yield from built("layers, functional", {"circular, S": MODELS["circular, S"]}, fallback="functional")
     yield from built("layers, no span", CRASHES, attention_span=False)
-    other = {
-        f"{TensorProto.DataType.Name(dtype)}, {name}": partial(shared, 3, caches=True, query=True, dtype=dtype, **how)
-        for dtype in (FLOAT, BF16)
-        for name, how in (("alike", {}), ("in two ways", {"softcap": 1}))
-    }
+    other = {f"{TensorProto.DataType.Name(dtype)}, {name}": partial(
+        shared, 3, caches=True, query=True, dtype=dtype, **how)
+             for dtype in (FLOAT, BF16) for name, how in (("alike", {}), ("in two ways", {"softcap": 1}))}  # fmt: skip
     yield from built("layers", other)

@@ -80,15 +80,12 @@ def own(g: Build) -> str:
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    **{f"window of {n}": {"mask": "padding", "window": n} for n in (1, 24)},
-    "hidden by -inf": {"lowest": -np.inf},
+    **{f"window of {n}": {"mask": "padding", "window": n} for n in (1, 24)}, "hidden by -inf": {"lowest": -np.inf},
     "own, added, float16, upcast": {"mask": "own", "own_type": np.float32, "dtype": np.float16, "upcast": True},
-    "heads with different masks": {"mask": by_head},
-    "even bias": {"scores": even_bias},
+    "heads with different masks": {"mask": by_head}, "even bias": {"scores": even_bias},
     "own and causal": {"mask": lambda g: g.And(own(g), g.to_scores(g.causal()))},
     "own turned round": {"mask": lambda g: g.Not(own(g))},
-    **{mask.__name__: {"mask": lambda g, mask=mask: g.to_scores(mask(g))} for mask in LOOK_ALIKES},
-}
+    **{mask.__name__: {"mask": lambda g, mask=mask: g.to_scores(mask(g))} for mask in LOOK_ALIKES}}  # fmt: skip
 
 
 def entries() -> Iterator[Entry]:

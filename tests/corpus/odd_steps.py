@@ -28,15 +28,11 @@ def both(one: Odd, other: Odd) -> Odd:
     return lambda g: g.And(one(g), other(g))
 
 
-ODD: dict[str, Odd] = {
-    "P": equal("past", 17),
-    "T": equal("all", 23),
-    "P and S": both(equal("past", 9), equal("length", 4)),
-    "P and T": both(equal("past", 19), equal("all", 30)),
-    "long after some": both(above("length", 11), above("past", 6)),
-    "S": equal("length", 7),
-    "long": above("length", 40),
-}
+ODD: dict[str, Odd] = {"P": equal("past", 17), "T": equal("all", 23),
+                       "P and S": both(equal("past", 9), equal("length", 4)),
+                       "P and T": both(equal("past", 19), equal("all", 30)),
+                       "long after some": both(above("length", 11), above("past", 6)), "S": equal("length", 7),
+                       "long": above("length", 40)}  # fmt: skip
 
 
 def choose(g: Build, odd: Odd, here: float, elsewhere: float) -> str:
@@ -131,14 +127,10 @@ def guarded(odd: Odd) -> dict[str, Any]:
 
 
 FORMS: dict[str, Callable[[Odd], dict[str, Any]]] = {
-    "mask": masked,
-    "factor": scaled,
-    "positions": shifted,
-    **{f"lowest, {form}": seen(form) for form in ("visible", "Max")},
-    "own mask": own_scaled,
+    "mask": masked, "factor": scaled, "positions": shifted,
+    **{f"lowest, {form}": seen(form) for form in ("visible", "Max")}, "own mask": own_scaled,
     **{f"{how} of {which}": read(which, how) for how in ("heads", "channels", "rows") for which in ("keys", "values")},
-    "guard": guarded,
-}
+    "guard": guarded}  # fmt: skip
 BY_STEP_ALONE = ("positions", "guard")
 """Tensors that depend on S alone may stay in the graph here."""
 
@@ -168,12 +160,9 @@ def counting(at: int) -> dict[str, Any]:
 
 
 def entries() -> Iterator[Entry]:
-    forms = {
-        f"{form}, {name}": make(odd)
-        for form, make in FORMS.items()
-        for name, odd in ODD.items()
-        if form not in BY_STEP_ALONE or name not in ("S", "long")
-    }
+    forms = {f"{form}, {name}": make(odd)
+             for form, make in FORMS.items()
+             for name, odd in ODD.items() if form not in BY_STEP_ALONE or name not in ("S", "long")}  # fmt: skip
     yield from decoders("odd", forms, capacity=60)
     yield from decoders("odd", {f"cancels at {n}": cancelling(n) for n in (0, 3, 10)}, capacity=60)
     yield from decoders("odd", {f"counts at {n}": counting(n) for n in (0, 7, 39)}, capacity=40)

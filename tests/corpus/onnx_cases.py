@@ -74,16 +74,10 @@ def node_cases() -> tuple[tuple[NodeCase, ...], tuple[str, ...]]:
             continue
         ((inputs, outputs),) = case.data_sets
         graph = case.model.graph
-        kept.append(
-            NodeCase(
-                name,
-                case.model,
-                {value.name: _array(array) for value, array in zip(graph.input, inputs, strict=True)},
-                {value.name: _array(array) for value, array in zip(graph.output, outputs, strict=True)},
-                case.rtol,
-                case.atol,
-            )
-        )
+        kept.append(NodeCase(name, case.model,
+                             {value.name: _array(array) for value, array in zip(graph.input, inputs, strict=True)},
+                             {value.name: _array(array) for value, array in zip(graph.output, outputs, strict=True)},
+                             case.rtol, case.atol))  # fmt: skip
     return tuple(kept), tuple(left_out)
 
 

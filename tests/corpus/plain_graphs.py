@@ -310,14 +310,10 @@ class _Maker(Graph):
 
     def shape_of(self, layout: str, heads: int, size: int, tokens: Dim) -> tuple[list[Dim], int]:
         batch = self.batch
-        return {
-            "bnsh": ([batch, heads, tokens, size], 2),
-            "bsnh": ([batch, tokens, heads, size], 1),
-            "bsd": ([batch, tokens, heads * size], 1),
-            "bnhs": ([batch, heads, size, tokens], 3),
-            "b1nsh": ([batch, 1, heads, tokens, size], 3),
-            "bnsxy": ([batch, heads, tokens, size // 2, 2], 2),
-        }[layout]
+        return {"bnsh": ([batch, heads, tokens, size], 2), "bsnh": ([batch, tokens, heads, size], 1),
+                "bsd": ([batch, tokens, heads * size], 1), "bnhs": ([batch, heads, size, tokens], 3),
+                "b1nsh": ([batch, 1, heads, tokens, size], 3),
+                "bnsxy": ([batch, heads, tokens, size // 2, 2], 2)}[layout]  # fmt: skip
 
     def project(self, x: str, heads: int, size: int) -> str:
         """``[B, S, heads * size]``"""
@@ -553,21 +549,14 @@ class _Maker(Graph):
                 opset.domain = "ai.onnx"
             for node in model.graph.node:
                 node.domain = rng.choice(("", "ai.onnx"))
-        options = PlanOptions(
-            target=self.target,
-            capacity=self.capacity if self.open_capacity else None,
-            cache_layout=rng.choice((CacheLayout.AUTO, CacheLayout.AUTO, CacheLayout.PRESERVE)),
-            attention_span=rng.random() < 0.75,
-            fallback=rng.choice((Fallback.AUTO, Fallback.AUTO, Fallback.FUNCTIONAL, Fallback.CONTRACT)),
-            sliding=self.sliding,
-            window_chunk=self.chunk,
-            logits=rng.choice((LogitPositions.LAST, LogitPositions.ALL)),
-        )
-        room = (
-            min(self.keys, self.capacity - self.short_mask)
-            if self.lengths != "none" or self.mask != "none"
-            else self.capacity
-        )
+        options = PlanOptions(target=self.target, capacity=self.capacity if self.open_capacity else None,
+                              cache_layout=rng.choice((CacheLayout.AUTO, CacheLayout.AUTO, CacheLayout.PRESERVE)),
+                              attention_span=rng.random() < 0.75,
+                              fallback=rng.choice((Fallback.AUTO, Fallback.AUTO, Fallback.FUNCTIONAL,
+                                                   Fallback.CONTRACT)), sliding=self.sliding, window_chunk=self.chunk,
+                              logits=rng.choice((LogitPositions.LAST, LogitPositions.ALL)))  # fmt: skip
+        room = (min(self.keys, self.capacity - self.short_mask)
+                if self.lengths != "none" or self.mask != "none" else self.capacity)  # fmt: skip
         return Plain(
             seed=self.seed, odd=self.odd, model=model, options=options, parts=self.parts, masks=self.masks,
             axes=self.axes, presents=self.presents, capacity=self.capacity,
@@ -626,10 +615,8 @@ def rows_from(op: str) -> onnx.ModelProto:
         nodes = [helper.make_node("Min", ["write_indices", "bound"], ["rows"], "bounded")]
     else:
         graph.input.remove(next(v for v in graph.input if v.name == "write_indices"))
-        nodes = [
-            helper.make_node("Shape", ["input_ids"], ["new"], start=1, end=2),
-            helper.make_node("Sub", ["nonpad_kv_seqlen", "new"], ["rows"]),
-        ]
+        nodes = [helper.make_node("Shape", ["input_ids"], ["new"], start=1, end=2),
+                 helper.make_node("Sub", ["nonpad_kv_seqlen", "new"], ["rows"])]  # fmt: skip
     for node in graph.node:
         if node.op_type == "TensorScatter":
             node.input[2] = "rows"

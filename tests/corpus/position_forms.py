@@ -50,21 +50,15 @@ def looked_up(index: Index, rows: int = ROWS) -> Callable[[Build, str], str]:
     return after
 
 
-FOUND: dict[str, Index] = {
-    "one for all": counted,
-    "beside pads": lambda g: beside_pads(g, g.past),
-    "beside pads, from 3": lambda g: beside_pads(g, g.Add(g.past, g.constant(3)), offset=0),
-    "pads taken off": lambda g: g.Sub(g.Add(g.past, g.CumSum(real(g, TensorProto.INT64), 1)), 1),
-    "given, from 2": lambda g: g.Add(g.position_ids, g.constant(2)),
-}
-LOOK_ALIKES: dict[str, Index] = {
-    "an offset in long texts": lambda g: g.Add(
-        front(g, counted(g)), g.Cast(g.Greater(g.past, 9), to=TensorProto.INT64)
-    ),
-    "an offset by the batch": lambda g: g.Add(counted(g), g.size_of(g.tokens, 0)),
-    "one before": lambda g: counted(g, -1),
-    "pads of the whole batch": lambda g: beside_pads(g, g.past, axis=0),
-}
+FOUND: dict[str, Index] = {"one for all": counted, "beside pads": lambda g: beside_pads(g, g.past),
+                           "beside pads, from 3": lambda g: beside_pads(g, g.Add(g.past, g.constant(3)), offset=0),
+                           "pads taken off": lambda g: g.Sub(g.Add(g.past, g.CumSum(real(g, TensorProto.INT64), 1)), 1),
+                           "given, from 2": lambda g: g.Add(g.position_ids, g.constant(2))}  # fmt: skip
+LOOK_ALIKES: dict[str, Index] = {"an offset in long texts": lambda g: g.Add(
+    front(g, counted(g)), g.Cast(g.Greater(g.past, 9), to=TensorProto.INT64)),
+                                 "an offset by the batch": lambda g: g.Add(counted(g), g.size_of(g.tokens, 0)),
+                                 "one before": lambda g: counted(g, -1),
+                                 "pads of the whole batch": lambda g: beside_pads(g, g.past, axis=0)}  # fmt: skip
 
 
 def summed(g: Build, x: str, found: str) -> str:
@@ -103,10 +97,8 @@ def mask_shown(g: Build, x: str) -> str:
     return x
 
 
-LENGTHS: dict[str, dict[str, Any]] = {
-    "long factors": {"mask": "padding", "after": other_frequencies_in_long_texts},
-    "mask shown": {"after": mask_shown},
-}
+LENGTHS: dict[str, dict[str, Any]] = {"long factors": {"mask": "padding", "after": other_frequencies_in_long_texts},
+                                      "mask shown": {"after": mask_shown}}  # fmt: skip
 
 # Several planes for each token (M-RoPE).
 
@@ -140,11 +132,9 @@ def mask_by_the_last_plane(g: Build) -> str:
     return g.LessOrEqual(g.key_rows, queries)
 
 
-MROPE: dict[str, dict[str, Any]] = {
-    **{f"batch of {n}": {"after": planar([PLANES, n, "sequence"]), "batch": n} for n in (1, 3)},
-    "tables": {"after": _looked_up},
-    "a mask by the last": {"mask": mask_by_the_last_plane},
-}
+MROPE: dict[str, dict[str, Any]] = {**{f"batch of {n}": {"after": planar([PLANES, n, "sequence"]), "batch": n}
+                                       for n in (1, 3)}, "tables": {"after": _looked_up},
+                                    "a mask by the last": {"mask": mask_by_the_last_plane}}  # fmt: skip
 
 
 def entries() -> Iterator[Entry]:
@@ -153,11 +143,8 @@ def entries() -> Iterator[Entry]:
     found["one for all, batch of 1"] = {**found["one for all"], "batch": 1}
     found["one for all, one token"] = {**found["one for all"], "sequence": 1}
     found["beside pads, 25 rows"] = {"after": looked_up(FOUND["beside pads"], 25)}
-    found |= {
-        "rows of heads": with_rows(of_heads),
-        "rows summed": with_rows(summed),
-        "rows of steps": with_rows(of_steps),
-    }
+    found |= {"rows of heads": with_rows(of_heads), "rows summed": with_rows(summed),
+              "rows of steps": with_rows(of_steps)}  # fmt: skip
     yield from decoders("positions", {name: {"positions": "none", **how} for name, how in found.items()})
     yield from decoders("lengths", LENGTHS)
     yield from decoders("planes", {n: {"positions": "none", **how} for n, how in MROPE.items()})

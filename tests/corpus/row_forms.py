@@ -79,17 +79,12 @@ def _ends(g: Build, layer: int) -> tuple[str, str]:
     return held, g.Add(held, g.length)
 
 
-CUTS: dict[str, Cut] = {
-    "plain": Cut(),
-    "twice": Cut(twice=True),
-    "a window of two": Cut(kept=(1,), window=(2,)),
-    "windows of their own": Cut(kept=(7, 4), window=(8, 5)),
-    "cut last": Cut(kept=(0, 7), window=(0, 8)),
-    "fewer kept than the capacity, padding": Cut(kept=(12,), window=(5,), padded=True),
-    "fewer kept than seen": Cut(kept=(5,)),
-    "no window": Cut(window=(0,)),
-    "positions counted from rows that are kept": Cut(counted=True),
-}
+CUTS: dict[str, Cut] = {"plain": Cut(), "twice": Cut(twice=True), "a window of two": Cut(kept=(1,), window=(2,)),
+                        "windows of their own": Cut(kept=(7, 4), window=(8, 5)),
+                        "cut last": Cut(kept=(0, 7), window=(0, 8)),
+                        "fewer kept than the capacity, padding": Cut(kept=(12,), window=(5,), padded=True),
+                        "fewer kept than seen": Cut(kept=(5,)), "no window": Cut(window=(0,)),
+                        "positions counted from rows that are kept": Cut(counted=True)}  # fmt: skip
 
 # Fixed caches of which old rows are shifted out.
 
@@ -143,15 +138,9 @@ class Shifted:
 
 
 SHIFTED: dict[str, Shifted] = {
-    "cat": Shifted(),
-    "cat, one token": Shifted(length=1),
-    "cat bnds": Shifted(layout="bnds"),
-    "cut": Shifted("cut"),
-    "counted": Shifted(mask="counted"),
-    "oldest": Shifted("oldest"),
-    "read whole": Shifted("whole", mask="none", length=1),
-    "late": Shifted(mask="late"),
-}
+    "cat": Shifted(), "cat, one token": Shifted(length=1), "cat bnds": Shifted(layout="bnds"), "cut": Shifted("cut"),
+    "counted": Shifted(mask="counted"), "oldest": Shifted("oldest"),
+    "read whole": Shifted("whole", mask="none", length=1), "late": Shifted(mask="late")}  # fmt: skip
 
 # Rings: ``cache[:, :, pos % L] = new``.
 

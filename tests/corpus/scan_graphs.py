@@ -13,13 +13,10 @@ from corpus import Entry, built
 
 HEADS, SIZE = 2, 16
 STEPS = {"B": (1, 1, 1), "S": (1, 4, 4)}
-REPEATS: dict[str, tuple[str, list[int]]] = {
-    "Tile": ("Tile", [1, 1, 2, 1, 1]),
-    "Expand": ("Expand", [1, 1, 2, 1, 1]),
-    "Tile of two axes": ("Tile", [1, 2, 3, 1, 1]),
-    "Tile of nothing": ("Tile", [1, 1, 1, 1, 1]),
-    "Expand of nothing": ("Expand", [1, 2, 1, 1, 16]),
-}
+REPEATS: dict[str, tuple[str, list[int]]] = {"Tile": ("Tile", [1, 1, 2, 1, 1]), "Expand": ("Expand", [1, 1, 2, 1, 1]),
+                                             "Tile of two axes": ("Tile", [1, 2, 3, 1, 1]),
+                                             "Tile of nothing": ("Tile", [1, 1, 1, 1, 1]),
+                                             "Expand of nothing": ("Expand", [1, 2, 1, 1, 16])}  # fmt: skip
 
 
 def scan(repeat: str, length: int | str = "S", *, cached: bool = False) -> onnx.ModelProto:

@@ -153,10 +153,8 @@ class _Maker(Graph):
         if rng.random() < 0.5:
             options = PlanOptions(
                 target=rng.choice((Target.TENSORRT_RTX, Target.TENSORRT)),
-                cache_layout=rng.choice((CacheLayout.AUTO, CacheLayout.PRESERVE)),
-                attention_span=rng.random() < 0.75,
-                fallback=rng.choice((Fallback.AUTO, Fallback.FUNCTIONAL, Fallback.CONTRACT)),
-            )
+                cache_layout=rng.choice((CacheLayout.AUTO, CacheLayout.PRESERVE)), attention_span=rng.random() < 0.75,
+                fallback=rng.choice((Fallback.AUTO, Fallback.FUNCTIONAL, Fallback.CONTRACT)))  # fmt: skip
         return Plain(
             seed=self.seed, odd=tuple(dict.fromkeys(v for views in self.views for v in views)),
             model=self.model(rng.choice((24, 24, 25))), options=options, parts=self.parts, masks={}, axes=self.axes,

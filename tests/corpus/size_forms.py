@@ -64,11 +64,9 @@ def chosen(g: Build, x: str) -> str:
     return g.Mul(x, factors)
 
 
-SIZES: dict[str, Change] = {
-    "tokens": count_of(lambda g, _: g.tokens),
-    "more rows": count_of(ones(below(25, lambda g, _: g.all))),
-    "encoder, 7": of_an_encoder,
-}
+SIZES: dict[str, Change] = {"tokens": count_of(lambda g, _: g.tokens),
+                            "more rows": count_of(ones(below(25, lambda g, _: g.all))),
+                            "encoder, 7": of_an_encoder}  # fmt: skip
 
 # Sequences that depend on each other.
 
@@ -92,10 +90,8 @@ def roll(g: Build, x: str) -> str:
     return g.node("Concat", parts, axis=0)
 
 
-BATCH: dict[str, Change] = {
-    **{f.__name__: f for f in (by_the_longest, by_a_row_of_a_table, roll)},
-    "softmax": lambda g, x: g.Softmax(x, axis=0),
-}
+BATCH: dict[str, Change] = {**{f.__name__: f for f in (by_the_longest, by_a_row_of_a_table, roll)},
+                            "softmax": lambda g, x: g.Softmax(x, axis=0)}  # fmt: skip
 
 
 def entries() -> Iterator[Entry]:

@@ -227,11 +227,8 @@ class _Build(Graph):
 def _layout(s: Spelling) -> tuple[list[Dim], int]:
     """Shape and row axis of a past."""
     n, d = s.kv_heads, s.size
-    return {
-        "bnpd": (["batch", n, "past", d], 2),
-        "bpnd": (["batch", "past", n, d], 1),
-        "flat": (["batch", "past", n * d], 1),
-    }[s.spelled["layout"]]
+    return {"bnpd": (["batch", n, "past", d], 2), "bpnd": (["batch", "past", n, d], 1),
+            "flat": (["batch", "past", n * d], 1)}[s.spelled["layout"]]  # fmt: skip
 
 
 def make(s: Spelling) -> onnx.ModelProto:

@@ -64,26 +64,19 @@ def cut_vocabulary(t: Tail) -> str:
 
 
 CUT: dict[str, Callable[[Tail], str]] = {
-    "plain": lambda t: t.head(t.x),
-    "bias": lambda t: t.Add(t.head(t.x), t.random(VOCABULARY)),
-    "scaled": lambda t: t.Mul(t.head(t.x), t.f([[[0.25]]])),
-    "softcap": lambda t: t.Tanh(t.Div(t.head(t.x), t.f(7.0))),
+    "plain": lambda t: t.head(t.x), "bias": lambda t: t.Add(t.head(t.x), t.random(VOCABULARY)),
+    "scaled": lambda t: t.Mul(t.head(t.x), t.f([[[0.25]]])), "softcap": lambda t: t.Tanh(t.Div(t.head(t.x), t.f(7.0))),
     "probabilities": lambda t: t.LogSoftmax(t.head(t.x), axis=-1),
-    "two layers": lambda t: t.head(t.Gelu(t.MatMul(t.x, t.random(WIDTH, WIDTH)))),
-    "tied": tied,
-    "cut vocabulary": cut_vocabulary,
-    "from the left": from_the_left,
-}
+    "two layers": lambda t: t.head(t.Gelu(t.MatMul(t.x, t.random(WIDTH, WIDTH)))), "tied": tied,
+    "cut vocabulary": cut_vocabulary, "from the left": from_the_left}  # fmt: skip
 
 
 def mean_of_positions(t: Tail, x: str) -> str:
     return t.Sub(x, t.ReduceMean(x, [1]))
 
 
-MIXING: dict[str, Callable[[Tail, str], str]] = {
-    "cumulative": lambda t, x: t.CumSum(x, 1),
-    "mean of positions": mean_of_positions,
-}
+MIXING: dict[str, Callable[[Tail, str], str]] = {"cumulative": lambda t, x: t.CumSum(x, 1),
+                                                 "mean of positions": mean_of_positions}  # fmt: skip
 
 
 def cut(build: Callable[[Tail], str]) -> ModelProto:

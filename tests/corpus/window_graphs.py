@@ -17,14 +17,10 @@ from corpus import Entry, built
 LONG = 40
 
 
-FORMS: dict[str, dict[str, Any]] = {
-    "window": {"window": 5},
-    "padding": {"window": 5, "mask": "padding"},
-    "bsnd": {"window": 3, "layout": "bsnd"},
-    "flat": {"window": 3, "layout": "flat", "layers": 2},
-    "in turns": {"layers": 3, "scores": near_in_turns},
-    "causal": {},
-}
+FORMS: dict[str, dict[str, Any]] = {"window": {"window": 5}, "padding": {"window": 5, "mask": "padding"},
+                                    "bsnd": {"window": 3, "layout": "bsnd"},
+                                    "flat": {"window": 3, "layout": "flat", "layers": 2},
+                                    "in turns": {"layers": 3, "scores": near_in_turns}, "causal": {}}  # fmt: skip
 
 
 def canonical(*, lengths: str = "nonpad_kv_seqlen", shown: bool = False, **attrs: int) -> onnx.ModelProto:
@@ -38,13 +34,10 @@ def canonical(*, lengths: str = "nonpad_kv_seqlen", shown: bool = False, **attrs
 
 
 CANONICAL: dict[str, dict[str, Any]] = {
-    "window": {"is_causal": 1, "left_window_size": 4},
-    "causal": {"is_causal": 1},
-    "not causal": {"left_window_size": 4},
-    "of the first key": {"lengths": "", "is_causal": 1, "left_window_size": 4},
+    "window": {"is_causal": 1, "left_window_size": 4}, "causal": {"is_causal": 1},
+    "not causal": {"left_window_size": 4}, "of the first key": {"lengths": "", "is_causal": 1, "left_window_size": 4},
     "no window": {"is_causal": 1, "left_window_size": -1},
-    "scores shown": {"shown": True, "is_causal": 1, "left_window_size": 4},
-}
+    "scores shown": {"shown": True, "is_causal": 1, "left_window_size": 4}}  # fmt: skip
 
 
 def entries() -> Iterator[Entry]:

@@ -41,15 +41,11 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    "config",
-    [
-        DecoderConfig(layers=2, dtype="float16"),
-        DecoderConfig(layers=2, dtype="bfloat16", form="heads-major", kv_heads=4),
-        DecoderConfig(layers=1, dtype="float32", form="seq-major"),
-    ],
-    ids=lambda c: f"{c.form}-{c.dtype}",
-)
+@pytest.mark.parametrize("config",
+                         [DecoderConfig(layers=2, dtype="float16"),
+                          DecoderConfig(layers=2, dtype="bfloat16", form="heads-major", kv_heads=4),
+                          DecoderConfig(layers=1, dtype="float32", form="seq-major")],
+                         ids=lambda c: f"{c.form}-{c.dtype}")  # fmt: skip
 def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: DecoderConfig) -> None:
     model = write_decoder(tmp_path / "model.onnx", config, external_threshold=1024)
     output = tmp_path / "model.engine"
@@ -166,17 +162,13 @@ def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
     assert names(tmp_path) == {"model.onnx"}
 
 
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        (".", "this folder holds the model model.onnx; give another folder"),
-        ("model.onnx", "is a file of the model"),
-        ("model.onnx.data", "is a file of the model"),
-        ("engine.json", "ends in .json is for manifests"),
-        ("engine.onnx", "ends in .onnx is for models"),
-        ("taken", "taken.json: a directory"),
-    ],
-)
+@pytest.mark.parametrize(("output", "message"),
+                         [(".", "this folder holds the model model.onnx; give another folder"),
+                          ("model.onnx", "is a file of the model"),
+                          ("model.onnx.data", "is a file of the model"),
+                          ("engine.json", "ends in .json is for manifests"),
+                          ("engine.onnx", "ends in .onnx is for models"),
+                          ("taken", "taken.json: a directory")])  # fmt: skip
 def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, output: str, message: str) -> None:
     model = write_decoder(tmp_path / "model.onnx", TINY, external_threshold=1024)
     (tmp_path / "taken.json").mkdir()

@@ -27,12 +27,8 @@ def test_this_machine_can_build_natively_with_tensorrt_for_rtx() -> None:
     assert backend.version is not None
     assert backend.version.startswith("1.7")
     assert (backend.native, backend.packed_native, backend.plugins) == (True, True, False)
-    assert available(diagnosis) == {
-        (Route.NATIVE, "padded"): True,
-        (Route.NATIVE, "packed"): True,
-        (Route.PLUGIN, "any"): False,
-        (Route.FUNCTIONAL, "any"): True,
-    }
+    assert available(diagnosis) == {(Route.NATIVE, "padded"): True, (Route.NATIVE, "packed"): True,
+                                    (Route.PLUGIN, "any"): False, (Route.FUNCTIONAL, "any"): True}  # fmt: skip
     assert all(package.version for package in diagnosis.packages if package.name not in EXPORTERS)
 
 
@@ -56,19 +52,13 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     attribute = driver.CUdevice_attribute
     ok = driver.CUresult.CUDA_SUCCESS
-    numbers = {
-        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 8,
-        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 9,
-    }
-    answers = {
-        "cuInit": lambda _: (ok,),
-        "cuDriverGetVersion": lambda: (ok, 13020),
-        "cuDeviceGetCount": lambda: (ok, 1),
-        "cuDeviceGet": lambda index: (ok, index),
-        "cuDeviceGetName": lambda length, _: (ok, b"NVIDIA L4".ljust(length, b"\0")),
-        "cuDeviceGetAttribute": lambda which, _: (ok, numbers[which]),
-        "cuDeviceTotalMem": lambda _: (ok, 24 << 30),
-    }
+    numbers = {attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 8,
+               attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 9}  # fmt: skip
+    answers = {"cuInit": lambda _: (ok,), "cuDriverGetVersion": lambda: (ok, 13020),
+               "cuDeviceGetCount": lambda: (ok, 1), "cuDeviceGet": lambda index: (ok, index),
+               "cuDeviceGetName": lambda length, _: (ok, b"NVIDIA L4".ljust(length, b"\0")),
+               "cuDeviceGetAttribute": lambda which, _: (ok, numbers[which]),
+               "cuDeviceTotalMem": lambda _: (ok, 24 << 30)}  # fmt: skip
     for name, answer in answers.items():
         monkeypatch.setattr(driver, name, answer)
     assert find_gpus() == ("13.2", (Gpu("NVIDIA L4", "8.9", 24 << 30),), "")

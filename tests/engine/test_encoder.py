@@ -59,10 +59,8 @@ def test_an_encoder_is_built_beside_its_decoder(model: Path) -> None:
     assert {t.name for t in made.plan.tensors if t.io == "output"} == {
         f"past_key_values.{layer}.encoder.{part}" for layer in "ab" for part in ("key", "value")
     }
-    assert made.profiles[0].shapes == {
-        "input_features": ShapeRange((1, 1, WIDTH), (1, 12, WIDTH), (1, 12, WIDTH)),
-        "attention_mask": ShapeRange((1, 1), (1, 12), (1, 12)),
-    }
+    assert made.profiles[0].shapes == {"input_features": ShapeRange((1, 1, WIDTH), (1, 12, WIDTH), (1, 12, WIDTH)),
+                                       "attention_mask": ShapeRange((1, 1), (1, 12), (1, 12))}  # fmt: skip
 
 
 def test_which_encoder(model: Path, tmp_path: Path) -> None:
@@ -189,14 +187,11 @@ def test_operators_of_onnx_runtime(causal: int, tmp_path: Path) -> None:
     assert job.vocab is None
 
 
-@pytest.mark.parametrize(
-    ("odd", "words"),
-    [
-        ("mask", "Attention 'att' has a padding mask .* and no past"),
-        ("do_rotary", "Attention 'att' rotates queries and keys"),
-        ("present", "Attention 'att' holds the keys and values of its cache in one tensor"),
-    ],
-)
+@pytest.mark.parametrize(("odd", "words"),
+                         [("mask", "Attention 'att' has a padding mask .* and no past"),
+                          ("do_rotary", "Attention 'att' rotates queries and keys"),
+                          ("present",
+                           "Attention 'att' holds the keys and values of its cache in one tensor")])  # fmt: skip
 def test_attention_that_is_more_is_refused(odd: str, words: str, tmp_path: Path) -> None:
     model = write(tmp_path / "decoder.onnx", cross_model("hidden", "none"))
     g = Graph()

@@ -37,10 +37,8 @@ def engine(tmp_path: Path) -> Path:
 
 
 def agreeing_view(manifest: Manifest) -> EngineView:
-    tensors = tuple(
-        EngineTensor(t.name, t.io, t.dtype, tuple(d if isinstance(d, int) else -1 for d in t.shape))
-        for t in manifest.plan.tensors
-    )
+    tensors = tuple(EngineTensor(t.name, t.io, t.dtype, tuple(d if isinstance(d, int) else -1 for d in t.shape))
+                    for t in manifest.plan.tensors)  # fmt: skip
     return EngineView(tensors, dict(manifest.aliases), tuple(dict(p.shapes) for p in manifest.profiles))
 
 

@@ -78,26 +78,19 @@ def test_the_plan_of_the_model_fits(parsed: tuple[Any, object, CachePlan]) -> No
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        (drop_cache, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
-        (not_native, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
-        (add_cache, "has 4 KV-cache layers, but the plan has 5; missing: other_cache -> other_present"),
-        (swap_caches, "has 4 KV-cache layers, but the plan has 4; missing: key_cache.0 -> updated_value_cache.0"),
-        (add_input, r"inputs differ from the plan's: missing \['extra'\], unknown \[\]"),
-        (change_tensor("logits", name="scores"), r"outputs .*: missing \['scores'\], unknown \['logits'\]"),
-        (change_tensor("logits", dtype="double"), "gives output 'logits' the dtype HALF, but the model says double"),
-        (
-            change_tensor("key_cache.0", dtype="bfloat16"),
-            "gives input 'key_cache.0' the dtype HALF, but the model says bfl",
-        ),
-        (
-            change_tensor("write_indices", shape=(4,)),
-            r"input 'write_indices' the shape \[-1\], but the plan says \[4\]",
-        ),
-        (change_tensor("write_indices", shape=("a", 1)), r"input 'write_indices' the shape \[-1\], but the plan says"),
-        (change_tensor("logits", shape=("batch", "s", 7)), "output 'logits' the shape .*, but the plan says .*7"),
-    ],
-)
+    [(drop_cache, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
+     (not_native, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
+     (add_cache, "has 4 KV-cache layers, but the plan has 5; missing: other_cache -> other_present"),
+     (swap_caches, "has 4 KV-cache layers, but the plan has 4; missing: key_cache.0 -> updated_value_cache.0"),
+     (add_input, r"inputs differ from the plan's: missing \['extra'\], unknown \[\]"),
+     (change_tensor("logits", name="scores"), r"outputs .*: missing \['scores'\], unknown \['logits'\]"),
+     (change_tensor("logits", dtype="double"), "gives output 'logits' the dtype HALF, but the model says double"),
+     (change_tensor("key_cache.0", dtype="bfloat16"),
+      "gives input 'key_cache.0' the dtype HALF, but the model says bfl"),
+     (change_tensor("write_indices", shape=(4,)), r"input 'write_indices' the shape \[-1\], but the plan says \[4\]"),
+     (change_tensor("write_indices", shape=("a", 1)), r"input 'write_indices' the shape \[-1\], but the plan says"),
+     (change_tensor("logits", shape=("batch", "s", 7)),
+      "output 'logits' the shape .*, but the plan says .*7")])  # fmt: skip
 def test_a_difference_is_named(
     parsed: tuple[Any, object, CachePlan], change: Callable[[CachePlan], CachePlan], message: str
 ) -> None:
@@ -126,21 +119,17 @@ def test_inputs_that_are_outputs_too_keep_their_names(form: str, tmp_path: Path)
 def test_an_input_that_decides_shapes_by_its_values_is_refused(tmp_path: Path) -> None:
     """Its values would have to be in the profiles and in host memory at run time."""
     nodes = [helper.make_node("Reshape", ["x", "shape"], ["y"])]
-    inputs = [
-        helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4]),
-        helper.make_tensor_value_info("shape", TensorProto.INT64, [2]),
-    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4]),
+              helper.make_tensor_value_info("shape", TensorProto.INT64, [2])]  # fmt: skip
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["a", "b"])]
     model = helper.make_model(
         helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[helper.make_opsetid("", 24)]
     )
     model.ir_version = 11
     network, _alive = parse(model, tmp_path / "model.onnx")
-    tensors = (
-        TensorRole("x", "input", Role.OTHER, "float", ("n", 4), "test", ("?", "")),
-        TensorRole("shape", "input", Role.OTHER, "int64", (2,), "test", ("",)),
-        TensorRole("y", "output", Role.OTHER, "float", ("a", "b"), "test", ("?", "?")),
-    )
+    tensors = (TensorRole("x", "input", Role.OTHER, "float", ("n", 4), "test", ("?", "")),
+               TensorRole("shape", "input", Role.OTHER, "int64", (2,), "test", ("",)),
+               TensorRole("y", "output", Role.OTHER, "float", ("a", "b"), "test", ("?", "?")))  # fmt: skip
     plan = replace(empty_plan(), tensors=tensors)
     with pytest.raises(BuildError, match="input 'shape' decides shapes by its values"):
         check_network(network, plan, trt)

@@ -77,24 +77,19 @@ def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pyte
     assert build_module._built_for(BuildOptions(compute_capabilities=("sm80",))) == ("sm80",)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, tensorrt, tensorrt-rtx"),
-        ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
-        ({"max_batch": "4"}, "max_batch is '4'; it must be a whole number"),
-        ({"max_chunk": -1}, "max_chunk is -1"),
-        ({"workspace": 4}, r"workspace is 4 bytes, too little for any kernel; give a unit"),
-        ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
-        ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
-        ({"refit": True}, "refit is True; it must be one of none, any, identical"),
-        ({"compute_capabilities": ("ampere",)}, "'ampere' must have the form sm80, 80 or 8.0, or be current"),
-        (
-            {"compute_capabilities": ("sm80", "current")},
-            "'current' is this machine's GPU, and cannot be combined with others",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"),
+                         [({"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, tensorrt, tensorrt-rtx"),
+                          ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+                          ({"max_batch": "4"}, "max_batch is '4'; it must be a whole number"),
+                          ({"max_chunk": -1}, "max_chunk is -1"),
+                          ({"workspace": 4}, r"workspace is 4 bytes, too little for any kernel; give a unit"),
+                          ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
+                          ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
+                          ({"refit": True}, "refit is True; it must be one of none, any, identical"),
+                          ({"compute_capabilities": ("ampere",)},
+                           "'ampere' must have the form sm80, 80 or 8.0, or be current"),
+                          ({"compute_capabilities": ("sm80", "current")},
+                           "'current' is this machine's GPU, and cannot be combined with others")])  # fmt: skip
 def test_illegal_values_are_refused(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         BuildOptions(**arguments)  # type: ignore[arg-type]
@@ -102,28 +97,14 @@ def test_illegal_values_are_refused(arguments: dict[str, object], message: str) 
 
 @pytest.mark.parametrize(
     ("backend", "build", "message"),
-    [
-        (RTX, BuildOptions(compute_capabilities=("sm90",)), "cannot build for sm90; give some of sm75, sm80, sm86"),
-        (
-            RTX,
-            BuildOptions(opt_level=5),
-            "opt_level has no effect here: TensorRT for RTX 1.7.1.116 gives the same engine",
-        ),
-        (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
-        (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
-        (
-            RTX,
-            BuildOptions(refit="any", strip_plan=True),
-            "refit and strip_plan: .* needs an NVIDIA GPU and driver",
-        ),
-        (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
-        (
-            FULL,
-            BuildOptions(compute_capabilities=("sm80",)),
-            r'compute_capabilities=\["sm80"\] is for TensorRT for RTX',
-        ),
-    ],
-)
+    [(RTX, BuildOptions(compute_capabilities=("sm90",)), "cannot build for sm90; give some of sm75, sm80, sm86"),
+     (RTX, BuildOptions(opt_level=5), "opt_level has no effect here: TensorRT for RTX 1.7.1.116 gives the same engine"),
+     (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
+     (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
+     (RTX, BuildOptions(refit="any", strip_plan=True), "refit and strip_plan: .* needs an NVIDIA GPU and driver"),
+     (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
+     (FULL, BuildOptions(compute_capabilities=("sm80",)),
+      r'compute_capabilities=\["sm80"\] is for TensorRT for RTX')])  # fmt: skip
 def test_options_that_a_backend_would_ignore_are_refused(
     backend: Backend, build: BuildOptions, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

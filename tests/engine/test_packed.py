@@ -23,12 +23,8 @@ HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
 
 def packed_model(domain: str = "trt", indices: int | None = I64) -> onnx.ModelProto:
     graph = Graph()
-    inputs = [
-        graph.input("past", HALF, ["B", 2, 16, 8]),
-        graph.input("update", HALF, ["T", 2, 8]),
-        graph.input("where", indices, ["B"]) if indices else "",
-        graph.input("lengths", I32, ["B1"]),
-    ]
+    inputs = [graph.input("past", HALF, ["B", 2, 16, 8]), graph.input("update", HALF, ["T", 2, 8]),
+              graph.input("where", indices, ["B"]) if indices else "", graph.input("lengths", I32, ["B1"])]  # fmt: skip
     graph.node("TRT_KVCacheUpdate", inputs, "present", domain=domain, update_form="packed_nhd")
     graph.output("present", HALF, ["B", 2, 16, 8])
     return graph.model(domains=[domain] if domain else [])
@@ -58,10 +54,8 @@ def test_rows_are_quantized_where_they_are_written(tmp_path: Path):
     result = imported(packed_model(), tmp_path, options)
     assert [(c.past, c.route) for c in result.plan.caches] == [("past", Route.PLUGIN), ("past_scale", Route.NATIVE)]
     rng = np.random.default_rng(0)
-    past = {
-        "past": rng.integers(-128, 128, (3, 2, 16, 4), np.int8),
-        "past_scale": rng.random((3, 2, 16, 1), np.float32),
-    }
+    past = {"past": rng.integers(-128, 128, (3, 2, 16, 4), np.int8),
+            "past_scale": rng.random((3, 2, 16, 1), np.float32)}  # fmt: skip
     update = rng.standard_normal((7, 2, 8)).astype(np.float16)
     where, lengths = np.array([3, 0, 12]), np.array([0, 2, 2, 6], np.int32)
     found = run(result.model, {**past, "update": update, "where": where, "lengths": lengths})

@@ -54,9 +54,7 @@ def output(tmp_path: Path) -> Path:
 
 def unchanged(output: Path) -> bool:
     return {p.name: p.read_bytes() for p in output.parent.iterdir()} == {
-        "model.engine": b"old engine",
-        "model.engine.json": b"old manifest",
-    }
+        "model.engine": b"old engine", "model.engine.json": b"old manifest"}  # fmt: skip
 
 
 @pytest.fixture
@@ -72,14 +70,8 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def children() -> list[psutil.Process]:
     """Build processes. Those that check models stay; templates, tokenizers and pools may be those of other tests."""
     found = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [
-        p
-        for p in found
-        if not re.search(
-            "importer.check.checker|multiprocessing",
-            " ".join(p.cmdline()),
-        )
-    ]
+    return [p for p in found if not re.search("importer.check.checker|multiprocessing",
+                                              " ".join(p.cmdline()))]  # fmt: skip
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
@@ -94,23 +86,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("body", "message"),
-    [
-        (
-            "os.kill(os.getpid(), signal.SIGFPE)",
-            r"the process of TensorRT for RTX .* was killed by SIGFPE while parsing the model, at node /layers.0/rope "
-            r"\[RotaryEmbedding\]; that is a crash inside TensorRT: change this part",
-        ),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
-        (
-            "send(Stage(STAGES[4])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
-            r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)",
-        ),
-        ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
-        ("raise OutputError('disk full')", "^disk full$"),
-        ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
-        ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)", r"ended with exit code 3 .* \(its last words: b; c\)"),
-    ],
-)
+    [("os.kill(os.getpid(), signal.SIGFPE)",
+      r"the process of TensorRT for RTX .* was killed by SIGFPE while parsing the model, at node /layers.0/rope "
+      r"\[RotaryEmbedding\]; that is a crash inside TensorRT: change this part"),
+     ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
+     ("send(Stage(STAGES[4])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
+      r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)"),
+     ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
+     ("raise OutputError('disk full')", "^disk full$"),
+     ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
+     ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)",
+      r"ended with exit code 3 .* \(its last words: b; c\)")])  # fmt: skip
 def test_the_death_of_the_child_is_an_error(
     model: Path, output: Path, child: Callable[[str], None], body: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,13 +159,8 @@ build_engine({model!r}, {output!r}, progress=progress)
 @pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death: signal.Signals) -> None:
     script = PARENT.format(fake=FAKE.format(body="time.sleep(600)"), model=str(model), output=str(output))
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=_ROOT, stdout=subprocess.PIPE,
+                              stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
     assert parent.stdout is not None
     with parent.stdout:
         assert parent.stdout.readline() == b"parsing\n"

@@ -38,14 +38,8 @@ def with_fixed(symbol: str, size: int) -> CachePlan:
         return replace(tensor, shape=fix(tensor.shape), axes=axes)
 
     caches = tuple(
-        replace(
-            c,
-            physical_shape=fix(c.physical_shape),
-            logical_shape=fix(c.logical_shape),
-            update_length=size if c.update_length == symbol else c.update_length,
-        )
-        for c in PLAN.caches
-    )
+        replace(c, physical_shape=fix(c.physical_shape), logical_shape=fix(c.logical_shape),
+                update_length=size if c.update_length == symbol else c.update_length) for c in PLAN.caches)  # fmt: skip
     return replace(PLAN, caches=caches, tensors=tuple(map(fix_axes, PLAN.tensors)))
 
 
@@ -53,13 +47,10 @@ def test_prefill_and_decode() -> None:
     made = profiles(PLAN, BuildOptions(max_batch=4, opt_batch=2, max_chunk=64))
     assert list(made) == ["prefill", "decode"]
     assert made["prefill"].shapes == {
-        "input_ids": ShapeRange((1, 1), (2, 64), (4, 64)),
-        "write_indices": ShapeRange((1,), (2,), (4,)),
-        "nonpad_kv_seqlen": ShapeRange((1,), (2,), (4,)),
-        "attention_span": ShapeRange((1,), (128,), (256,)),
+        "input_ids": ShapeRange((1, 1), (2, 64), (4, 64)), "write_indices": ShapeRange((1,), (2,), (4,)),
+        "nonpad_kv_seqlen": ShapeRange((1,), (2,), (4,)), "attention_span": ShapeRange((1,), (128,), (256,)),
         "key_cache.0": ShapeRange((1, 4, 256, 64), (2, 4, 256, 64), (4, 4, 256, 64)),
-        "value_cache.0": ShapeRange((1, 4, 256, 64), (2, 4, 256, 64), (4, 4, 256, 64)),
-    }
+        "value_cache.0": ShapeRange((1, 4, 256, 64), (2, 4, 256, 64), (4, 4, 256, 64))}  # fmt: skip
     assert made["decode"].shapes["input_ids"] == ShapeRange((1, 1), (2, 1), (4, 1))
 
 
@@ -111,13 +102,9 @@ def test_logits_that_cannot_be_asked_for() -> None:
     assert own["decode"].shapes["logits_span"] == ShapeRange((1,), (1,), (1,))
 
 
-@given(
-    max_batch=st.integers(1, 64) | st.none(),
-    opt_batch=st.integers(1, 64) | st.none(),
-    max_chunk=st.integers(1, 300) | st.none(),
-    batch=st.sampled_from(["batch", 1, 3]),
-    keys=st.sampled_from(["keys", "tokens", "batch+1", "sequence"]),
-)
+@given(max_batch=st.integers(1, 64) | st.none(), opt_batch=st.integers(1, 64) | st.none(),
+       max_chunk=st.integers(1, 300) | st.none(), batch=st.sampled_from(["batch", 1, 3]),
+       keys=st.sampled_from(["keys", "tokens", "batch+1", "sequence"]))  # fmt: skip
 def test_every_profile_is_legal(
     max_batch: int | None, opt_batch: int | None, max_chunk: int | None, batch: Dim, keys: str
 ) -> None:
@@ -128,11 +115,9 @@ def test_every_profile_is_legal(
     try:
         limits = resolve_limits(plan, build)
     except OptionError:
-        assert (
-            (max_chunk or 0) > 256
-            or (isinstance(batch, int) and max_batch not in (None, batch))
-            or (opt_batch or 0) > (batch if isinstance(batch, int) else max_batch or 1)
-        )
+        assert ((max_chunk or 0) > 256
+                or (isinstance(batch, int) and max_batch not in (None, batch))
+                or (opt_batch or 0) > (batch if isinstance(batch, int) else max_batch or 1))  # fmt: skip
         return
     made = make_profiles(plan, replace(build, decode_weights="own"), limits)
     assert len({tuple(p.shapes.items()) for p in made}) == len(made)
@@ -207,18 +192,11 @@ def test_limits_and_profiles_follow_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("plan", "build", "message"),
-    [
-        (PLAN, BuildOptions(max_chunk=257), "max_chunk is 257, but cache 'key_cache.0' holds 256 tokens"),
-        (PLAN, BuildOptions(max_batch=2, opt_batch=3), r"opt_batch is 3, more than the largest batch \(2\)"),
-        (with_fixed("batch", 3), BuildOptions(max_batch=4), "max_batch is 4, but the model's batch is fixed at 3"),
-        (
-            with_fixed("seq", 1),
-            BuildOptions(max_chunk=8),
-            "max_chunk is 8, but the model's update length is fixed at 1",
-        ),
-        (replace(PLAN, caches=()), BuildOptions(), "the model has no KV cache to build for"),
-    ],
-)
+    [(PLAN, BuildOptions(max_chunk=257), "max_chunk is 257, but cache 'key_cache.0' holds 256 tokens"),
+     (PLAN, BuildOptions(max_batch=2, opt_batch=3), r"opt_batch is 3, more than the largest batch \(2\)"),
+     (with_fixed("batch", 3), BuildOptions(max_batch=4), "max_batch is 4, but the model's batch is fixed at 3"),
+     (with_fixed("seq", 1), BuildOptions(max_chunk=8), "max_chunk is 8, but the model's update length is fixed at 1"),
+     (replace(PLAN, caches=()), BuildOptions(), "the model has no KV cache to build for")])  # fmt: skip
 def test_limits_against_the_model_are_refused(plan: CachePlan, build: BuildOptions, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         resolve_limits(plan, build)
@@ -251,12 +229,8 @@ def test_an_unknown_axis_needs_shapes() -> None:
 
 
 def test_shapes_narrow_known_axes() -> None:
-    build = BuildOptions(
-        max_batch=4,
-        max_chunk=64,
-        min_shapes={"attention_span": (64,), "input_ids": (2, 4)},
-        opt_shapes={"input_ids": (3, 32)},
-    )
+    build = BuildOptions(max_batch=4, max_chunk=64, min_shapes={"attention_span": (64,), "input_ids": (2, 4)},
+                         opt_shapes={"input_ids": (3, 32)})  # fmt: skip
     made = profiles(PLAN, build)
     assert made["prefill"].shapes["attention_span"] == ShapeRange((64,), (128,), (256,))
     assert made["prefill"].shapes["input_ids"] == ShapeRange((2, 4), (3, 32), (4, 64))
@@ -265,36 +239,20 @@ def test_shapes_narrow_known_axes() -> None:
 
 @pytest.mark.parametrize(
     ("build", "message"),
-    [
-        (
-            BuildOptions(min_shapes={"ids": (1,)}),
-            "min_shapes names 'ids', which is not an input of the model; inputs: input_i",
-        ),
-        (
-            BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
-            r"max_shapes gives 'input_ids' the shape \[1, 2, 3\], but .*: give",
-        ),
-        (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
-        (
-            BuildOptions(max_shapes={"input_ids": (8, 64)}),
-            r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from max_batch",
-        ),
-        (
-            BuildOptions(max_shapes={"input_ids": (2, 64)}),
-            r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from max_batch",
-        ),
-        (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from max_chunk"),
-        (
-            BuildOptions(max_shapes={"attention_span": (257,)}),
-            r"257 in dimension 0 \(span\); .* at most 256 \(the capac",
-        ),
-        (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"min_shapes gives 'input_ids' 0 in dimension 0"),
-        (
-            BuildOptions(min_shapes={"attention_span": (99,)}, opt_shapes={"attention_span": (98,)}),
-            "must grow from min_shapes over opt_shapes to max_shapes; dimension 0 is 99, 98, 256",
-        ),
-    ],
-)
+    [(BuildOptions(min_shapes={"ids": (1,)}),
+      "min_shapes names 'ids', which is not an input of the model; inputs: input_i"),
+     (BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
+      r"max_shapes gives 'input_ids' the shape \[1, 2, 3\], but .*: give"),
+     (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
+     (BuildOptions(max_shapes={"input_ids": (8, 64)}),
+      r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from max_batch"),
+     (BuildOptions(max_shapes={"input_ids": (2, 64)}),
+      r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from max_batch"),
+     (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from max_chunk"),
+     (BuildOptions(max_shapes={"attention_span": (257,)}), r"257 in dimension 0 \(span\); .* at most 256 \(the capac"),
+     (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"min_shapes gives 'input_ids' 0 in dimension 0"),
+     (BuildOptions(min_shapes={"attention_span": (99,)}, opt_shapes={"attention_span": (98,)}),
+      "must grow from min_shapes over opt_shapes to max_shapes; dimension 0 is 99, 98, 256")])  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(build: BuildOptions, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         profiles(PLAN, replace(build, max_batch=4, max_chunk=64))

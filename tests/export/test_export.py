@@ -269,24 +269,18 @@ def test_progress_is_what_the_exporter_prints(checkpoint: Path, tmp_path: Path, 
         export_checkpoint(checkpoint, tmp_path / "out", exporter="genai")
     steps = [(event.phase, event.parent, event.finished) for event in heard]
     first = steps.index(("exporting with genai", None, False))  # after the small twin
-    assert steps[first : first + 4] == [
-        ("exporting with genai", None, False),
-        ("copying", "exporting with genai", False),
-        ("copying", "exporting with genai", True),
-        ("exporting with genai", None, True),
-    ]
+    assert steps[first : first + 4] == [("exporting with genai", None, False),
+                                        ("copying", "exporting with genai", False),
+                                        ("copying", "exporting with genai", True),
+                                        ("exporting with genai", None, True)]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        ({}, ["mobius", "genai", "torch"]),
-        ({"dtype": "bfloat16"}, ["mobius", "torch"]),
-        ({"dtype": "float32"}, ["mobius", "genai", "torch", "optimum"]),
-        ({"int4": True}, ["genai"]),
-        ({"exporter": "mobius"}, ["mobius"]),
-    ],
-)
+@pytest.mark.parametrize(("options", "names"),
+                         [({}, ["mobius", "genai", "torch"]),
+                          ({"dtype": "bfloat16"}, ["mobius", "torch"]),
+                          ({"dtype": "float32"}, ["mobius", "genai", "torch", "optimum"]),
+                          ({"int4": True}, ["genai"]),
+                          ({"exporter": "mobius"}, ["mobius"])])  # fmt: skip
 def test_exporters_that_fit(
     options: dict[str, Any], names: list[str], checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
@@ -299,26 +293,17 @@ def test_exporters_that_fit(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [
-        ({}, r"no exporter for float16 is installed; pip install torch transformers onnxscript \(it takes most"),
-        ({"exporter": "mobius"}, "float16 is installed: mobius is missing; pip install mobius-onnx"),
-        ({"int4": True}, "no exporter for float16 with weights of 4 bits is installed; pip install onnxruntime-genai"),
-        ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; use mobius or genai or torch"),
-        (
-            {"dtype": "bfloat16", "int4": True},
-            "no exporter writes bfloat16 with weights of 4 bits on a CPU; dtype float16 "
-            "by genai, dtype float32 by genai",
-        ),
-        ({"dtype": "bfloat16", "int4": True, "exporter": "torch"}, "4 bits on a CPU; leave out int4"),
-        (
-            {"exporter": "torch", "int4": True},
-            "torch does not write float16 with weights of 4 bits on a CPU; use genai",
-        ),
-        ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
-        ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, mobius, genai, torch, optimum"),
-        ({"python": "/no/python"}, "/no/python: this interpreter does not run: "),
-    ],
-)
+    [({}, r"no exporter for float16 is installed; pip install torch transformers onnxscript \(it takes most"),
+     ({"exporter": "mobius"}, "float16 is installed: mobius is missing; pip install mobius-onnx"),
+     ({"int4": True}, "no exporter for float16 with weights of 4 bits is installed; pip install onnxruntime-genai"),
+     ({"exporter": "optimum"}, "optimum does not write float16 on a CPU; use mobius or genai or torch"),
+     ({"dtype": "bfloat16", "int4": True},
+      "no exporter writes bfloat16 with weights of 4 bits on a CPU; dtype float16 " "by genai, dtype float32 by genai"),
+     ({"dtype": "bfloat16", "int4": True, "exporter": "torch"}, "4 bits on a CPU; leave out int4"),
+     ({"exporter": "torch", "int4": True}, "torch does not write float16 with weights of 4 bits on a CPU; use genai"),
+     ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
+     ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, mobius, genai, torch, optimum"),
+     ({"python": "/no/python"}, "/no/python: this interpreter does not run: ")])  # fmt: skip
 def test_what_is_missing_is_said(
     options: dict[str, Any], said: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

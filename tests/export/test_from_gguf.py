@@ -88,18 +88,12 @@ def _split(writer: Any, tensors: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [
-        (_scaled, r"does not read llama.rope.scaling.type = yarn, llama.rope.scaling.factor = 4.0, which changes"),
-        (_capped, r"does not read llama.attn_logit_softcapping = 50.0, which changes the numbers"),
-        (
-            _factors,
-            r"the file holds \d+ numbers, and transformers' LlamaForCausalLM \d+; without .*: rope_freqs.weight",
-        ),
-        (_biased, r"not read all of its tensors: .*: blk.0.attn_q.bias"),
-        (_lacking, r"the file has no model.layers.0.mlp.up_proj.weight"),
-        (_split, r"one of 3 parts; join them first"),
-    ],
-)
+    [(_scaled, r"does not read llama.rope.scaling.type = yarn, llama.rope.scaling.factor = 4.0, which changes"),
+     (_capped, r"does not read llama.attn_logit_softcapping = 50.0, which changes the numbers"),
+     (_factors, r"the file holds \d+ numbers, and transformers' LlamaForCausalLM \d+; without .*: rope_freqs.weight"),
+     (_biased, r"not read all of its tensors: .*: blk.0.attn_q.bias"),
+     (_lacking, r"the file has no model.layers.0.mlp.up_proj.weight"),
+     (_split, r"one of 3 parts; join them first")])  # fmt: skip
 def test_what_transformers_would_drop_is_named(change: Change, said: str, tmp_path: Path) -> None:
     file = written(tmp_path / "small.gguf", change)
     with pytest.raises(ValueError, match=said):

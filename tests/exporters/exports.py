@@ -94,13 +94,8 @@ def transformers(static: bool, opset: int, arch: str, checkpoint: Path, folder: 
         inputs["attention_mask"] = torch.ones(2, 5, dtype=torch.int64)
     options = {"cache_implementation": "static", "max_cache_len": CAPACITY} if static else {}
     generation = GenerationConfig(do_sample=False, decoder_start_token_id=0, pad_token_id=0, **options)
-    exported = OnnxExporter().export_for_generation(
-        model,
-        inputs,
-        OnnxConfig(dynamic=True, opset_version=opset),
-        generation_config=generation,
-        multi_token_decode=True,
-    )
+    exported = OnnxExporter().export_for_generation(model, inputs, OnnxConfig(dynamic=True, opset_version=opset),
+                                                    generation_config=generation, multi_token_decode=True)  # fmt: skip
     exported.save_pretrained(folder)
     return folder / "decode.onnx"
 
@@ -151,37 +146,23 @@ _ROPE = "onnxruntime-genai 0.18 expects one rotary base, where transformers 5 gi
 
 UNAVAILABLE: dict[tuple[str, str], str] = {
     **{("mobius-static", arch): _LAYERS.format(arch) for arch in ("gemma2", "gemma3", "gpt2", "phi", "t5", "whisper")},
-    **{
-        (name, arch): _NO_WINDOW
-        for name in EXPORTERS
-        if name.startswith("torch-sliding")
-        for arch, architecture in checkpoints.ARCHITECTURES.items()
-        if not architecture.settings.get("sliding_window")
-    },
+    **{(name, arch): _NO_WINDOW
+       for name in EXPORTERS
+       if name.startswith("torch-sliding")
+       for arch, architecture in checkpoints.ARCHITECTURES.items() if not architecture.settings.get("sliding_window")},
     **{(name, "gemma2"): _NO_SOFTCAP for name in EXPORTERS if name.endswith("sdpa")},
-    **{
-        (name, "t5"): _OTHER_STRIDES
-        for name in EXPORTERS
-        if name.endswith("sdpa") and not name.startswith("torch-sliding")
-    },
-    **{
-        (name, arch): _HEADS
-        for name in ("transformers-dynamic-op24", "transformers-static-op24")
-        for arch in ("t5", "whisper")
-    },
+    **{(name, "t5"): _OTHER_STRIDES
+       for name in EXPORTERS if name.endswith("sdpa") and not name.startswith("torch-sliding")},
+    **{(name, arch): _HEADS
+       for name in ("transformers-dynamic-op24", "transformers-static-op24") for arch in ("t5", "whisper")},
     **{(name, arch): _BUILDER for name in EXPORTERS if name.startswith("genai") for arch in ("gpt2", "t5")},
-    **{(name, "gemma3"): _ROPE for name in EXPORTERS if name.startswith("genai")},
-}
+    **{(name, "gemma3"): _ROPE for name in EXPORTERS if name.startswith("genai")}}  # fmt: skip
 """What an exporter cannot do itself, by exporter and architecture: the reason."""
 
 _TRANSFORMERS_5 = ("torch", "onnxscript", "transformers.exporters")
-_NEEDS = {
-    "mobius": ("mobius", *_TRANSFORMERS_5),
-    "optimum": ("torch", "optimum.exporters.onnx"),
-    "torch": _TRANSFORMERS_5,
-    "transformers": _TRANSFORMERS_5,
-    "genai": ("onnxruntime_genai.models", *_TRANSFORMERS_5),
-}
+_NEEDS = {"mobius": ("mobius", *_TRANSFORMERS_5), "optimum": ("torch", "optimum.exporters.onnx"),
+          "torch": _TRANSFORMERS_5, "transformers": _TRANSFORMERS_5,
+          "genai": ("onnxruntime_genai.models", *_TRANSFORMERS_5)}  # fmt: skip
 
 
 def missing(exporter: str) -> str | None:

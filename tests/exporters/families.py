@@ -49,70 +49,53 @@ def _pair(name: str, settings: dict[str, Any]) -> Architecture:
 
 
 FAMILIES = {
-    "apertus": _text("Apertus", _KV),
-    "arcee": _text("Arcee", GROUPED),
-    "biogpt": _text("BioGpt", {}),
+    "apertus": _text("Apertus", _KV), "arcee": _text("Arcee", GROUPED), "biogpt": _text("BioGpt", {}),
     "bloom": _text("Bloom", {"n_layer": 2, "n_head": 4, "intermediate_size": 256, "tie_word_embeddings": True}),
     "codegen": _text("CodeGen", _GPT | {"rotary_dim": 8}),
     "cohere": _text("Cohere", _KV | {"tie_word_embeddings": True}),
     "cohere2": _text("Cohere2", _KV | MIXED_WINDOWS | {"tie_word_embeddings": True}),
-    "deepseek_v3": _text("DeepseekV3", _LATENT),
-    "ernie4_5": _text("Ernie4_5", GROUPED | {"use_bias": True}),
+    "deepseek_v3": _text("DeepseekV3", _LATENT), "ernie4_5": _text("Ernie4_5", GROUPED | {"use_bias": True}),
     "exaone4": _text("Exaone4", GROUPED | MIXED_WINDOWS),
     "falcon": _text("Falcon", _FALCON | {"multi_query": True, "parallel_attn": True, "alibi": False}),
     "falcon-new": _text("Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
-    "falcon-alibi": _text(
-        "Falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
-    ),
+    "falcon-alibi": _text("Falcon",
+                          _FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}),
     "gemma": _text("Gemma", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
     "glm": _text("Glm", GROUPED | {"partial_rotary_factor": 0.5, "attention_bias": False}),
     "glm4": _text("Glm4", GROUPED | {"partial_rotary_factor": 0.5, "attention_bias": False}),
-    "glm4_moe_lite": _text("Glm4MoeLite", _LATENT),
-    "gpt_bigcode": _text("GPTBigCode", _GPT | {"multi_query": True}),
-    "gpt_neo": _text(
-        "GPTNeo",
-        {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "num_layers": 2, "num_heads": 4},
-    ),
-    "gpt_neox": _text("GPTNeoX", {"rotary_pct": 0.25}),
+    "glm4_moe_lite": _text("Glm4MoeLite", _LATENT), "gpt_bigcode": _text("GPTBigCode", _GPT | {"multi_query": True}),
+    "gpt_neo": _text("GPTNeo",
+                     {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "num_layers": 2,
+                      "num_heads": 4}), "gpt_neox": _text("GPTNeoX", {"rotary_pct": 0.25}),
     "gpt_oss": _text("GptOss", GROUPED | MIXED_WINDOWS | _LOCAL | {"rope_scaling": _YARN}),
     "gptj": _text("GPTJ", _GPT | {"rotary_dim": 8}),
     "granite": _text("Granite", _KV | {"attention_multiplier": 0.1, "residual_multiplier": 0.22}),
-    "granitemoe": _text("GraniteMoe", _KV | _LOCAL | {"attention_multiplier": 0.1}),
-    "helium": _text("Helium", GROUPED),
+    "granitemoe": _text("GraniteMoe", _KV | _LOCAL | {"attention_multiplier": 0.1}), "helium": _text("Helium", GROUPED),
     "hunyuan_v1_dense": _text("HunYuanDenseV1", GROUPED),
     "lfm2": _text(
         "Lfm2",
-        _KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
-    ),
-    "minicpm3": _text("MiniCPM3", _RANKS),
-    "mistral4": _text("Mistral4", _LATENT),
+        _KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "hidden_act": "silu"}),
+    "minicpm3": _text("MiniCPM3", _RANKS), "mistral4": _text("Mistral4", _LATENT),
     "mixtral": _text("Mixtral", GROUPED | _LOCAL | {"sliding_window": WINDOW}),
-    "mpt": _text(
-        "Mpt",
-        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS, "intermediate_size": 256}
-        | {"tie_word_embeddings": True},
-    ),
+    "mpt": _text("Mpt",
+                 {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS, "intermediate_size": 256}
+                 | {"tie_word_embeddings": True}),
     "nemotron": _text("Nemotron", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}),
-    "olmo": _text("Olmo", _KV | {"clip_qkv": 1.0}),
-    "olmo2": _text("Olmo2", _KV),
+    "olmo": _text("Olmo", _KV | {"clip_qkv": 1.0}), "olmo2": _text("Olmo2", _KV),
     "olmo3": _text("Olmo3", _KV | MIXED_WINDOWS),
     "olmoe": _text("Olmoe", _KV | {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": _text("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "tie_word_embeddings": True}),
     "persimmon": _text("Persimmon", {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
-    "phi3-longrope": _text(
-        "Phi3",
-        _KV
-        | {"original_max_position_embeddings": 128, "sliding_window": None}
-        | {"rope_scaling": {"type": "longrope", **_LONG}},
-    ),
-    "phimoe": _text(
-        "Phimoe",
-        _KV
-        | _LOCAL
-        | {"attention_bias": True, "lm_head_bias": True, "sliding_window": None}
-        | {"original_max_position_embeddings": 128}
-        | {"rope_scaling": {"type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3, **_LONG}},
-    ),
+    "phi3-longrope": _text("Phi3",
+                           _KV
+                           | {"original_max_position_embeddings": 128, "sliding_window": None}
+                           | {"rope_scaling": {"type": "longrope", **_LONG}}),
+    "phimoe": _text("Phimoe",
+                    _KV
+                    | _LOCAL
+                    | {"attention_bias": True, "lm_head_bias": True, "sliding_window": None}
+                    | {"original_max_position_embeddings": 128}
+                    | {"rope_scaling": {"type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3, **_LONG}}),
     "qwen2": _text("Qwen2", _KV),
     "qwen2_moe": _text("Qwen2Moe", _KV | _EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": _text("Qwen3Moe", GROUPED | _EXPERTS),
@@ -123,16 +106,12 @@ FAMILIES = {
     "starcoder2": _text("Starcoder2", _KV | {"sliding_window": WINDOW}),
     "vaultgemma": _text("VaultGemma", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
     "xglm": _text("XGLM", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
-    "youtu": _text("Youtu", _RANKS),
-    "bart": _pair("Bart", _PAIR),
-    "blenderbot": _pair("Blenderbot", _PAIR),
+    "youtu": _text("Youtu", _RANKS), "bart": _pair("Bart", _PAIR), "blenderbot": _pair("Blenderbot", _PAIR),
     "longt5": _pair("LongT5", T5 | {"encoder_attention_type": "local", "local_radius": 8}),
     "m2m_100": _pair("M2M100", _PAIR),
     "marian": Architecture("MarianMTModel", "MarianConfig", _PAIR | {"decoder_vocab_size": 256}, encoder_decoder=True),
-    "mbart": _pair("MBart", _PAIR),
-    "mt5": _pair("MT5", T5 | {"feed_forward_proj": "gated-gelu"}),
-    "pegasus": _pair("Pegasus", _PAIR),
-}
+    "mbart": _pair("MBart", _PAIR), "mt5": _pair("MT5", T5 | {"feed_forward_proj": "gated-gelu"}),
+    "pegasus": _pair("Pegasus", _PAIR)}  # fmt: skip
 
 _ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 64}
 _BASE = {"rope_type": "yarn", "factor": 4.0, **_ROPE}

@@ -20,14 +20,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = [5, 17, 33, 70, 91, 4, 8]
 KINDS: dict[str, dict[str, Any]] = {
-    "all": {},
-    "few": {"r": 2, "use_rslora": True, "target_modules": r".*\.1\..*(o_proj|down_proj|c_proj)"},
-    "patterns": {
-        "rank_pattern": {"down_proj|c_proj": 3, "layers.0.mlp.up_proj": 1},
-        "alpha_pattern": {"o_proj": 5},
-    },
-    "layer": {"target_modules": ["o_proj", "down_proj", "c_proj"], "layers_to_transform": [1], "lora_dropout": 0.1},
-}
+    "all": {}, "few": {"r": 2, "use_rslora": True, "target_modules": r".*\.1\..*(o_proj|down_proj|c_proj)"},
+    "patterns": {"rank_pattern": {"down_proj|c_proj": 3, "layers.0.mlp.up_proj": 1}, "alpha_pattern": {"o_proj": 5}},
+    "layer": {"target_modules": ["o_proj", "down_proj", "c_proj"], "layers_to_transform": [1],
+              "lora_dropout": 0.1}}  # fmt: skip
 CASES = [
     ("mobius-dynamic", "llama"), ("mobius-static", "qwen3"), ("torch-dynamic-op20-eager", "gemma3"),
     ("torch-dynamic-op20-sdpa", "llama"), ("torch-static-op24-sdpa", "qwen3"), ("torch-dynamic-op24-eager", "gpt2"),
@@ -76,10 +72,8 @@ def test_exports_with_adapters_are_merged_models(
     kinds = KINDS if arch != "gpt2" else {name: KINDS[name] for name in ("all", "few")}
     if arch == "phi3":
         kinds = {name: KINDS[name] for name in ("all", "layer")}
-    folders = {
-        name: write_adapter(checkpoint, tmp_path / name, seed, settings)
-        for seed, (name, settings) in enumerate(kinds.items())
-    }
+    folders = {name: write_adapter(checkpoint, tmp_path / name, seed, settings)
+               for seed, (name, settings) in enumerate(kinds.items())}  # fmt: skip
     options = PlanOptions(capacity=64, checkpoint=str(checkpoint)) if checkpoint_given else PlanOptions(capacity=64)
     if "static" in exporter and exporter.startswith("mobius"):
         options = PlanOptions(checkpoint=options.checkpoint)

@@ -15,11 +15,9 @@ from trt_kvcache.importer import import_model
 
 MODELS = Path(__file__).parents[1] / "models"
 CAPACITY = 64
-TAKEN = [
-    name
-    for name in sorted(path.parent.relative_to(MODELS).as_posix() for path in MODELS.glob("*/*/model.onnx"))
-    if f"stored/{name}" in net.promises().models
-]
+TAKEN = [name
+         for name in sorted(path.parent.relative_to(MODELS).as_posix() for path in MODELS.glob("*/*/model.onnx"))
+         if f"stored/{name}" in net.promises().models]  # fmt: skip
 # The others are attention blocks, and a decoder that reads what an encoder has made.
 DECODERS = [name for name in TAKEN if not name.startswith("plain-torch/") and name != "optimum/t5"]
 # Attention of others reads what an encoder has made, latent rows, or the cache of another layer.

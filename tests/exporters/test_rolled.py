@@ -54,11 +54,8 @@ def test_tokens_are_those_of_the_checkpoint_without_caches(arch: str, attention:
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [
-        ({"full": False}, "writes rows 0 of axis 2 .* counts its tokens in Python, .* give the masks as inputs"),
-        ({"masked": False}, "shows the last query 8 of 8 rows .* one count for good: .* attention_mask="),
-    ],
-)
+    [({"full": False}, "writes rows 0 of axis 2 .* counts its tokens in Python, .* give the masks as inputs"),
+     ({"masked": False}, "shows the last query 8 of 8 rows .* one count for good: .* attention_mask=")])  # fmt: skip
 def test_an_export_that_holds_one_length_is_refused(how: dict[str, bool], words: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         plan_model(rolled("mistral", "sdpa", tmp_path, **how)[1])

@@ -100,12 +100,8 @@ def grown(model: Any) -> Export:
         raise NotImplementedError("not every layer's cache is keys and values of all tokens")
     past, names_ = tuple(t.clone() for t in held), names("past_key_values", len(held) // 2)
     positions = "position_ids" in inspect.signature(model.forward).parameters
-    samples = (
-        tokens[:, 12:],
-        torch.ones(2, 15, dtype=torch.int64),
-        torch.arange(12, 15).expand(2, 3).contiguous(),
-        past,
-    )
+    samples = (tokens[:, 12:], torch.ones(2, 15, dtype=torch.int64), torch.arange(12, 15).expand(2, 3).contiguous(),
+               past)  # fmt: skip
     return Export(
         Grown(model, positions), samples, ["input_ids", "attention_mask", "position_ids", *names_],
         ["logits", *names("present", len(held) // 2)], (auto, auto, auto, ({0: Dim.AUTO, 2: Dim.AUTO},) * len(past)),
@@ -234,11 +230,8 @@ def encoder_decoder(model: Any, capacity: int | None = None) -> Export:
     tokens, auto = torch.randint(3, config.vocab_size, (2, 3)), {0: Dim.AUTO, 1: Dim.AUTO}
     grown = {0: Dim.AUTO, 2: Dim.AUTO}
     own_dims, cross_dims = {0: Dim.AUTO} if capacity else grown, grown if masked else {0: Dim.AUTO}
-    inputs = [
-        "decoder_input_ids",
-        *names("past_key_values", layers, "decoder."),
-        *names("past_key_values", layers, "encoder."),
-    ]
+    inputs = ["decoder_input_ids", *names("past_key_values", layers, "decoder."),
+              *names("past_key_values", layers, "encoder.")]  # fmt: skip
     return Export(
         EncoderDecoder(model, capacity is not None),
         (tokens, past, cross, torch.ones(2, encoded, dtype=torch.int64) if masked else None,

@@ -72,11 +72,9 @@ def test_a_model_that_kills_the_process(domain: str, tmp_path: Path) -> None:
     assert trt.build(rotary(domain, num_heads=4)).stage == "built"
     model = tmp_path / "model.onnx"
     model.write_bytes(rotary(domain, num_heads=0))
-    code = (
-        "import sys, pathlib, tensorrt_rtx as trt\n"
-        "log = trt.Logger(); network = trt.Builder(log).create_network(0)\n"
-        "trt.OnnxParser(network, log).parse(pathlib.Path(sys.argv[1]).read_bytes())\n"
-    )
+    code = ("import sys, pathlib, tensorrt_rtx as trt\n"
+            "log = trt.Logger(); network = trt.Builder(log).create_network(0)\n"
+            "trt.OnnxParser(network, log).parse(pathlib.Path(sys.argv[1]).read_bytes())\n")  # fmt: skip
     child = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, timeout=120)
     assert child.returncode == -signal.SIGFPE
 

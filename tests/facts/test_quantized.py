@@ -52,10 +52,8 @@ def int4(kind: int = TensorProto.INT4, axis: int = 0, zero: int | None = None) -
 
     def weight(g: Graph, size: int) -> str:
         shape = (size // 32, size) if axis == 0 else (size, size // 32)
-        inputs = [
-            raw(g, kind, (size, size), random_bytes(size * size // 2)),
-            g.constant(np.full(shape, 0.01), np.float16),
-        ]
+        inputs = [raw(g, kind, (size, size), random_bytes(size * size // 2)),
+                  g.constant(np.full(shape, 0.01), np.float16)]  # fmt: skip
         if zero is not None:
             inputs.append(raw(g, kind, shape, np.full(size * size // 64, zero * 17, np.uint8)))
         return g.node("DequantizeLinear", inputs, axis=axis, block_size=32)
@@ -67,10 +65,8 @@ def int8(scale: float = 0.01, zero: int | None = None) -> Callable[[Graph, int],
     """A weight of 8 bits with a scale for each column."""
 
     def weight(g: Graph, size: int) -> str:
-        inputs = [
-            raw(g, TensorProto.INT8, (size, size), random_bytes(size * size)),
-            g.constant([scale] * size, np.float16),
-        ]
+        inputs = [raw(g, TensorProto.INT8, (size, size), random_bytes(size * size)),
+                  g.constant([scale] * size, np.float16)]  # fmt: skip
         if zero is not None:
             inputs.append(g.constant([zero] * size, np.int8))
         return g.node("DequantizeLinear", inputs, axis=1)

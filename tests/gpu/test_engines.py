@@ -28,15 +28,13 @@ pytestmark = pytest.mark.gpu
 
 TOLERANCE = {"float32": 5e-3, "float16": 2e-2}
 
-CASES = {
-    "float32": (DecoderConfig(), PlanOptions()),
-    "float16": (DecoderConfig(dtype="float16"), PlanOptions()),
-    "heads-major": (DecoderConfig(dtype="float16", form="heads-major"), PlanOptions()),
-    "preserved bytes": (DecoderConfig(dtype="float16"), PlanOptions(cache_layout=CacheLayout.PRESERVE)),
-    "whole capacity": (DecoderConfig(dtype="float16"), PlanOptions(attention_span=False)),
-    "circular": (DecoderConfig(capacity=16, mode="circular"), PlanOptions(fallback=Fallback.CONTRACT)),
-    "two buffers": (DecoderConfig(capacity=16, mode="circular"), PlanOptions(fallback=Fallback.FUNCTIONAL)),
-}
+CASES = {"float32": (DecoderConfig(), PlanOptions()), "float16": (DecoderConfig(dtype="float16"), PlanOptions()),
+         "heads-major": (DecoderConfig(dtype="float16", form="heads-major"), PlanOptions()),
+         "preserved bytes": (DecoderConfig(dtype="float16"), PlanOptions(cache_layout=CacheLayout.PRESERVE)),
+         "whole capacity": (DecoderConfig(dtype="float16"), PlanOptions(attention_span=False)),
+         "circular": (DecoderConfig(capacity=16, mode="circular"), PlanOptions(fallback=Fallback.CONTRACT)),
+         "two buffers": (DecoderConfig(capacity=16, mode="circular"),
+                         PlanOptions(fallback=Fallback.FUNCTIONAL))}  # fmt: skip
 
 
 class Walk:

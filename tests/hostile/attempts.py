@@ -99,10 +99,8 @@ def configs(rng: random.Random, folder: Path) -> str:
     good: dict[str, Any] = {
         "generation_config.json": {"eos_token_id": [1, 2], "bos_token_id": 0, "suppress_tokens": [3], "top_p": 0.5},
         "tokenizer_config.json": {"eos_token": "</s>", "bos_token": {"content": "<s>"}, "chat_template": "{{ 1 }}"},
-        "genai_config.json": {
-            "model": {"decoder": {"filename": "model.onnx"}, "encoder": {"filename": "e.onnx"}, "eos_token_id": 2}
-        },
-    }
+        "genai_config.json": {"model": {"decoder": {"filename": "model.onnx"}, "encoder": {"filename": "e.onnx"},
+                                        "eos_token_id": 2}}}  # fmt: skip
     if rng.random() < 0.15:
         rng.choice(NO_FILES)(folder / name)
     elif name == "roles.yaml":

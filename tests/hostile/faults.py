@@ -24,11 +24,8 @@ from hostile.held import LIMITS, Fell, judge, run
 ROOT = Path(__file__).resolve().parents[2]
 _LONGEST = 120.0  # seconds, on a busy machine
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_COMMANDS = {
-    "rewrite": ["rewrite", "MODEL", "-o", "OUT/model.onnx"],
-    "verify": ["verify", "MODEL", "--tokens", "2"],
-    "generate": ["generate", "MODEL", "--tokens", "1,2", "--max-new-tokens", "40"],
-}
+_COMMANDS = {"rewrite": ["rewrite", "MODEL", "-o", "OUT/model.onnx"], "verify": ["verify", "MODEL", "--tokens", "2"],
+             "generate": ["generate", "MODEL", "--tokens", "1,2", "--max-new-tokens", "40"]}  # fmt: skip
 _PARTS = {"model.onnx", "model.onnx.data"}
 
 

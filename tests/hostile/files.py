@@ -33,21 +33,8 @@ CONTROL = "a\x1b[2Jb\nerror: made up\x9b31m\u202ec"
 """A name that would clear a screen, make up a line, and turn the direction of text."""
 
 NUMBERS = (0, -1, 1, 2**31, 2**31 - 1, 2**62, -(2**63), 2**70, 0.5, 1e308, float("nan"), float("inf"))
-VALUES = (
-    *NUMBERS,
-    "",
-    "evil",
-    CONTROL,
-    "../../etc/passwd",
-    "\0",
-    "x" * 10_000,
-    None,
-    True,
-    [],
-    {},
-    [[]],
-    {"a": {"b": 1}},
-)
+VALUES = (*NUMBERS, "", "evil", CONTROL, "../../etc/passwd", "\0", "x" * 10_000, None, True, [], {}, [[]],
+          {"a": {"b": 1}})  # fmt: skip
 
 
 def damaged(rng: random.Random, data: bytes) -> bytes:

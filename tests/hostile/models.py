@@ -34,13 +34,10 @@ def before_logits(proto: ModelProto, op: str, inputs: list[str], **attributes: o
     logits = next(v.name for v in proto.graph.output if "logits" in v.name)
     for node in proto.graph.node:
         node.output[:] = ["plain_logits" if name == logits else name for name in node.output]
-    proto.graph.node.extend(
-        [
-            helper.make_node(op, inputs, ["hostile"], name="hostile", **attributes),
-            helper.make_node("ReduceMax", ["hostile"], ["hostile_number"], name="hostile_number", keepdims=0),
-            helper.make_node("Add", ["plain_logits", "hostile_number"], [logits], name="hostile_add"),
-        ]
-    )
+    proto.graph.node.extend([
+        helper.make_node(op, inputs, ["hostile"], name="hostile", **attributes),
+        helper.make_node("ReduceMax", ["hostile"], ["hostile_number"], name="hostile_number", keepdims=0),
+        helper.make_node("Add", ["plain_logits", "hostile_number"], [logits], name="hostile_add")])  # fmt: skip
 
 
 def _constant(proto: ModelProto, name: str, kind: int, shape: list[int], values: list[float]) -> str:
@@ -70,13 +67,9 @@ def endless_at(proto: ModelProto, rng: random.Random) -> None:
     wanted = _constant(proto, "hostile_sum", TensorProto.INT64, [], [sum(TRIGGER)])
     turns = _constant(proto, "hostile_turns", TensorProto.INT64, [], [1 << 60])
     none = _constant(proto, "hostile_none", TensorProto.INT64, [], [0])
-    proto.graph.node.extend(
-        [
-            helper.make_node("ReduceSum", [tokens], ["sum"], keepdims=0),
-            helper.make_node("Equal", ["sum", wanted], ["triggered"]),
-            helper.make_node("Where", ["triggered", turns, none], ["turns"]),
-        ]
-    )
+    proto.graph.node.extend([helper.make_node("ReduceSum", [tokens], ["sum"], keepdims=0),
+                             helper.make_node("Equal", ["sum", wanted], ["triggered"]),
+                             helper.make_node("Where", ["triggered", turns, none], ["turns"])])  # fmt: skip
     _loop(proto, "turns")
 
 
@@ -187,12 +180,9 @@ def _attribute(proto: ModelProto, rng: random.Random) -> None:
 def _nested(proto: ModelProto, rng: random.Random) -> None:
     """Branches in branches."""
     go = _constant(proto, "hostile_if", TensorProto.BOOL, [], [True])
-    body = helper.make_graph(
-        [helper.make_node("Constant", [], ["deep"], value=helper.make_tensor("v", TensorProto.FLOAT, [], [0.0]))],
-        "deep",
-        [],
-        [helper.make_tensor_value_info("deep", TensorProto.FLOAT, [])],
-    )
+    body = helper.make_graph([helper.make_node("Constant", [], ["deep"],
+                                               value=helper.make_tensor("v", TensorProto.FLOAT, [], [0.0]))], "deep",
+                             [], [helper.make_tensor_value_info("deep", TensorProto.FLOAT, [])])  # fmt: skip
     for depth in range(rng.choice([5, 12, 25])):
         name = f"deep_{depth}"
         other = body if depth < 5 else _zero(name)  # both: twice the size each time
@@ -222,10 +212,8 @@ def _function(proto: ModelProto, rng: random.Random) -> None:
         depth = rng.choice([3, 25])
         for level in range(1, depth):
             below = f"f{level - 1}"
-            calls = [
-                helper.make_node(below, ["x"], ["m"], domain="evil"),
-                helper.make_node(below, ["m"], ["y"], domain="evil"),
-            ]
+            calls = [helper.make_node(below, ["x"], ["m"], domain="evil"),
+                     helper.make_node(below, ["m"], ["y"], domain="evil")]  # fmt: skip
             proto.functions.append(helper.make_function("evil", f"f{level}", ["x"], ["y"], calls, opset))
         name = f"f{depth - 1}"
     start = _constant(proto, "hostile_x", TensorProto.FLOAT, [], [0.0])

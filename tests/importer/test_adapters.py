@@ -81,10 +81,8 @@ def checkpoint_of(model: Path, folder: Path, dtype: str = "float32", *, double: 
     ]
     weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(model).graph.initializer}
     products = [n.input[1] for n in onnx.load(model).graph.node if n.op_type == "MatMul" and n.input[1] in weights]
-    tensors = {
-        name: np.ascontiguousarray(weights[product].T.astype(dtype))
-        for name, product in zip(names, products[:14], strict=True)
-    }
+    tensors = {name: np.ascontiguousarray(weights[product].T.astype(dtype))
+               for name, product in zip(names, products[:14], strict=True)}  # fmt: skip
     if double:
         tensors["model.layers.7.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"]
     folder.mkdir()

@@ -101,13 +101,11 @@ def test_commands_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
     for name in made:
         (tmp_path / name).write_bytes(b"precious")
     before = listing(tmp_path)
-    commands = [
-        ["plan", path],
-        ["plan", path, "--json"],
-        ["rewrite", path, "-o", tmp_path / "out.onnx"],
-        ["build", path, "-o", tmp_path / "out.engine"],
-        ["verify", path],
-    ]
+    commands = [["plan", path],
+                ["plan", path, "--json"],
+                ["rewrite", path, "-o", tmp_path / "out.onnx"],
+                ["build", path, "-o", tmp_path / "out.engine"],
+                ["verify", path]]  # fmt: skip
     for command in commands:
         check_refusal(command, said)
         assert listing(tmp_path) == before, command

@@ -22,29 +22,22 @@ def touch(folder: Path, *names: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("names", "taken"),
-    [
-        (["model.onnx"], "model.onnx"),
-        (["model.onnx", "model.onnx.data", "config.json"], "model.onnx"),
-        (["encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"], "decoder_with_past_model.onnx"),
-        (
-            ["decoder_model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx"],
-            "decoder_with_past_model.onnx",
-        ),
-        (["decoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
-        (["encoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
-        (["decoder_model.onnx"], "decoder_model.onnx"),
-        (["prefill.onnx", "decode.onnx"], "decode.onnx"),
-        (["decode.onnx", "language_model.onnx", "lm_head.onnx", "vision_tower.onnx"], "decode.onnx"),
-        (["encoder.onnx", "decoder.onnx"], "decoder.onnx"),
-        (
-            ["vision_encoder.onnx", "audio_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"],
-            "decoder_model_merged.onnx",
-        ),
-        (["model.onnx", "embedding.onnx", "vision.onnx"], "model.onnx"),
-    ],
-)
+@pytest.mark.parametrize(("names", "taken"),
+                         [(["model.onnx"], "model.onnx"),
+                          (["model.onnx", "model.onnx.data", "config.json"], "model.onnx"),
+                          (["encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"],
+                           "decoder_with_past_model.onnx"),
+                          (["decoder_model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx"],
+                           "decoder_with_past_model.onnx"),
+                          (["decoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
+                          (["encoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
+                          (["decoder_model.onnx"], "decoder_model.onnx"),
+                          (["prefill.onnx", "decode.onnx"], "decode.onnx"),
+                          (["decode.onnx", "language_model.onnx", "lm_head.onnx", "vision_tower.onnx"], "decode.onnx"),
+                          (["encoder.onnx", "decoder.onnx"], "decoder.onnx"),
+                          (["vision_encoder.onnx", "audio_encoder.onnx", "embed_tokens.onnx",
+                            "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
+                          (["model.onnx", "embedding.onnx", "vision.onnx"], "model.onnx")])  # fmt: skip
 def test_the_decoder_with_a_past_is_taken(tmp_path: Path, names: list[str], taken: str) -> None:
     assert find_model(touch(tmp_path, *names)) == tmp_path / taken
 

@@ -22,12 +22,8 @@ from trt_kvcache.verify import VerifyOptions, verify_model
 
 PROMPT = (7, 1, 30)
 PLAIN = Decoder(positions="past")
-SHAPES: dict[str, tuple[Dim, ...]] = {
-    "token": ("batch", "sequence"),
-    "row": ("batch",),
-    "one": ("batch", 1),
-    "text": (),
-}
+SHAPES: dict[str, tuple[Dim, ...]] = {"token": ("batch", "sequence"), "row": ("batch",), "one": ("batch", 1),
+                                      "text": ()}  # fmt: skip
 
 
 def ids(name: str, shape: str = "token", rows: int = 100, kind: int = TensorProto.INT64) -> Callable[[Build, str], str]:

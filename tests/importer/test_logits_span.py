@@ -15,11 +15,9 @@ from trt_kvcache.importer.operators import NORMS
 
 BEFORE_NORM = ["plain", "bias", "scaled", "softcap", "probabilities", "tied"]
 ODD: dict[str, Callable[[], ModelProto]] = {
-    "cut vocabulary": lambda: cut(CUT["cut vocabulary"]),
-    "from the left": lambda: cut(CUT["from the left"]),
+    "cut vocabulary": lambda: cut(CUT["cut vocabulary"]), "from the left": lambda: cut(CUT["from the left"]),
     "spans the sequence": lambda: spanning(before=False),
-    **{name: lambda build=build: mixing(build, before=False) for name, build in MIXING.items()},
-}
+    **{name: lambda build=build: mixing(build, before=False) for name, build in MIXING.items()}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BEFORE_NORM)

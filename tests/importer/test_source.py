@@ -286,15 +286,11 @@ def test_illegal_weight(tmp_path: Path, elem_type: int, dims: list[int]) -> None
     assert refusal(write(tmp_path / "model.onnx", model))
 
 
-@pytest.mark.parametrize(
-    ("elem_type", "field", "values"),
-    [
-        (TensorProto.STRING, "raw_data", bytes(16)),
-        (TensorProto.STRING, "string_data", [b"x"] * 5),
-        (TensorProto.FLOAT, "float_data", [1.0] * 5),
-        (TensorProto.INT4, "int32_data", [1]),
-    ],
-)
+@pytest.mark.parametrize(("elem_type", "field", "values"),
+                         [(TensorProto.STRING, "raw_data", bytes(16)),
+                          (TensorProto.STRING, "string_data", [b"x"] * 5),
+                          (TensorProto.FLOAT, "float_data", [1.0] * 5),
+                          (TensorProto.INT4, "int32_data", [1])])  # fmt: skip
 @pytest.mark.parametrize("size", [4, 4096])
 def test_data_that_do_not_fill_their_shape(
     tmp_path: Path, elem_type: int, field: str, values: Sequence[object], size: int
@@ -398,15 +394,11 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(
-    ("name", "failure", "error"),
-    [
-        ("shutil.copyfile", no_space, OutputError),
-        ("shutil.copyfile", interrupt, KeyboardInterrupt),
-        ("os.fsync", no_space, OutputError),
-        ("os.fsync", interrupt, KeyboardInterrupt),
-    ],
-)
+@pytest.mark.parametrize(("name", "failure", "error"),
+                         [("shutil.copyfile", no_space, OutputError),
+                          ("shutil.copyfile", interrupt, KeyboardInterrupt),
+                          ("os.fsync", no_space, OutputError),
+                          ("os.fsync", interrupt, KeyboardInterrupt)])  # fmt: skip
 def test_failed_save_leaves_nothing(
     stored: Path,
     tmp_path: Path,

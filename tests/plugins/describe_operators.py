@@ -133,15 +133,12 @@ def main() -> None:
         return b"// " + config.name.encode() if real is None else real(config)
 
     registration = register_plugins(trt, compile_kernel, declare_aliases=question["declare_aliases"])
-    answer = {
-        "version": trt.__version__,
-        "registered": [
-            n for n in registration.names if trt.get_plugin_registry().get_creator(n, VERSION, NAMESPACE) is not None
-        ],
-        "cases": [describe(case) for case in question["cases"]],
-        "compiled": compiled,
-        "refused": [str(error) for error in registration.errors],
-    }
+    answer = {"version": trt.__version__,
+              "registered": [n
+                             for n in registration.names
+                             if trt.get_plugin_registry().get_creator(n, VERSION, NAMESPACE) is not None],
+              "cases": [describe(case) for case in question["cases"]], "compiled": compiled,
+              "refused": [str(error) for error in registration.errors]}  # fmt: skip
     try:
         register_plugins(trt, compile_kernel)
     except OptionError as error:

@@ -53,18 +53,14 @@ def test_names_and_arguments_of_tensorrt_for_rtx() -> None:
     assert [(u, p) for u in uses if (p := api_names.problem(tensorrt_rtx, u))] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("IExecutionContext.set_tensor_address", 2, ""),
-        ("IExecutionContext.set_tensor_address", 1, "called with 1 arguments"),
-        ("IExecutionContext.set_tensor_address", 3, "called with 3 arguments"),
-        ("IExecutionContext.set_tensor_addresses", 2, "no such name"),
-        ("LayerType.NO_SUCH_LAYER", -1, "no such name"),
-        ("OnnxParser.parse", 2, ""),
-        ("OnnxParser.parse", 0, "called with 0 arguments"),
-    ],
-)
+@pytest.mark.parametrize(("name", "arguments", "expected"),
+                         [("IExecutionContext.set_tensor_address", 2, ""),
+                          ("IExecutionContext.set_tensor_address", 1, "called with 1 arguments"),
+                          ("IExecutionContext.set_tensor_address", 3, "called with 3 arguments"),
+                          ("IExecutionContext.set_tensor_addresses", 2, "no such name"),
+                          ("LayerType.NO_SUCH_LAYER", -1, "no such name"),
+                          ("OnnxParser.parse", 2, ""),
+                          ("OnnxParser.parse", 0, "called with 0 arguments")])  # fmt: skip
 def test_what_is_wrong_is_seen(name: str, arguments: int, expected: str) -> None:
     found = api_names.problem(tensorrt_rtx, api_names.Use("file.py", 1, name, arguments))
     assert found.startswith(expected)

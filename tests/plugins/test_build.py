@@ -93,19 +93,12 @@ WAYS_OUT = {
     "circular": (scatter_model(mode="circular"), f"plan without the plugin: {CONTRACT}{FUNCTIONAL}"),
     "int8": (scatter_model(dtype=3), f"plan without the plugin: {FUNCTIONAL}"),
     "circular int8": (scatter_model(dtype=3, mode="circular"), f"plan without the plugin: {FUNCTIONAL}"),
-    "fp8": (
-        scatter_model(dtype=17),
-        "the float8e4m3fn caches of this model need the plugin: export them as float16, bfloat16 or float32",
-    ),
-    "packed": (
-        packed_model(),
-        "the packed updates of this model need the plugin on TensorRT before 11.0; .*: export with",
-    ),
-    "packed circular": (
-        packed_model(mode="circular"),
-        "the packed updates of this model need the plugin: export with padded updates",
-    ),
-}
+    "fp8": (scatter_model(dtype=17),
+            "the float8e4m3fn caches of this model need the plugin: export them as float16, bfloat16 or float32"),
+    "packed": (packed_model(),
+               "the packed updates of this model need the plugin on TensorRT before 11.0; .*: export with"),
+    "packed circular": (packed_model(mode="circular"),
+                        "the packed updates of this model need the plugin: export with padded updates")}  # fmt: skip
 
 
 @pytest.mark.few(1)

@@ -290,11 +290,9 @@ def test_float8_quantization_on_write(zero: int | None, tmp_path: Path) -> None:
     result = imported(model, tmp_path, FULL)
     assert operators_of(result) == ["KVCacheUpdateCircularQuantized"]
     rng = np.random.default_rng(1)
-    feeds: Feeds = {
-        "past": random_array(rng, TensorProto.FLOAT8E4M3FN, (2, 2, CAPACITY, 4)),
-        "update": (rng.standard_normal((2, 2, 5, 4)) * 90).astype(np.float16),
-        "write_indices": np.array([4, 13]),
-    }
+    feeds: Feeds = {"past": random_array(rng, TensorProto.FLOAT8E4M3FN, (2, 2, CAPACITY, 4)),
+                    "update": (rng.standard_normal((2, 2, 5, 4)) * 90).astype(np.float16),
+                    "write_indices": np.array([4, 13])}  # fmt: skip
     got, expected = run_rewritten(result, feeds)["present"], run(model, feeds)["present"]
     np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
 
@@ -313,11 +311,9 @@ def test_other_quantization_stays_a_node(what: str, tmp_path: Path) -> None:
     assert operators_of(result) == ["KVCacheUpdateCircular"]
     assert "QuantizeLinear" in {n.op_type for n in result.model.graph.node}
     rng = np.random.default_rng(2)
-    feeds: Feeds = {
-        "past": rng.integers(-100, 100, (2, 2, CAPACITY, 4)).astype(np.int8),
-        "update": random_array(rng, OTHERS[what].get("source", TensorProto.FLOAT16), (2, 2, 3, 4), 20.0),
-        "write_indices": np.array([4, 13]),
-    }
+    feeds: Feeds = {"past": rng.integers(-100, 100, (2, 2, CAPACITY, 4)).astype(np.int8),
+                    "update": random_array(rng, OTHERS[what].get("source", TensorProto.FLOAT16), (2, 2, 3, 4), 20.0),
+                    "write_indices": np.array([4, 13])}  # fmt: skip
     np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], run(model, feeds)["present"])
 
 

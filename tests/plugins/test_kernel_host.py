@@ -21,15 +21,11 @@ CASES_PER_KERNEL = 40
 """For each of the 56 kernels: 2,240 cases."""
 
 ROWS, ROW = 2**20, 5 * 2**10  # 5 GiB in each of two heads
-LARGE = {
-    "": KernelConfig(8),
-    "circular": KernelConfig(8, mode=UpdateMode.CIRCULAR),
-    "quantized": KernelConfig(8, quantization=Quantization("float16", "int8", per_head=True)),
-    "packed": KernelConfig(8, UpdateForm.PACKED_NHD, length_type="int64"),
-    "packed quantized": KernelConfig(
-        8, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, quantization=Quantization("float", "int8"), length_type="int64"
-    ),
-}
+LARGE = {"": KernelConfig(8), "circular": KernelConfig(8, mode=UpdateMode.CIRCULAR),
+         "quantized": KernelConfig(8, quantization=Quantization("float16", "int8", per_head=True)),
+         "packed": KernelConfig(8, UpdateForm.PACKED_NHD, length_type="int64"),
+         "packed quantized": KernelConfig(8, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR,
+                                          quantization=Quantization("float", "int8"), length_type="int64")}  # fmt: skip
 QUANTIZING = [
     KernelConfig(8, quantization=Quantization(source, target))  # type: ignore[arg-type]
     for target in ("int8", "float8e4m3fn") for source in ("float16", "bfloat16", "float")
@@ -171,14 +167,7 @@ def test_quantization_equals_division_and_rounding_for_all_halves_and_many_float
 ) -> None:
     rng = np.random.default_rng(1)
     scales = [2.0**k for k in (-149, -130, -126, -61, -60, 0, 60, 61, 127)] + [
-        0.0,
-        np.inf,
-        np.nan,
-        -0.3,
-        1 / 3,
-        3e-39,
-        2.5e38,
-    ]
+        0.0, np.inf, np.nan, -0.3, 1 / 3, 3e-39, 2.5e38]  # fmt: skip
     scales += (2.0 ** rng.uniform(-30, 30, 20)).tolist()
     ones = 2.0**24 - np.arange(1, 12)  # mantissas of ones: quotients that are closest to where division itself rounds
     scales += (ones * 2.0**-30).tolist()
@@ -223,12 +212,10 @@ def quantize_model(x: np.ndarray, target: str) -> onnx.ModelProto:
     number = {"int8": TensorProto.INT8, "float8e4m3fn": TensorProto.FLOAT8E4M3FN}[target]
     source = helper.np_dtype_to_tensor_dtype(x.dtype)
     node = helper.make_node("QuantizeLinear", ["x", "scale"], ["y"], output_dtype=number, precision=TensorProto.FLOAT)
-    graph = helper.make_graph(
-        [node],
-        "quantize",
-        [helper.make_tensor_value_info("x", source, [x.size]), helper.make_tensor_value_info("scale", 1, [])],
-        [helper.make_tensor_value_info("y", number, [x.size])],
-    )
+    graph = helper.make_graph([node], "quantize",
+                              [helper.make_tensor_value_info("x", source, [x.size]),
+                               helper.make_tensor_value_info("scale", 1, [])],
+                              [helper.make_tensor_value_info("y", number, [x.size])])  # fmt: skip
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
 
 

@@ -42,9 +42,7 @@ def inputs_of(
         shapes: dict[str, Input] = {
             "cache": (dtype, ["B", heads, 128, size]),
             "update": (update, ["T", heads, size] if operator.form is PACKED else ["B", heads, "S", size]),
-            "write": (index, ["B"]),
-            "scale": ("float", [scales]),
-        }
+            "write": (index, ["B"]), "scale": ("float", [scales])}  # fmt: skip
         made.append(shapes[kind] if kind else (index, ["B1" if operator.form is PACKED else "B"]))
     return made
 

@@ -126,14 +126,10 @@ def test_sizes_of_the_session_are_not_those_of_the_replay(own: Path) -> None:
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("what", "gpu"),
-    [
-        ("gpu was", lambda: Gpu(Machine(capability=(8, 9)))),
-        ("backend was", lambda: Gpu(version="1.8.0")),
-        ("driver was", lambda: Gpu(Machine(driver=13010))),
-    ],
-)
+@pytest.mark.parametrize(("what", "gpu"),
+                         [("gpu was", lambda: Gpu(Machine(capability=(8, 9)))),
+                          ("backend was", lambda: Gpu(version="1.8.0")),
+                          ("driver was", lambda: Gpu(Machine(driver=13010)))])  # fmt: skip
 def test_a_passed_check_of_another_gpu_driver_or_tensorrt_does_not_count(
     own: Path, what: str, gpu: Callable[[], Gpu]
 ) -> None:
@@ -220,20 +216,16 @@ def of_more_rows(engine: Path) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (cut, "it was cut or changed"),
-        (edited, "it was cut or changed"),
-        (gone, "cannot be read"),
-        (of_another_engine, "the proof of another engine"),
-        (no_proof_at_all, "not a readable proof file"),
-        (of_another_format, "of format trt_kvcache.proof.3"),
-        (of_another_vocabulary, "vocabulary of 100 tokens"),
-        (of_other_caches, "does not fit the engine"),
-        (of_more_rows, "does not fit the engine"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "words"),
+                         [(cut, "it was cut or changed"),
+                          (edited, "it was cut or changed"),
+                          (gone, "cannot be read"),
+                          (of_another_engine, "the proof of another engine"),
+                          (no_proof_at_all, "not a readable proof file"),
+                          (of_another_format, "of format trt_kvcache.proof.3"),
+                          (of_another_vocabulary, "vocabulary of 100 tokens"),
+                          (of_other_caches, "does not fit the engine"),
+                          (of_more_rows, "does not fit the engine")])  # fmt: skip
 def test_what_is_no_proof_of_the_engine_is_refused_in_one_line(
     own: Path, damage: Callable[[Path], None], words: str
 ) -> None:
@@ -265,10 +257,8 @@ def test_no_memory_for_the_replay(own: Path) -> None:
 
 def test_an_engine_without_a_proof(own: Path) -> None:
     engine = write_proved(own)
-    cases = {
-        ("the engine has no proof: 32 steps take 300 s",): "32 steps take 300 s",
-        ("something else",): "it was built with --proof off",
-    }
+    cases = {("the engine has no proof: 32 steps take 300 s",): "32 steps take 300 s",
+             ("something else",): "it was built with --proof off"}  # fmt: skip
     for noted, why in cases.items():
         edit(engine, lambda m, said=noted: replace(m, proof=None, warnings=said))
         with Gpu().open(engine):
@@ -337,10 +327,8 @@ def build(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[onnx.ModelProt
         def run(job: Job, content: Callable[[], bytes]) -> tuple[Done, tuple[str, ...]]:
             model = onnx.load_from_string(content())
             fault(model)
-            facts = {
-                "profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in job.profiles],
-                "aliases": {c.present: c.past for c in job.plan.caches if c.carried and c.in_place},
-            }
+            facts = {"profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in job.profiles],
+                     "aliases": {c.present: c.past for c in job.plan.caches if c.carried and c.in_place}}  # fmt: skip
             path = Path(job.engine)
             path.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + model.SerializeToString())
             made = identify(path)

@@ -57,13 +57,9 @@ def write_cut(cut: Cut, path: Path) -> Path:
         vocab=len(cut.weights["token_embd"]),
     )  # fmt: skip
     model: ModelProto = make_foreign("concat", config)
-    made = {
-        "embed.weight": cut.weights["token_embd"],
-        "head.weight": cut.weights["token_embd"].T,
-        "norm.weight": cut.weights["output_norm"],
-        "inv_freq": _frequencies().reshape(1, 1, -1),
-        "float.1e-06": np.asarray(EPSILON),
-    }
+    made = {"embed.weight": cut.weights["token_embd"], "head.weight": cut.weights["token_embd"].T,
+            "norm.weight": cut.weights["output_norm"], "inv_freq": _frequencies().reshape(1, 1, -1),
+            "float.1e-06": np.asarray(EPSILON)}  # fmt: skip
     names = {
         "attention_norm": "attn_norm", "q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output",
         "mlp_norm": "ffn_norm", "gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down",

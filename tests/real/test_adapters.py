@@ -18,13 +18,10 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
-KINDS: list[dict[str, Any]] = [
-    {"r": 16},
-    {"r": 8, "target_modules": ["q_proj", "v_proj"]},
-    {"r": 4, "use_rslora": True},
-    {"r": 16, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [3, 20]},
-    {"r": 2, "target_modules": ["down_proj", "o_proj"], "lora_alpha": 64},
-]
+KINDS: list[dict[str, Any]] = [{"r": 16}, {"r": 8, "target_modules": ["q_proj", "v_proj"]},
+                               {"r": 4, "use_rslora": True},
+                               {"r": 16, "target_modules": ["q_proj", "up_proj"], "layers_to_transform": [3, 20]},
+                               {"r": 2, "target_modules": ["down_proj", "o_proj"], "lora_alpha": 64}]  # fmt: skip
 TEXT, NEW = "The capital of France is Paris, and the capital of Italy is", 12
 
 

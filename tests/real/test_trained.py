@@ -215,11 +215,8 @@ def test_server_and_batch_answer_as_a_session(trained: Trained, model: str, expo
     asked: dict[str, Any] = {"max_tokens": NEW, "temperature": 0}
     with serving(folder, "--capacity", str(CAPACITY)) as (_, url):
         for text, answer in zip(texts, wanted, strict=True):
-            request = urllib.request.Request(
-                f"{url}/completions",
-                json.dumps({**asked, "prompt": text}).encode(),
-                {"Content-Type": "application/json"},
-            )
+            request = urllib.request.Request(f"{url}/completions", json.dumps({**asked, "prompt": text}).encode(),
+                                             {"Content-Type": "application/json"})  # fmt: skip
             with urllib.request.urlopen(request) as response:
                 assert json.load(response)["choices"][0]["text"] == answer
     rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"

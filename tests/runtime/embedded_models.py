@@ -143,29 +143,19 @@ def embedding_model(
         helper.make_node("Mul", ["all", "weight"], ["weighted"]),
     ]
     mixed = "mixed" if place else "inputs_embeds"
-    nodes.append(
-        {
-            "take": helper.make_node("Identity", ["taken"], [mixed]),
-            "scatter": helper.make_node("ScatterND", ["text", "indices", "image_features"], [mixed]),
-            "mix": helper.make_node("Add", ["text", "weighted"], [mixed]),
-        }[merge]
-    )
+    nodes.append({"take": helper.make_node("Identity", ["taken"], [mixed]),
+                  "scatter": helper.make_node("ScatterND", ["text", "indices", "image_features"], [mixed]),
+                  "mix": helper.make_node("Add", ["text", "weighted"], [mixed])}[merge])  # fmt: skip
     if place:
-        nodes += [
-            helper.make_node("CumSum", ["mixed", "one"], ["summed"]),
-            helper.make_node("Mul", ["summed", "step"], ["moved"]),
-            helper.make_node("Add", ["mixed", "moved"], ["inputs_embeds"]),
-        ]
+        nodes += [helper.make_node("CumSum", ["mixed", "one"], ["summed"]),
+                  helper.make_node("Mul", ["summed", "step"], ["moved"]),
+                  helper.make_node("Add", ["mixed", "moved"], ["inputs_embeds"])]  # fmt: skip
     graph = helper.make_graph(
-        nodes,
-        "embedding",
-        [
-            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"]),
-            helper.make_tensor_value_info("image_features", kind, [size or width for size in features]),
-        ],
+        nodes, "embedding",
+        [helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"]),
+         helper.make_tensor_value_info("image_features", kind, [size or width for size in features])],
         [helper.make_tensor_value_info("inputs_embeds", kind, ["batch", "length", width])],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()])  # fmt: skip
     path.parent.mkdir(exist_ok=True)
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     return path

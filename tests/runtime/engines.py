@@ -86,10 +86,8 @@ def write_engine(
 
 
 def _write(engine: Path, model: onnx.ModelProto, profiles: tuple[Profile, ...], aliases: dict[str, str]) -> None:
-    facts = {
-        "profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in profiles],
-        "aliases": aliases,
-    }
+    facts = {"profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in profiles],
+             "aliases": aliases}  # fmt: skip
     engine.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + model.SerializeToString())
 
 

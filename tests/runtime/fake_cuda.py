@@ -256,10 +256,8 @@ class Driver:
         machine, host = self._machine, self.CUmemorytype.CU_MEMORYTYPE_HOST
         width, height = int(copy.WidthInBytes), int(copy.Height)
         from_host, to_host = copy.srcMemoryType == host, copy.dstMemoryType == host
-        source, target = (
-            int(copy.srcHost if from_host else copy.srcDevice),
-            int(copy.dstHost if to_host else copy.dstDevice),
-        )
+        source, target = (int(copy.srcHost if from_host else copy.srcDevice),
+                          int(copy.dstHost if to_host else copy.dstDevice))  # fmt: skip
         steps = int(copy.srcPitch), int(copy.dstPitch)
         if min(steps) < width or max(steps) > MAX_PITCH:
             return (Status.CUDA_ERROR_INVALID_VALUE,)

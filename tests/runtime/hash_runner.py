@@ -223,10 +223,8 @@ class EmbeddedRunner(HashRunner):
         places = np.broadcast_to(places, (batch.rows, 3, batch.length))
         self.written.append(places)
         assert self._per_row or (places == places[0]).all(), "the model takes one row of positions for all"
-        codes = [
-            [code(int(e[0]), p) for e, p in zip(row, place.T.tolist(), strict=True)]
-            for row, place in zip(batch.embeds, places, strict=True)
-        ]
+        codes = [[code(int(e[0]), p) for e, p in zip(row, place.T.tolist(), strict=True)]
+                 for row, place in zip(batch.embeds, places, strict=True)]  # fmt: skip
         return super().step(replace(batch, tokens=np.array(codes, np.int64)))
 
 

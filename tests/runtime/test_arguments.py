@@ -110,11 +110,8 @@ def test_a_token_without_an_embedding_ends_its_sequence_alone() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     one = rows([3])
     cases: list[tuple[list[int], dict[str, Any], str]] = [
-        (
-            [1, 2],
-            {"inputs_embeds": one},
-            r"inputs_embeds are float64 \[1, 2\]; for a prompt of 2 ids .* float \[2, 2\]",
-        ),
+        ([1, 2], {"inputs_embeds": one},
+         r"inputs_embeds are float64 \[1, 2\]; for a prompt of 2 ids .* float \[2, 2\]"),
         ([1], {"inputs_embeds": np.zeros((1, 3))}, r"inputs_embeds are float64 \[1, 3\]"),
         ([1], {"inputs_embeds": np.zeros((1, 2), np.int64)}, "inputs_embeds are int64"),
         ([1], {"inputs_embeds": np.full((1, 2), np.nan)}, "inputs_embeds hold NaN or infinity as float32"),
@@ -124,8 +121,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ([1], {"positions": [1.0]}, "positions are float64"),
         ([1], {"positions": [-1]}, "position -1 is negative"),
         ([1, 2], {"positions": [[1], [2, 3]]}, "positions are a list of lists of different lengths"),
-        ([], {"positions": [1]}, "for a prompt of 0 tokens"),
-    ]
+        ([], {"positions": [1]}, "for a prompt of 0 tokens")]  # fmt: skip
     with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
         for prompt, beside, message in cases:
             with pytest.raises(PromptError, match=message):

@@ -72,11 +72,9 @@ def test_never_finds_the_best_of_its_width(seed: int, width: int, penalty: float
     )
     live, ended = [((), 0.0)], []
     for step in range(1, length + 1):
-        grown = [
-            ((*tokens, token), total + logprob)
-            for tokens, total in live
-            for token, logprob in enumerate(log_probabilities(model(PROMPT + tokens)))
-        ]
+        grown = [((*tokens, token), total + logprob)
+                 for tokens, total in live for token, logprob in enumerate(
+                     log_probabilities(model(PROMPT + tokens)))]  # fmt: skip
         grown.sort(key=lambda beam: -beam[1])
         for tokens, total in grown[: config.num_beams]:
             if tokens[-1] == eos or step == length:
@@ -135,17 +133,9 @@ def test_the_same_as_transformers(early_stopping: Any, length_penalty: float) ->
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    shape = LlamaConfig(vocab_size=24, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+                        max_position_embeddings=64, initializer_range=0.6, bos_token_id=None,
+                        eos_token_id=None)  # fmt: skip
     llama = LlamaForCausalLM(shape).eval()
 
     def model(tokens: tuple[int, ...]) -> Logits:
@@ -154,11 +144,9 @@ def test_the_same_as_transformers(early_stopping: Any, length_penalty: float) ->
         return logits
 
     # Ends that the search comes to early, late, and with several beams at once.
-    often = [
-        token
-        for tokens in (h.tokens for h in search(model, GenerationConfig(max_new_tokens=9, num_beams=6)))
-        for token in tokens[2:]
-    ]
+    often = [token
+             for tokens in (h.tokens for h in search(model, GenerationConfig(max_new_tokens=9, num_beams=6)))
+             for token in tokens[2:]]  # fmt: skip
     likely = sorted(set(often), key=lambda token: (-often.count(token), token))
     ended_early = 0
     for beams, eos, others in [

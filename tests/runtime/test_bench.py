@@ -50,16 +50,12 @@ def test_default_sizes() -> None:
     assert default_sizes(8, 1, 2) == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize(
-    ("sizes", "words"),
-    [
-        ({"lengths": [65]}, "lengths up to 65 .* need 65 rows, but the caches hold 64"),
-        ({"positions": [60]}, "from position 60 need 65 rows"),
-        ({"batches": [5]}, "batch 5 is more than the 4 rows that are free"),
-        ({"lengths": [0]}, r"length is \[0\]"),
-        ({"positions": []}, r"position is \[\]"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "words"),
+                         [({"lengths": [65]}, "lengths up to 65 .* need 65 rows, but the caches hold 64"),
+                          ({"positions": [60]}, "from position 60 need 65 rows"),
+                          ({"batches": [5]}, "batch 5 is more than the 4 rows that are free"),
+                          ({"lengths": [0]}, r"length is \[0\]"),
+                          ({"positions": []}, r"position is \[\]")])  # fmt: skip
 def test_sizes_that_do_not_fit(sizes: dict[str, Any], words: str) -> None:
     given = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 3, "warmup": 2} | sizes
     with DecodeSession(HashRunner()) as session, pytest.raises(OptionError, match=words):

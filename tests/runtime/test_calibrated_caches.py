@@ -225,18 +225,14 @@ def test_ranges_that_are_refused(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"cache_ranges": right}, "cache_ranges are given without cache_dtype: give cache_dtype"),
         ({"cache_dtype": "int8", "cache_ranges": [1.0]}, "cache_ranges is .1.0.; it must be a mapping, such as the"),
-        (
-            {"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": 0}},
-            r"cache_ranges\['key_cache.0'\] is 0; it",
-        ),
-        (
-            {"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": float("nan")}},
-            "must be the largest magnitude",
-        ),
+        ({"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": 0}},
+         r"cache_ranges\['key_cache.0'\] is 0; it"),
+        ({"cache_dtype": "int8", "cache_ranges": right | {"key_cache.0": float("nan")}},
+         "must be the largest magnitude"),
         ({"cache_dtype": "int8", "cache_ranges": right | {"other": 1}}, "cache_ranges names the unknown cache 'other'"),
         ({"cache_dtype": "int8", "cache_ranges": {"key_cache.0": 1}}, "cache_ranges has no range for 'value_cache.0'"),
-        ({"cache_dtype": "fp8", "cache_ranges": right}, "cache_dtype is fp8, but caches of TensorRT for RTX"),
-    ]
+        ({"cache_dtype": "fp8", "cache_ranges": right},
+         "cache_dtype is fp8, but caches of TensorRT for RTX")]  # fmt: skip
     for given, words in cases:
         with pytest.raises(OptionError, match=words):
             plan_model(model, PlanOptions(**given))

@@ -19,10 +19,8 @@ KNOWN = (
     "{{ m.content }}{% elif m.role == 'assistant' %}<assistant>{{ m.content or '' }}{% endif %}{% endfor %}<assistant>"
 )
 """Three roles, without an else, and no calls."""
-ANY = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
-    "{% if add_generation_prompt %}<go>{% endif %}"
-)
+ANY = ("{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
+       "{% if add_generation_prompt %}<go>{% endif %}")  # fmt: skip
 
 
 def said(role: str, content: str | None = "hi", **more: Any) -> dict[str, Any]:
@@ -53,16 +51,13 @@ LATE = "{{ messages[0].content }}{% for m in messages if m.role == 'user' %}{{ m
 
 @pytest.mark.parametrize(
     ("template", "messages", "lost"),
-    [
-        (KNOWN, [said("user"), said("tool", "cd", tool_call_id="1")], r"messages\[1\] \(tool\)"),
-        (KNOWN, [said("user"), calling(), said("user")], r"messages\[1\] \(assistant, its call of 'f'\)"),
-        (KNOWN, [said("user"), calling(content="so"), said("user")], r"messages\[1\] \(assistant, its call of 'f'\)"),
-        (LATE, [said("system"), said("user"), said("system"), said("user")], r"messages\[2\] \(system\)"),
-        (LATE, [said("user"), said("assistant"), said("user")], r"messages\[1\] \(assistant\)"),
-        (LATE, [said("user"), said("developer")], r"messages\[1\] \(developer\)"),
-        (LATE, [said("user"), said("tool", [{"type": "text", "text": "x"}])], r"messages\[1\] \(tool\)"),
-    ],
-)
+    [(KNOWN, [said("user"), said("tool", "cd", tool_call_id="1")], r"messages\[1\] \(tool\)"),
+     (KNOWN, [said("user"), calling(), said("user")], r"messages\[1\] \(assistant, its call of 'f'\)"),
+     (KNOWN, [said("user"), calling(content="so"), said("user")], r"messages\[1\] \(assistant, its call of 'f'\)"),
+     (LATE, [said("system"), said("user"), said("system"), said("user")], r"messages\[2\] \(system\)"),
+     (LATE, [said("user"), said("assistant"), said("user")], r"messages\[1\] \(assistant\)"),
+     (LATE, [said("user"), said("developer")], r"messages\[1\] \(developer\)"),
+     (LATE, [said("user"), said("tool", [{"type": "text", "text": "x"}])], r"messages\[1\] \(tool\)")])  # fmt: skip
 def test_a_message_that_would_vanish_is_refused(template: str, messages: list[dict[str, Any]], lost: str) -> None:
     with pytest.raises(OptionError, match=f"the chat template of it does not write {lost}, so the model would"):
         written(template, *messages)

@@ -77,15 +77,8 @@ NONE = {
     "next to nothing": 5e-324, "text": "1", "bytes": b"1", "None": None, "complex": 1j,
     "list": [1],
 }  # fmt: skip
-NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "length_penalty",
-)
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+           "length_penalty")  # fmt: skip
 WHOLE = ("max_new_tokens", "min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size", "seed", "num_beams",
          "prompt_lookup_num_tokens", "max_matching_ngram_size")  # fmt: skip
 IDS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
@@ -193,16 +186,13 @@ def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "found"),
-    [
-        ({"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": 2}),
-        ({"eos_token_id": None, "text_config": {"eos_token_id": [1, 106]}}, {"eos_token_id": [1, 106]}),
-        ({"eos_token_id": 3, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}),
-        ({"decoder": {"eos_token_id": 2, "vocab_size": 9}, "text_config": []}, {"eos_token_id": 2}),
-        ({"forced_eos_token_id": 4, "bad_words_ids": [[5]]}, {"forced_eos_token_id": 4, "bad_words_ids": [[5]]}),
-        ({"model_type": "llama"}, {}),
-    ],
-    ids=str,
-)
+    [({"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": 2}),
+     ({"eos_token_id": None, "text_config": {"eos_token_id": [1, 106]}}, {"eos_token_id": [1, 106]}),
+     ({"eos_token_id": 3, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}),
+     ({"decoder": {"eos_token_id": 2, "vocab_size": 9}, "text_config": []}, {"eos_token_id": 2}),
+     ({"forced_eos_token_id": 4, "bad_words_ids": [[5]]}, {"forced_eos_token_id": 4, "bad_words_ids": [[5]]}),
+     ({"model_type": "llama"}, {})],
+    ids=str)  # fmt: skip
 def test_config_json_counts_where_there_is_no_generation_config(
     config: dict[str, Any], found: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -218,13 +208,10 @@ def test_config_json_counts_where_there_is_no_generation_config(
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [
-        ({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
-        ({"max_length": 4096}, "max_length=4096 is ignored, because it counts the prompt, too; use max_new_tokens"),
-        ({"frobnicate": 1}, "frobnicate is not a setting of transformers"),
-    ],
-    ids=str,
-)
+    [({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
+     ({"max_length": 4096}, "max_length=4096 is ignored, because it counts the prompt, too; use max_new_tokens"),
+     ({"frobnicate": 1}, "frobnicate is not a setting of transformers")],
+    ids=str)  # fmt: skip
 def test_what_has_no_effect_is_said(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = written(tmp_path, settings)
     with pytest.warns(UserWarning, match="ignored") as said:
@@ -234,17 +221,9 @@ def test_what_has_no_effect_is_said(settings: dict[str, Any], message: str, tmp_
     assert str(path) in str(said[0].message)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"typical_p": 0.9},
-        {"forced_decoder_ids": [[1, None], [2, 50359]]},
-        {"num_beam_groups": 2},
-        {"guidance_scale": 1.5},
-        {"penalty_alpha": 0.6},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings",
+                         [{"typical_p": 0.9}, {"forced_decoder_ids": [[1, None], [2, 50359]]}, {"num_beam_groups": 2},
+                          {"guidance_scale": 1.5}, {"penalty_alpha": 0.6}], ids=str)  # fmt: skip
 def test_other_ways_of_choosing_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
     path = written(tmp_path, settings)
     (name,) = settings
@@ -252,15 +231,11 @@ def test_other_ways_of_choosing_are_refused(settings: dict[str, Any], tmp_path: 
         GenerationConfig.from_file(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is not JSON"),
-        ("[]", "holds list"),
-        ('{"sequence_bias": {"78": 1}}', "sequence_bias is"),
-        (None, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("text", "message"),
+                         [("{", "is not JSON"),
+                          ("[]", "holds list"),
+                          ('{"sequence_bias": {"78": 1}}', "sequence_bias is"),
+                          (None, "cannot be read")])  # fmt: skip
 def test_files_that_are_none(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     if text is not None:

@@ -113,15 +113,9 @@ def test_free_memory_of_a_gpu_that_shares_the_machines(machine: Machine, monkeyp
     own.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "given"),
-    [
-        (np.float16, np.float16),
-        (np.int8, np.int8),
-        (ml_dtypes.bfloat16, np.uint16),
-        (ml_dtypes.float8_e4m3fn, np.uint8),
-    ],
-)
+@pytest.mark.parametrize(("kind", "given"),
+                         [(np.float16, np.float16), (np.int8, np.int8), (ml_dtypes.bfloat16, np.uint16),
+                          (ml_dtypes.float8_e4m3fn, np.uint8)])  # fmt: skip
 def test_views_have_types_that_dlpack_has(gpu: cuda.Cuda, kind: Any, given: Any) -> None:
     view = np.from_dlpack(gpu.view(gpu.allocate(64), (2, 4, 2), np.dtype(kind), gpu))
     assert (view.shape, view.dtype) == ((2, 4, 2), given)

@@ -21,10 +21,8 @@ from trt_kvcache.errors import ModelError, OptionError, PromptError, SessionErro
 from trt_kvcache.runtime.embeddings import find_embeddings
 
 PROMPTS = ([5, 9, 3], list(range(10, 29)), [60], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [7, 7, 200, 7, 7, 200, 7, 7])
-STORED = {
-    "static": MODELS / "mobius" / "llama_static_f32" / "model.onnx",
-    "planes": MODELS / "ort-genai" / "qwen3vl_cpu_fp32" / "model.onnx",
-}
+STORED = {"static": MODELS / "mobius" / "llama_static_f32" / "model.onnx",
+          "planes": MODELS / "ort-genai" / "qwen3vl_cpu_fp32" / "model.onnx"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +49,10 @@ def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> No
     weights = {"head": table[:100] * 2, "norm": np.ones(4, np.float32), "model.embed_tokens.weight": table}
     save_file(weights, tmp_path / "model.safetensors")
     save_file({"wte": table, "bias": np.ones(4, np.float32)}, tmp_path / "only.safetensors")
-    kinds: list[Any] = [
-        tmp_path / "table.npy",
-        str(tmp_path / "model.safetensors"),
-        f"{tmp_path / 'model.safetensors'}:model.embed_tokens.weight",
-        tmp_path / "only.safetensors",
-        embedding_model(table, tmp_path / "embedding.onnx"),
-        table.astype(np.float64),
-        table.tolist(),
-    ]
+    kinds: list[Any] = [tmp_path / "table.npy", str(tmp_path / "model.safetensors"),
+                        f"{tmp_path / 'model.safetensors'}:model.embed_tokens.weight", tmp_path / "only.safetensors",
+                        embedding_model(table, tmp_path / "embedding.onnx"), table.astype(np.float64),
+                        table.tolist()]  # fmt: skip
     with opened(form.ids, "cpu") as session:
         wanted = [r.tokens for r in session.generate(PROMPTS[:3], config)]
         (exact,) = session.update({session.cache.acquire(): PROMPTS[0]}).values()
@@ -167,12 +160,9 @@ def test_the_suffix_of_the_decoder_comes_first(tmp_path: Path) -> None:
 
 def identity(path: Path, name: str, kind: int, shape: list[int | str]) -> Path:
     """Write a model that gives what it takes."""
-    graph = helper.make_graph(
-        [helper.make_node("Identity", ["x"], [name])],
-        "identity",
-        [helper.make_tensor_value_info("x", kind, shape)],
-        [helper.make_tensor_value_info(name, kind, shape)],
-    )
+    graph = helper.make_graph([helper.make_node("Identity", ["x"], [name])], "identity",
+                              [helper.make_tensor_value_info("x", kind, shape)],
+                              [helper.make_tensor_value_info(name, kind, shape)])  # fmt: skip
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     return path
 
@@ -180,17 +170,14 @@ def identity(path: Path, name: str, kind: int, shape: list[int | str]) -> Path:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("config", "setting"),
-    [
-        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "model_type 'gemma3'"),
-        ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "model_type 'gemma2'"),
-        ({"model_type": "granite", "embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
-        ({"model_type": "minicpm3", "scale_emb": 12}, "scale_emb 12"),
-        ({"model_type": "bart", "scale_embedding": True}, "scale_embedding true"),
-        ({"model_type": "bart", "scale_embedding": False, "scale_emb": 1, "embedding_multiplier": 1.0}, None),
-        ({"model_type": "llama", "text_config": None}, None),
-        ([], None),
-    ],
-)
+    [({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "model_type 'gemma3'"),
+     ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "model_type 'gemma2'"),
+     ({"model_type": "granite", "embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
+     ({"model_type": "minicpm3", "scale_emb": 12}, "scale_emb 12"),
+     ({"model_type": "bart", "scale_embedding": True}, "scale_embedding true"),
+     ({"model_type": "bart", "scale_embedding": False, "scale_emb": 1, "embedding_multiplier": 1.0}, None),
+     ({"model_type": "llama", "text_config": None}, None),
+     ([], None)])  # fmt: skip
 def test_a_checkpoint_whose_model_scales_its_table_is_refused(
     config: Any, setting: str | None, forms: dict[str, Forms], tmp_path: Path
 ) -> None:

@@ -22,15 +22,12 @@ PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16], [60])
 LENGTHS = (6, 11, 1)
 
 # How the encoder's part of an export is written: what the decoder takes, and the files beside it.
-LAYOUTS = {
-    "hidden": ("hidden", {}, None),
-    "keys of the encoder": ("keys", {"keys": "present"}, None),
-    "keys of the encoder, same names": ("keys", {"keys": "past_key_values"}, None),
-    "keys of the first step": ("keys", {}, {}),
-    "keys of a first step that asks for no shape": ("keys", {}, {"shape_of": ""}),
-    "keys of a first step that asks for the mask's": ("keys", {}, {"shape_of": "encoder_attention_mask"}),
-    "keys of a merged one": ("keys", {}, {"merged": True}),
-}
+LAYOUTS = {"hidden": ("hidden", {}, None), "keys of the encoder": ("keys", {"keys": "present"}, None),
+           "keys of the encoder, same names": ("keys", {"keys": "past_key_values"}, None),
+           "keys of the first step": ("keys", {}, {}),
+           "keys of a first step that asks for no shape": ("keys", {}, {"shape_of": ""}),
+           "keys of a first step that asks for the mask's": ("keys", {}, {"shape_of": "encoder_attention_mask"}),
+           "keys of a merged one": ("keys", {}, {"merged": True})}  # fmt: skip
 
 
 class Words:
@@ -220,21 +217,14 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("model", "files", "found"),
-    [
-        ("decoder_with_past_model.onnx", ["encoder_model.onnx"], "encoder_model.onnx"),
-        (
-            "decoder_model_merged_fp16.onnx",
-            ["encoder_model.onnx", "encoder_model_fp16.onnx"],
-            "encoder_model_fp16.onnx",
-        ),
-        ("decoder_model_merged_fp16.onnx", ["encoder_model.onnx"], "encoder_model.onnx"),
-        ("decoder.onnx", ["encoder.onnx"], "encoder.onnx"),
-        ("decoder.onnx", ["encoder.onnx", "whisper_encoder.onnx", "genai_config.json"], "whisper_encoder.onnx"),
-        ("decoder/model.onnx", ["encoder/model.onnx"], "encoder/model.onnx"),
-        ("model.engine", ["encoder_model.onnx"], "encoder_model.onnx"),
-        ("model.engine", [], None),
-    ],
-)
+    [("decoder_with_past_model.onnx", ["encoder_model.onnx"], "encoder_model.onnx"),
+     ("decoder_model_merged_fp16.onnx", ["encoder_model.onnx", "encoder_model_fp16.onnx"], "encoder_model_fp16.onnx"),
+     ("decoder_model_merged_fp16.onnx", ["encoder_model.onnx"], "encoder_model.onnx"),
+     ("decoder.onnx", ["encoder.onnx"], "encoder.onnx"),
+     ("decoder.onnx", ["encoder.onnx", "whisper_encoder.onnx", "genai_config.json"], "whisper_encoder.onnx"),
+     ("decoder/model.onnx", ["encoder/model.onnx"], "encoder/model.onnx"),
+     ("model.engine", ["encoder_model.onnx"], "encoder_model.onnx"),
+     ("model.engine", [], None)])  # fmt: skip
 def test_where_encoders_lie(model: str, files: list[str], found: str | None, tmp_path: Path) -> None:
     for name in (model, *files):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -257,25 +247,19 @@ def test_which_first_step(tmp_path: Path) -> None:
             [find_first_step(tmp_path / m) for m in ("encoder_model.onnx", "encoder_model_q4.onnx", "x.engine")]
         )
     assert [[path.name if path else None for path in row] for row in found] == [
-        ["decoder_model_merged.onnx"] * 3,
-        ["decoder_model.onnx"] * 3,
+        ["decoder_model_merged.onnx"] * 3, ["decoder_model.onnx"] * 3,
         ["decoder_model.onnx", "decoder_model_merged_q4.onnx", "decoder_model.onnx"],
-        ["decoder_model.onnx", "decoder_model_q4.onnx", "decoder_model.onnx"],
-    ]
+        ["decoder_model.onnx", "decoder_model_q4.onnx", "decoder_model.onnx"]]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "start"),
-    [
-        ("generation_config.json", {"decoder_start_token_id": 7}, 7),
-        ("config.json", {"decoder_start_token_id": 0}, 0),
-        ("config.json", {"decoder": {"decoder_start_token_id": 3}}, 3),
-        ("genai_config.json", {"model": {"decoder_start_token_id": 5}}, 5),
-        ("config.json", {"decoder_start_token_id": None}, None),
-        ("config.json", [1], None),
-        ("config.json", {"bos_token_id": 1}, None),
-    ],
-)
+@pytest.mark.parametrize(("file", "content", "start"),
+                         [("generation_config.json", {"decoder_start_token_id": 7}, 7),
+                          ("config.json", {"decoder_start_token_id": 0}, 0),
+                          ("config.json", {"decoder": {"decoder_start_token_id": 3}}, 3),
+                          ("genai_config.json", {"model": {"decoder_start_token_id": 5}}, 5),
+                          ("config.json", {"decoder_start_token_id": None}, None),
+                          ("config.json", [1], None),
+                          ("config.json", {"bos_token_id": 1}, None)])  # fmt: skip
 def test_where_the_text_starts(file: str, content: Any, start: int | None, tmp_path: Path) -> None:
     (tmp_path / file).write_text(json.dumps(content))
     (tmp_path / "decoder").mkdir()

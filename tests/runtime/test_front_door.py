@@ -121,20 +121,14 @@ def test_a_tokenizer_that_is_not_there_is_named_where_text_needs_it(folder: Path
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("config", "capacity"),
-    [
-        ({}, 4096),
-        ({"config.json": {"max_position_embeddings": 96}}, 96),
-        ({"config.json": {"text_config": {"n_positions": 80}}}, 80),
-        ({"genai_config.json": {"model": {"context_length": 72}}}, 72),
-        ({"config.json": {"max_position_embeddings": 131072}}, 4096),
-        (
-            {"config.json": {"max_position_embeddings": True, "n_positions": -1}, "genai_config.json": {"model": []}},
-            4096,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("config", "capacity"),
+                         [({}, 4096),
+                          ({"config.json": {"max_position_embeddings": 96}}, 96),
+                          ({"config.json": {"text_config": {"n_positions": 80}}}, 80),
+                          ({"genai_config.json": {"model": {"context_length": 72}}}, 72),
+                          ({"config.json": {"max_position_embeddings": 131072}}, 4096),
+                          ({"config.json": {"max_position_embeddings": True, "n_positions": -1},
+                            "genai_config.json": {"model": []}}, 4096)])  # fmt: skip
 def test_caches_that_grow_get_a_capacity(tmp_path: Path, config: dict[str, Any], capacity: int) -> None:
     onnx.save(make_foreign("concat", DecoderConfig(vocab=300, layers=1)), tmp_path / "model.onnx")
     for name, content in config.items():
@@ -308,14 +302,12 @@ def test_type_checkers_know_all_options(options: type, values: type) -> None:
 
 
 def test_options_as_text_pass_type_checkers(tmp_path: Path) -> None:
-    (tmp_path / "text.py").write_text(
-        "from trt_kvcache import BuildOptions, DecodeSession, PlanOptions\n"
-        'PlanOptions(cache_dtype="int8", sliding="circular", target="tensorrt")\n'
-        'BuildOptions(workspace="4GiB", compute_capabilities="sm80,sm90")\n'
-        'DecodeSession.open("x", device="cpu")\n'
-        'PlanOptions(cache_dtype="int9")  # type: ignore[arg-type]\n'
-        'DecodeSession.open("x", device="gpu")  # type: ignore[arg-type]\n'
-    )
+    (tmp_path / "text.py").write_text("from trt_kvcache import BuildOptions, DecodeSession, PlanOptions\n"
+                                      'PlanOptions(cache_dtype="int8", sliding="circular", target="tensorrt")\n'
+                                      'BuildOptions(workspace="4GiB", compute_capabilities="sm80,sm90")\n'
+                                      'DecodeSession.open("x", device="cpu")\n'
+                                      'PlanOptions(cache_dtype="int9")  # type: ignore[arg-type]\n'
+                                      'DecodeSession.open("x", device="gpu")  # type: ignore[arg-type]\n')  # fmt: skip
     command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(ROOT / ".mypy_cache"), "text.py"]
     environment = {**os.environ, "MYPYPATH": str(ROOT)}
     checked = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

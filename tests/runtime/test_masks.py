@@ -71,13 +71,9 @@ def on_cpu(engine: Path, rows: int = 3) -> DecodeSession:
 
 
 CASES: list[dict[str, Any]] = [
-    {},
-    {"do_sample": True, "top_k": 4, "seed": 1},
-    {"do_sample": True, "top_k": 0, "seed": 2},
+    {}, {"do_sample": True, "top_k": 4, "seed": 1}, {"do_sample": True, "top_k": 0, "seed": 2},
     {"do_sample": True, "top_k": 9, "top_p": 0.6, "min_p": 0.01, "temperature": 0.4, "seed": 3},
-    {"prompt_lookup_num_tokens": 3},
-    {"repetition_penalty": 1.4, "suppress_tokens": (3, 5)},
-]
+    {"prompt_lookup_num_tokens": 3}, {"repetition_penalty": 1.4, "suppress_tokens": (3, 5)}]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -99,10 +95,8 @@ def test_tokens_are_those_of_the_rule_on_all_scores(
     monkeypatch.setattr(StepBuffers, "_fetch", _noting(StepBuffers._fetch, fetched))
     for session in (on_cpu(engine), DecodeSession(open_engine(engine, Machine()))):
         with session:
-            slots = [
-                session.add(prompt, plain, index=i, grammar=rule)
-                for i, (prompt, rule) in enumerate(zip(PROMPTS, rules, strict=True))
-            ]
+            slots = [session.add(prompt, plain, index=i, grammar=rule)
+                     for i, (prompt, rule) in enumerate(zip(PROMPTS, rules, strict=True))]  # fmt: skip
             found = drain(session)
             assert [found[slot] for slot in slots] == expected
     looks_at_few = settings.get("top_k", 1) > 0 and "repetition_penalty" not in settings
@@ -153,16 +147,11 @@ def fails(new: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 BAD: list[tuple[Any, type[Exception], str]] = [
-    (
-        lambda new: np.full(7, -int(new.size < 2), np.int32),
-        OptionError,
-        "after 2 new tokens, the grammar",
-    ),
+    (lambda new: np.full(7, -int(new.size < 2), np.int32), OptionError, "after 2 new tokens, the grammar"),
     (fails, SessionError, "the token mask failed: ValueError: on purpose"),
     (lambda new: np.ones(7), SessionError, r"the token mask is float64 \[7\]; it has to be int32 \["),
     (lambda new: np.ones(8, np.int32), SessionError, r"the token mask is int32 \[8\]; it has to be int32 \[7\]"),
-    (lambda new: np.ones((1, 7), np.int32), SessionError, r"the token mask is int32 \[1, 7\]"),
-]
+    (lambda new: np.ones((1, 7), np.int32), SessionError, r"the token mask is int32 \[1, 7\]")]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD, ids=lambda case: case[2])

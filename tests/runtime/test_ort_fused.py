@@ -91,13 +91,9 @@ def steps(draw: st.DrawFn, rows: int) -> list[tuple[int, int, int]]:
 
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
-@given(
-    form=st.sampled_from(["mobius", "heads-major", "seq-major"]),
-    heads=st.sampled_from([(4, 2), (4, 4), (6, 1), (1, 1)]),
-    size=st.sampled_from([8, 16, 24]),
-    window=st.sampled_from([None, 0, 3, 31]),
-    taken=steps(3),
-)
+@given(form=st.sampled_from(["mobius", "heads-major", "seq-major"]),
+       heads=st.sampled_from([(4, 2), (4, 4), (6, 1), (1, 1)]), size=st.sampled_from([8, 16, 24]),
+       window=st.sampled_from([None, 0, 3, 31]), taken=steps(3))  # fmt: skip
 def test_the_same_numbers(
     form: str,
     heads: tuple[int, int],
@@ -143,14 +139,10 @@ def test_what_exporters_write(name: str) -> None:
 
 
 SPLIT: dict[str, tuple[Shape | None, Shape | None, bool]] = {
-    "by both numbers": (None, [0, 0, "N", "H"], True),
-    "by size": (None, [0, 0, -1, "H"], True),
-    "by count": (None, [0, 0, "N", -1], True),
-    "tokens left over": (None, [0, -1, "N", "H"], True),
-    "by a computed shape": (None, None, False),
-    "out of all rows as one": ([1, -1, "W"], None, False),
-    "out of four axes": ([0, 0, 2, -1], [0, 0, "N", "H"], False),
-}
+    "by both numbers": (None, [0, 0, "N", "H"], True), "by size": (None, [0, 0, -1, "H"], True),
+    "by count": (None, [0, 0, "N", -1], True), "tokens left over": (None, [0, -1, "N", "H"], True),
+    "by a computed shape": (None, None, False), "out of all rows as one": ([1, -1, "W"], None, False),
+    "out of four axes": ([0, 0, 2, -1], [0, 0, "N", "H"], False)}  # fmt: skip
 """How heads are split: rows before that, the shape (None: of the tokens), whether it is ``[B, S, N*H]`` for sure."""
 
 
@@ -196,16 +188,10 @@ def split_heads(proto: onnx.ModelProto, rows: Shape | None, shape: Shape | None)
     return proto
 
 
-KEPT = {
-    "head size": replace(BASE, head_size=12),
-    "value head size": replace(BASE, value_head_size=8),
-    "float16": replace(BASE, dtype="float16"),
-    "mask": replace(BASE, mask="bool"),
-    "not causal": replace(BASE, causal=False),
-    "softcap": replace(BASE, softcap=2.0),
-    "circular": replace(BASE, mode="circular", capacity=8),
-    "one cache": replace(BASE, form="five-d"),
-}
+KEPT = {"head size": replace(BASE, head_size=12), "value head size": replace(BASE, value_head_size=8),
+        "float16": replace(BASE, dtype="float16"), "mask": replace(BASE, mask="bool"),
+        "not causal": replace(BASE, causal=False), "softcap": replace(BASE, softcap=2.0),
+        "circular": replace(BASE, mode="circular", capacity=8), "one cache": replace(BASE, form="five-d")}  # fmt: skip
 
 
 @pytest.mark.few(4)
@@ -252,17 +238,12 @@ SMALL = Mixture(experts=6, k=2, hidden=64, inner=32)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "mixture",
-    [
-        SMALL,
-        Mixture(experts=6, hidden=64, inner=32, activation="silu", bias=False),
-        Mixture(experts=6, hidden=64, inner=32, bits=4, zeros=True),
-        Mixture(experts=6, hidden=64, inner=32, bits=8),
-        Mixture(experts=6, hidden=64, inner=32, bits=8, block=0),
-    ],
-    ids=["swiglu", "silu", "int4", "int8", "int8 by row"],
-)
+@pytest.mark.parametrize("mixture",
+                         [SMALL, Mixture(experts=6, hidden=64, inner=32, activation="silu", bias=False),
+                          Mixture(experts=6, hidden=64, inner=32, bits=4, zeros=True),
+                          Mixture(experts=6, hidden=64, inner=32, bits=8),
+                          Mixture(experts=6, hidden=64, inner=32, bits=8, block=0)],
+                         ids=["swiglu", "silu", "int4", "int8", "int8 by row"])  # fmt: skip
 def test_the_same_numbers_of_experts(tmp_path: Path, mixture: Mixture) -> None:
     path = decoder(tmp_path, mixture)
     found = operators(path)

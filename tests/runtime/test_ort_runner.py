@@ -98,16 +98,11 @@ def test_a_model_that_was_replaced_has_no_identity(tmp_path: Path, file: str) ->
 def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     """ONNX Runtime warns at each TensorScatter whose past and present are two buffers: with its warnings on, none."""
     path = write_decoder(tmp_path / "model.onnx", replace(BASE, head_size=12))  # GroupQueryAttention copies silently
-    code = (
-        "import sys, numpy as np\n"
-        "from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner\n"
-        "from trt_kvcache.runtime.runner import StepBatch\n"
-        f"r = OnnxRuntimeRunner({str(path)!r}, max_batch=3)\n"
-        "if sys.argv[1] == 'apart':\n"
-        "    r._present = {n: np.zeros_like(a) for n, a in r._past.items()}\n"
-        "r._session._options.log_severity_level = 2\n"
-        "r.step(StepBatch(1, np.array([[1], [2]]), np.zeros(2, np.int64)))\n"
-    )
+    code = ("import sys, numpy as np\n" "from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner\n"
+            "from trt_kvcache.runtime.runner import StepBatch\n" f"r = OnnxRuntimeRunner({str(path)!r}, max_batch=3)\n"
+            "if sys.argv[1] == 'apart':\n" "    r._present = {n: np.zeros_like(a) for n, a in r._past.items()}\n"
+            "r._session._options.log_severity_level = 2\n"
+            "r.step(StepBatch(1, np.array([[1], [2]]), np.zeros(2, np.int64)))\n")  # fmt: skip
     found = {}
     for way in ("apart", "in place"):
         done = subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True, check=True)
@@ -143,15 +138,12 @@ def test_out_of_memory_is_our_error_and_passes(model: Path, monkeypatch: pytest.
 @pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("config", "options", "error", "words"),
-    [
-        (replace(BASE, batch=4), {"max_batch": 2}, OptionError, "max_batch is 2, but this model computes 4 sequences"),
-        (replace(BASE, sequence=3), {"max_chunk": 4}, OptionError, "this model takes at most 3 tokens per update"),
-        (BASE, {"max_batch": 0}, OptionError, "max_batch is 0; it must be at least 1"),
-        (BASE, {"max_chunk": 33}, OptionError, "max_chunk is 33, but this model takes at most 32 tokens per update"),
-        (BASE, {"threads": -1}, OptionError, "threads is -1"),
-        (BASE, {"max_batch": 10**12}, SessionError, r"take .* GB .*; lower max_batch"),
-    ],
-)
+    [(replace(BASE, batch=4), {"max_batch": 2}, OptionError, "max_batch is 2, but this model computes 4 sequences"),
+     (replace(BASE, sequence=3), {"max_chunk": 4}, OptionError, "this model takes at most 3 tokens per update"),
+     (BASE, {"max_batch": 0}, OptionError, "max_batch is 0; it must be at least 1"),
+     (BASE, {"max_chunk": 33}, OptionError, "max_chunk is 33, but this model takes at most 32 tokens per update"),
+     (BASE, {"threads": -1}, OptionError, "threads is -1"),
+     (BASE, {"max_batch": 10**12}, SessionError, r"take .* GB .*; lower max_batch")])  # fmt: skip
 def test_refusals(
     tmp_path: Path, config: DecoderConfig, options: dict[str, int], error: type[Exception], words: str
 ) -> None:

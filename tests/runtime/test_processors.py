@@ -27,11 +27,8 @@ VOCAB = 12
 patient = settings(deadline=None)
 
 values = st.floats(-20, 20, width=32) | st.sampled_from([0.0, 1.0, -1.0, -math.inf])
-score_rows = (
-    st.lists(values, min_size=VOCAB, max_size=VOCAB)
-    .filter(lambda row: max(row) > -math.inf)
-    .map(lambda row: np.array(row, np.float32))
-)
+score_rows = (st.lists(values, min_size=VOCAB, max_size=VOCAB) .filter(lambda row: max(row) > -math.inf) .map(
+    lambda row: np.array(row, np.float32)))  # fmt: skip
 histories = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30).map(lambda t: np.array(t, np.int64))
 
 
@@ -267,17 +264,12 @@ def test_rules_of_the_callers_own() -> None:
 
 @pytest.mark.parametrize(
     ("result", "message"),
-    [
-        (
-            lambda t, s: None,
-            r"logits_processor <lambda> returned None, and .* no effect; it has to return scores, float32 \[5\]",
-        ),
-        (lambda t, s: s[:3], r"returned float32 \[3\]"),
-        (lambda t, s: s * np.nan, "returned NaN"),
-        (lambda t, s: t.__setitem__(0, 1), "failed: ValueError: assignment destination is read-only"),
-        (lambda t, s: s[9], "failed: IndexError"),
-    ],
-)
+    [(lambda t, s: None,
+      r"logits_processor <lambda> returned None, and .* no effect; it has to return scores, float32 \[5\]"),
+     (lambda t, s: s[:3], r"returned float32 \[3\]"),
+     (lambda t, s: s * np.nan, "returned NaN"),
+     (lambda t, s: t.__setitem__(0, 1), "failed: ValueError: assignment destination is read-only"),
+     (lambda t, s: s[9], "failed: IndexError")])  # fmt: skip
 def test_a_rule_that_fails_is_named(result: Any, message: str) -> None:
     with pytest.raises(SessionError, match=message):
         processors.process(np.zeros(5, np.float32), np.array([0]), 0, GenerationConfig(logits_processor=result))
@@ -293,36 +285,24 @@ def test_log_softmax(scores: Scores) -> None:
 
 configs = st.fixed_dictionaries(
     {"do_sample": st.just(True)},
-    optional={
-        "temperature": st.floats(0.2, 3.0),
-        "top_k": st.integers(0, VOCAB + 2),
-        "top_p": st.floats(0.05, 1.0),
-        "min_p": st.floats(0.0, 0.9),
-        "repetition_penalty": st.floats(0.5, 2.0),
-        "no_repeat_ngram_size": st.integers(0, 3),
-        "sequence_bias": st.dictionaries(
-            st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple), st.floats(-5, 5), max_size=3
-        ),
-        "eos_token_id": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2),
-        "min_new_tokens": st.integers(0, 4),
-        "min_length": st.integers(0, 20),
-        "max_new_tokens": st.integers(4, 7),
-        "bad_words_ids": st.lists(
-            st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1, max_size=4, unique_by=tuple
-        ),
-        "suppress_tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
-        "begin_suppress_tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
-        "forced_bos_token_id": st.integers(0, VOCAB - 1),
-        "forced_eos_token_id": st.integers(0, VOCAB - 1),
-        "exponential_decay_length_penalty": st.tuples(st.integers(0, 4), st.floats(0.5, 2.0)),
-    },
-).filter(
-    lambda chosen: (
-        ("eos_token_id" in chosen or "exponential_decay_length_penalty" not in chosen)
-        and chosen.get("forced_bos_token_id") not in chosen.get("suppress_tokens", [])
-        and chosen.get("forced_eos_token_id") not in chosen.get("suppress_tokens", [])
-    )
-)
+    optional={"temperature": st.floats(0.2, 3.0), "top_k": st.integers(0, VOCAB + 2), "top_p": st.floats(0.05, 1.0),
+              "min_p": st.floats(0.0, 0.9), "repetition_penalty": st.floats(0.5, 2.0),
+              "no_repeat_ngram_size": st.integers(0, 3),
+              "sequence_bias": st.dictionaries(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3).map(tuple),
+                                               st.floats(-5, 5), max_size=3),
+              "eos_token_id": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2),
+              "min_new_tokens": st.integers(0, 4), "min_length": st.integers(0, 20),
+              "max_new_tokens": st.integers(4, 7),
+              "bad_words_ids": st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1,
+                                        max_size=4, unique_by=tuple),
+              "suppress_tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+              "begin_suppress_tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+              "forced_bos_token_id": st.integers(0, VOCAB - 1), "forced_eos_token_id": st.integers(0, VOCAB - 1),
+              "exponential_decay_length_penalty": st.tuples(st.integers(0, 4), st.floats(0.5, 2.0))}).filter(
+                  lambda chosen: (("eos_token_id" in chosen or "exponential_decay_length_penalty" not in chosen)
+                                  and chosen.get("forced_bos_token_id") not in chosen.get("suppress_tokens", [])
+                                  and chosen.get("forced_eos_token_id") not in chosen.get(
+                                      "suppress_tokens", [])))  # fmt: skip
 distinct_rows = st.permutations(range(VOCAB)).flatmap(
     lambda order: st.floats(0.3, 2.0).map(lambda step: np.array(order, np.float32) * np.float32(step) - 5)
 )
@@ -379,10 +359,8 @@ def of_transformers(scores: Scores, tokens: npt.NDArray[np.int64], chosen: dict[
         chosen["min_length"] = prompt + chosen["min_new_tokens"]
     config = Theirs(**chosen)
     config._eos_token_tensor = torch.tensor(chosen["eos_token_id"]) if "eos_token_id" in chosen else None
-    model: Any = types.SimpleNamespace(
-        config=types.SimpleNamespace(is_encoder_decoder=False),
-        _merge_criteria_processor_list=lambda default, own: default,
-    )
+    model: Any = types.SimpleNamespace(config=types.SimpleNamespace(is_encoder_decoder=False),
+                                       _merge_criteria_processor_list=lambda default, own: default)  # fmt: skip
     rules = GenerationMixin._get_logits_processor(model, config, input_ids_seq_length=prompt)
     found: Scores = rules(torch.tensor(tokens)[None], torch.tensor(scores)[None])[0].numpy()
     return found

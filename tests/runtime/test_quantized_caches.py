@@ -168,13 +168,9 @@ def misplaced(model: onnx.ModelProto) -> None:
             model.graph.node.insert(at + 1, turned)
 
 
-FAULTS = {
-    "keys twice": scaled(2, "key"),
-    "values twice": scaled(2, "value"),
-    "keys of a quarter more": scaled(1.25, "key"),
-    "values of a quarter less": scaled(0.75, "value"),
-    "codes of others": misplaced,
-}
+FAULTS = {"keys twice": scaled(2, "key"), "values twice": scaled(2, "value"),
+          "keys of a quarter more": scaled(1.25, "key"), "values of a quarter less": scaled(0.75, "value"),
+          "codes of others": misplaced}  # fmt: skip
 
 
 @pytest.mark.few(3)

@@ -144,16 +144,9 @@ def test_no_token_left_is_an_error(do_sample: bool) -> None:
         drawn(config, 0, [row(0, 1)])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"repetition_penalty": 1e-38},
-        {"repetition_penalty": 1e-320},
-        {"sequence_bias": {0: 1e39}},
-        {"sequence_bias": {0: 3e38, 1: -1e300}, "repetition_penalty": 0.5},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("settings",
+                         [{"repetition_penalty": 1e-38}, {"repetition_penalty": 1e-320}, {"sequence_bias": {0: 1e39}},
+                          {"sequence_bias": {0: 3e38, 1: -1e300}, "repetition_penalty": 0.5}], ids=str)  # fmt: skip
 def test_rules_that_overflow_are_an_error(settings: dict[str, Any]) -> None:
     """And no warning of NumPy's, which says nothing about the setting."""
     with pytest.raises(SessionError, match="the scores hold inf after sequence_bias and repetition_penalty"):
@@ -162,15 +155,9 @@ def test_rules_that_overflow_are_an_error(settings: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"sequence_bias": {1: -1e300, (2, 0): -1e39}},
-        {"logits_processor": lambda tokens, scores: [-1e300, -1e300, 0]},
-        {"repetition_penalty": 1e300, "sequence_bias": {2: 3e38}},
-        {"min_new_tokens": 4, "eos_token_id": [1, 10**30]},
-        {"suppress_tokens": [1, 2**63], "bad_words_ids": [[10**30], [1, 2**64]]},
-    ],
-    ids="+".join,
-)
+    [{"sequence_bias": {1: -1e300, (2, 0): -1e39}}, {"logits_processor": lambda tokens, scores: [-1e300, -1e300, 0]},
+     {"repetition_penalty": 1e300, "sequence_bias": {2: 3e38}}, {"min_new_tokens": 4, "eos_token_id": [1, 10**30]},
+     {"suppress_tokens": [1, 2**63], "bad_words_ids": [[10**30], [1, 2**64]]}], ids="+".join)  # fmt: skip
 def test_numbers_that_no_score_or_token_has_are_no_matter(settings: dict[str, Any]) -> None:
     tokens = drawn(GenerationConfig(**settings), 0, [row(0, 1, 2)])
     assert tokens == [2]

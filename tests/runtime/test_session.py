@@ -365,13 +365,10 @@ def drain_all(session: DecodeSession, tokens: dict[int, list[int | None]]) -> se
     return failures
 
 
-WAYS = {
-    "step": "the step failed on purpose",
-    "scores": "overflowed",
-    "tokenizer": "the tokenizer failed on token {token}: IndexError: piece id is out of range; forbid this token",
-    "processor": "no rule for this",
-    "interrupt": "the sequence was interrupted: KeyboardInterrupt; start it again",
-}
+WAYS = {"step": "the step failed on purpose", "scores": "overflowed",
+        "tokenizer": "the tokenizer failed on token {token}: IndexError: piece id is out of range; forbid this token",
+        "processor": "no rule for this",
+        "interrupt": "the sequence was interrupted: KeyboardInterrupt; start it again"}  # fmt: skip
 
 
 @cache
@@ -572,18 +569,13 @@ def leave(session: DecodeSession) -> None:
 ACTS: dict[str, Callable[[DecodeSession, int, int, Path], object]] = {
     "update": lambda s, a, b, _: s.update({a: [7, 8], b: [9]}),
     "offload": lambda s, a, b, path: (s.cache.offload(a), s.cache.offload(b, path), s.cache.restore(a)),
-    "crop": lambda s, a, b, _: s.cache.crop(a, 2),
-    "reorder": lambda s, a, b, _: s.cache.reorder([1, 1]),
-    "compact": lambda s, a, b, _: (s.cache.move(a, 3), s.cache.compact()),
-    "reset": lambda s, a, b, _: s.cache.reset(a),
-    "fork": lambda s, a, b, _: s.cache.fork(a),
-    "acquire": lambda s, a, b, _: s.cache.acquire([7]),
-    "load": lambda s, a, b, path: s.cache.load(path),
-    "add": lambda s, a, b, _: s.add([7], config(3)),
+    "crop": lambda s, a, b, _: s.cache.crop(a, 2), "reorder": lambda s, a, b, _: s.cache.reorder([1, 1]),
+    "compact": lambda s, a, b, _: (s.cache.move(a, 3), s.cache.compact()), "reset": lambda s, a, b, _: s.cache.reset(a),
+    "fork": lambda s, a, b, _: s.cache.fork(a), "acquire": lambda s, a, b, _: s.cache.acquire([7]),
+    "load": lambda s, a, b, path: s.cache.load(path), "add": lambda s, a, b, _: s.add([7], config(3)),
     "beams": lambda s, a, b, _: s.generate([[1, 2]], config(3, num_beams=2)),
     "stream": lambda s, a, b, _: s.generate([[1, 2], [3]], config(2)),
-    "leave": lambda s, a, b, _: leave(s),
-}
+    "leave": lambda s, a, b, _: leave(s)}  # fmt: skip
 ACTS |= {f"{act}, rows taken": ACTS[act] for act in ("update", "load", "add", "beams", "stream", "fork")}
 ENDING = [act for act in ACTS if act.split(",")[0] in ("add", "beams", "stream", "leave")]
 """Which leave no slot at their end, interrupted or not."""
@@ -803,16 +795,10 @@ def in_a_child(work: Callable[[], object]) -> str:
 
 
 CALLS: dict[str, Callable[[DecodeSession], object]] = {
-    "step": lambda s: s.step(),
-    "add": lambda s: s.add([1]),
-    "generate": lambda s: s.generate([[1]]),
-    "stream": lambda s: next(iter(s.stream([[1]]))),
-    "update": lambda s: s.update({0: [1]}),
-    "encode": lambda s: s.encode([1]),
-    "running": lambda s: s.running,
-    "lengths": lambda s: s.cache.lengths,
-    "acquire": lambda s: s.cache.acquire(),
-}
+    "step": lambda s: s.step(), "add": lambda s: s.add([1]), "generate": lambda s: s.generate([[1]]),
+    "stream": lambda s: next(iter(s.stream([[1]]))), "update": lambda s: s.update({0: [1]}),
+    "encode": lambda s: s.encode([1]), "running": lambda s: s.running, "lengths": lambda s: s.cache.lengths,
+    "acquire": lambda s: s.cache.acquire()}  # fmt: skip
 
 
 @no_fork

@@ -22,16 +22,11 @@ from trt_kvcache import DecodeSession, GenerationConfig, Grammars
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 2},
-        "kind": {"enum": ["a", "ü"]},
-    },
-    "required": ["name", "sizes", "kind"],
-    "additionalProperties": False,
-}
+SCHEMA = {"type": "object",
+          "properties": {"name": {"type": "string", "maxLength": 6},
+                         "sizes": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99},
+                                   "maxItems": 2}, "kind": {"enum": ["a", "ü"]}}, "required": ["name", "sizes", "kind"],
+          "additionalProperties": False}  # fmt: skip
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 120}
 PROMPTS = ["the cache", "naïve", "the model reads what the cache keeps"]
 
@@ -56,13 +51,11 @@ def is_valid(text: str) -> bool:
     """By hand, so that llguidance does not judge itself."""
     found = json.loads(text)
     sizes = found["sizes"]
-    return (
-        list(found) == ["name", "sizes", "kind"]
-        and len(found["name"]) <= 6
-        and len(sizes) <= 2
-        and all(type(size) is int and 0 <= size <= 99 for size in sizes)
-        and found["kind"] in ("a", "ü")
-    )
+    return (list(found) == ["name", "sizes", "kind"]
+            and len(found["name"]) <= 6
+            and len(sizes) <= 2
+            and all(type(size) is int and 0 <= size <= 99 for size in sizes) and found["kind"] in (
+                "a", "ü"))  # fmt: skip
 
 
 def test_json_follows_its_schema_alone_and_beside_others(session: DecodeSession, grammars: Grammars) -> None:

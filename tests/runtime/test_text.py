@@ -122,10 +122,8 @@ def test_the_window_stays_small() -> None:
     assert max(seen) <= 33
 
 
-stops_and_chunks = st.tuples(
-    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
-    st.lists(st.text("abc", max_size=4), max_size=12),
-)
+stops_and_chunks = st.tuples(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+                             st.lists(st.text("abc", max_size=4), max_size=12))  # fmt: skip
 
 
 @patient
@@ -204,10 +202,8 @@ def test_a_file_encodes_and_decodes_as_the_library(make: Callable[[], Raw], tmp_
     assert read.vocab_size == raw.get_vocab_size()
     for text in ("", "The cache keeps", "the added word <end> café 日本 " * 3):
         for special_tokens in (True, False):
-            assert (
-                read.encode(text, special_tokens=special_tokens)
-                == raw.encode(text, add_special_tokens=special_tokens).ids
-            )
+            assert (read.encode(text, special_tokens=special_tokens) == raw.encode(
+                text, add_special_tokens=special_tokens).ids)  # fmt: skip
     for _ in range(50):
         ids = [rng.randrange(raw.get_vocab_size() + 1) for _ in range(rng.randint(0, 12))]
         assert read.decode(ids) == raw.decode(ids)
@@ -246,22 +242,16 @@ def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None
     assert read.special_tokens == {"eos_token": "</s>"}
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
-        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer.json that this tokenizers library reads"),
-        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
-        (
-            "tokenizer_config.json",
-            '{"eos_token": "a\\ud800"}',
-            r"tokenizer.json: its eos_token 'a\\ud800' is not Unicode text",
-        ),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json holds list"),
-        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 text"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "message"),
+                         [("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
+                          ("tokenizer.json", "{}",
+                           "tokenizer.json is not a tokenizer.json that this tokenizers library reads"),
+                          ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+                          ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
+                          ("tokenizer_config.json", '{"eos_token": "a\\ud800"}',
+                           r"tokenizer.json: its eos_token 'a\\ud800' is not Unicode text"),
+                          ("tokenizer_config.json", "[]", "tokenizer_config.json holds list"),
+                          ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 text")])  # fmt: skip
 def test_bad_files(name: str, text: str | bytes | None, message: str, tmp_path: Path) -> None:
     saved(tmp_path, settings={})
     (tmp_path / name).unlink(missing_ok=True)
@@ -286,11 +276,9 @@ TEMPLATE = """\
 
 CHAT = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "hi"}]
 SEVERAL = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ messages | tojson }}"}]
-OF_TRANSFORMERS = (
-    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
-    "{% generation %}{{ {'é': m.content} | tojson }}{% endgeneration %}{% endfor %}"
-    "{{ strftime_now('%Y') | length }}{{ tools is none }}{{ messages[0].content }}"
-)
+OF_TRANSFORMERS = ("{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+                   "{% generation %}{{ {'é': m.content} | tojson }}{% endgeneration %}{% endfor %}"
+                   "{{ strftime_now('%Y') | length }}{{ tools is none }}{{ messages[0].content }}")  # fmt: skip
 
 
 def rendered(tmp_path: Path, template: Any, own: str | None = None) -> str:

@@ -45,17 +45,13 @@ def test_fakes_have_no_names_of_their_own(fake: type, real: Any) -> None:
     assert {name for name in names if not hasattr(real, name)} == set()
 
 
-@pytest.mark.parametrize(
-    ("fake", "real"),
-    [
-        (fake_tensorrt.AllocationStrategy, trt.ExecutionContextAllocationStrategy),
-        (fake_tensorrt.GraphStrategy, trt.CudaGraphStrategy),
-        (fake_tensorrt.Kernels, trt.DynamicShapesKernelSpecializationStrategy),
-        (fake_tensorrt.Location, trt.TensorLocation),
-        (fake_tensorrt.Invalidity, trt.EngineInvalidityDiagnostics),
-    ],
-    ids=lambda c: c.__name__,
-)
+@pytest.mark.parametrize(("fake", "real"),
+                         [(fake_tensorrt.AllocationStrategy, trt.ExecutionContextAllocationStrategy),
+                          (fake_tensorrt.GraphStrategy, trt.CudaGraphStrategy),
+                          (fake_tensorrt.Kernels, trt.DynamicShapesKernelSpecializationStrategy),
+                          (fake_tensorrt.Location, trt.TensorLocation),
+                          (fake_tensorrt.Invalidity, trt.EngineInvalidityDiagnostics)],
+                         ids=lambda c: c.__name__)  # fmt: skip
 def test_enumerations_have_the_same_values(fake: Any, real: Any) -> None:
     members = real.__members__
     assert {m.name: m.value for m in fake} == {m.name: int(members[m.name]) for m in fake}

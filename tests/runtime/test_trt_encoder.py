@@ -229,10 +229,8 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
         session.encode(source)
     content = beside.read_bytes()
     beside.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    refused(
-        "its manifest says .*build again, or put back the pair .*; or give .*encoder_model"
-        r"\.onnx as encoder, so that the encoder runs on the CPU$"
-    )
+    refused("its manifest says .*build again, or put back the pair .*; or give .*encoder_model"
+            r"\.onnx as encoder, so that the encoder runs on the CPU$")  # fmt: skip
     beside.write_bytes(content)
     manifest_path(beside).rename(tmp_path / "kept")
     refused("an engine needs the manifest")

@@ -152,17 +152,8 @@ def test_rows_of_a_batch_name_their_adapter(
     rows = [{"id": i, **asked(name)} for i, name in enumerate(names)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     output = tmp_path / "answers.jsonl"
-    command = [
-        "batch",
-        str(model),
-        str(tmp_path / "rows.jsonl"),
-        "-o",
-        str(output),
-        "--name",
-        "tiny",
-        "--capacity",
-        "64",
-    ]
+    command = ["batch", str(model), str(tmp_path / "rows.jsonl"), "-o", str(output), "--name", "tiny", "--capacity",
+               "64"]  # fmt: skip
     adapters = ["--lora", f"ann={folder / 'ann'}", "--lora", f"bob={folder / 'bob'}"]
     done = CliRunner().invoke(app, [*command, *adapters])
     assert done.exit_code == 0, done.output

@@ -169,13 +169,11 @@ def test_each_request_is_a_line_of_a_log_without_its_text(rows: DecodeSession) -
     post(service, None, "/health")
     service.core.close()
     rate = r", the first after \d+\.\d\d s, \d+\.\d tokens/s; \d+\.\d\d s"
-    wanted = (
-        r"POST /v1/completions 200: 3 prompt tokens, 5 new" + rate,
-        r"POST /v1/chat/completions 200: \d+ prompt tokens, 8 new" + rate,
-        r"POST /v1/completions 400: Expected `int` >= 1 - at `\$\.n`; \d+\.\d\d s",
-        r"POST /v1/completions 401; \d+\.\d\d s",
-        r"POST /v1/chat/completions 200 \(the client went away\): \d+ prompt tokens, \d+ new.* s",
-    )
+    wanted = (r"POST /v1/completions 200: 3 prompt tokens, 5 new" + rate,
+              r"POST /v1/chat/completions 200: \d+ prompt tokens, 8 new" + rate,
+              r"POST /v1/completions 400: Expected `int` >= 1 - at `\$\.n`; \d+\.\d\d s",
+              r"POST /v1/completions 401; \d+\.\d\d s",
+              r"POST /v1/chat/completions 200 \(the client went away\): \d+ prompt tokens, \d+ new.* s")  # fmt: skip
     for line, pattern in zip(lines, wanted, strict=True):
         assert re.fullmatch(pattern, line), line
 
@@ -359,13 +357,8 @@ def test_what_cannot_be_done_is_refused(service: Service) -> None:
             assert reply.status == 400, (body, reply.body)
             assert said in reply.error["message"], (body, reply.body)
             assert reply.error["param"] == param, (body, reply.body)
-    harmless = {
-        "response_format": {"type": "text"},
-        "tools": [],
-        "presence_penalty": 0.0,
-        "top_logprobs": 0,
-        "user": "u",
-    }
+    harmless = {"response_format": {"type": "text"}, "tools": [], "presence_penalty": 0.0, "top_logprobs": 0,
+                "user": "u"}  # fmt: skip
     assert post(service, HELLO | harmless | {"max_tokens": 1}, CHAT).status == 200
     assert post(service, b"{", TEXT).error["code"] == "invalid_json"
     assert post(service, b"[" * 100_000, TEXT).status == 400
@@ -379,11 +372,9 @@ def test_what_cannot_be_done_is_refused(service: Service) -> None:
     assert post(service, None, TEXT).status == 405
 
 
-ALL = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}{{ mood }}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+ALL = ("{% for m in messages %}<{{ m.role }}>{{ m.reasoning_content or '' }}{{ m.content or '' }}"
+       "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}{{ mood }}"
+       "{% if add_generation_prompt %}<assistant>{% endif %}")  # fmt: skip
 """It writes whatever it knows, and joins arguments as text."""
 
 
@@ -786,11 +777,8 @@ def test_pages_of_other_servers(
     """Browsers ask for leave first, without the key; the answers to requests say the same, refusals too."""
     service = Service(alone, "tiny", ["secret"], origins=origins)
     try:
-        asked = {
-            "origin": origin,
-            "access-control-request-method": "POST",
-            "access-control-request-headers": "authorization",
-        }
+        asked = {"origin": origin, "access-control-request-method": "POST",
+                 "access-control-request-headers": "authorization"}  # fmt: skip
         leave = asyncio.run(ask(service.app, TEXT, method="OPTIONS", headers=asked))
         refused = asyncio.run(ask(service.app, TEXT, {"prompt": [1]}, headers={"origin": origin}))
     finally:

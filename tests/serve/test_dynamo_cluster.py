@@ -61,20 +61,8 @@ def cluster(
         "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
         "DYN_EVENT_PLANE_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1", "HOME": str(tmp_path),
     }  # fmt: skip
-    worker = (
-        "trt_kvcache",
-        "worker",
-        str(folder),
-        "--engine",
-        "dynamo",
-        "--name",
-        "tiny",
-        "--max-batch",
-        str(ROWS),
-        "--max-queue",
-        "20",
-        *flags,
-    )
+    worker = ("trt_kvcache", "worker", str(folder), "--engine", "dynamo", "--name", "tiny", "--max-batch", str(ROWS),
+              "--max-queue", "20", *flags)  # fmt: skip
     frontend = (
         "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(port), "--discovery-backend", "file",
         "--request-plane", "tcp", "--event-plane", "zmq", "--router-mode", "round-robin", "--migration-limit", "3",
@@ -206,12 +194,8 @@ def test_the_model_of_a_request_chooses_the_adapter(tmp_path: Path) -> None:
     async def main(url: str) -> dict[str, str]:
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
             assert {model.id async for model in client.models.list()} == set(wanted)
-            asked = [
-                client.completions.create(
-                    model=name, prompt=prompt, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
-                )
-                for name in wanted
-            ]
+            asked = [client.completions.create(model=name, prompt=prompt, max_tokens=12, temperature=0,
+                                               extra_body={"ignore_eos": True}) for name in wanted]  # fmt: skip
             answers = dict(zip(wanted, await asyncio.gather(*asked), strict=True))
             with pytest.raises(openai.NotFoundError):
                 await client.completions.create(model="cid", prompt=prompt, max_tokens=1)

@@ -78,14 +78,12 @@ if x:
 ```
 end
 """
-SHOWN = [
-    ("div", "heading", "Title"),
-    ("p", "", "Plain bold and slanted a * b 2 * 3 * 4 <b>tag</b>"),
-    ("div", "item", "• one"),
-    ("div", "item", "2. two"),
-    ("pre", "", 'if x:\n    *y* = "<i>"'),
-    ("p", "", "end"),
-]
+SHOWN = [("div", "heading", "Title"),
+         ("p", "", "Plain bold and slanted a * b 2 * 3 * 4 <b>tag</b>"),
+         ("div", "item", "• one"),
+         ("div", "item", "2. two"),
+         ("pre", "", 'if x:\n    *y* = "<i>"'),
+         ("p", "", "end")]  # fmt: skip
 
 
 @pytest.mark.slow  # a browser takes seconds to start

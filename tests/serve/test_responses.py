@@ -106,11 +106,7 @@ def test_calls_come_and_go_back(service: Service) -> None:
             whole = await client.responses.create(**asked, input=first, tool_choice=choice)
             (call,) = whole.output
             assert (whole.status, call.type, call.name, whole.output_text) == (
-                "completed",
-                "function_call",
-                "Clock",
-                "",
-            )
+                "completed", "function_call", "Clock", "")  # fmt: skip
             assert json.loads(call.arguments)["zone"] in ("x", "y")
             stream = await client.responses.create(**asked, input=first, tool_choice=choice, stream=True)
             events = [event async for event in stream]
@@ -129,25 +125,19 @@ def test_calls_come_and_go_back(service: Service) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [
-        ({"previous_response_id": "resp_1"}, "previous_response_id: nothing is stored here; send the whole"),
-        ({"conversation": "conv_1"}, "conversation: nothing is stored here"),
-        ({"prompt": {"id": "p"}}, "prompt: prompts are not stored here"),
-        ({"max_tool_calls": 1}, "max_tool_calls: tools run at the client"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "nothing is stored here"),
-        (
-            {"input": [{"type": "image_generation_call"}]},
-            "input[0].type is 'image_generation_call'; supported:",
-        ),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]: expected a text"),
-        ({"tools": [{"type": "web_search"}]}, "there is no tool of type 'web_search' here; supported: function"),
-        ({"include": ["message.output_text.logprobs"]}, "Invalid enum value"),
-        ({"background": True}, "background"),
-        ({"unknown": 1}, "unknown field `unknown`"),
-        ({"input": []}, "length >= 1"),
-        ({"max_output_tokens": 0}, "max_output_tokens"),
-    ],
-)
+    [({"previous_response_id": "resp_1"}, "previous_response_id: nothing is stored here; send the whole"),
+     ({"conversation": "conv_1"}, "conversation: nothing is stored here"),
+     ({"prompt": {"id": "p"}}, "prompt: prompts are not stored here"),
+     ({"max_tool_calls": 1}, "max_tool_calls: tools run at the client"),
+     ({"input": [{"type": "item_reference", "id": "x"}]}, "nothing is stored here"),
+     ({"input": [{"type": "image_generation_call"}]}, "input[0].type is 'image_generation_call'; supported:"),
+     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]: expected a text"),
+     ({"tools": [{"type": "web_search"}]}, "there is no tool of type 'web_search' here; supported: function"),
+     ({"include": ["message.output_text.logprobs"]}, "Invalid enum value"),
+     ({"background": True}, "background"),
+     ({"unknown": 1}, "unknown field `unknown`"),
+     ({"input": []}, "length >= 1"),
+     ({"max_output_tokens": 0}, "max_output_tokens")])  # fmt: skip
 def test_what_is_not_there_is_refused(service: Service, fields: dict[str, Any], said: str) -> None:
     reply = asyncio.run(ask(service.app, "/v1/responses", {"input": "x", **fields}))
     assert (reply.status, said in reply.error["message"]) == (400, True), reply.body

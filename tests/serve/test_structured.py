@@ -192,12 +192,10 @@ def test_what_cannot_be_done_is_refused_with_its_reason(service: Service) -> Non
 
 # The form of calls, as templates show it.
 
-LLAMA = (
-    "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
-    "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
-    '{% set c = m.tool_calls[0].function %}{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
-    "{% else %}{{ m.content }}{% endif %}.{% endfor %}[assistant]"
-)
+LLAMA = ("{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{% if m.tool_calls %}"
+         "{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}{% endif %}"
+         '{% set c = m.tool_calls[0].function %}{"name": "{{ c.name }}", "parameters": {{ c.arguments | tojson }}}'
+         "{% else %}{{ m.content }}{% endif %}.{% endfor %}[assistant]")  # fmt: skip
 LISTED = (
     "{{ tools | tojson if tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.tool_calls %}CALLS ["
     "{% for c in m.tool_calls %}"

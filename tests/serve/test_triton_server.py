@@ -143,10 +143,8 @@ def test_triton_serves_the_repository(tmp_path: Path) -> None:
 
     async def main(address: str) -> None:
         client = client_aio.InferenceServerClient(address)
-        jobs = {
-            key: ask(client, prompts[key[0]], stream=at % 3 > 0, **settings, **CASES[key[1]])
-            for at, key in enumerate(expected)
-        }
+        jobs = {key: ask(client, prompts[key[0]], stream=at % 3 > 0, **settings, **CASES[key[1]])
+                for at, key in enumerate(expected)}  # fmt: skip
         found = dict(zip(jobs, await asyncio.gather(*jobs.values()), strict=True))
         assert {key: said[:2] for key, said in found.items()} == expected
         assert {said[2] for said in found.values()} == {1, 24}  # responses: one whole, or one for each token

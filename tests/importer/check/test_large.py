@@ -198,11 +198,9 @@ class Experts:
             by_row = (self.experts, shape[0], *((-(-shape[1] // self.block),) if self.block else ()))
             made = {"weights": (TensorProto.FLOAT, (self.experts, *shape))}
             if self.bits:
-                made = {
-                    "weights": (TensorProto.UINT8, (self.experts, shape[0], shape[1] * self.bits // 8)),
-                    "scales": (TensorProto.FLOAT, by_row),
-                    "zeros": (TensorProto.UINT8, (*by_row[:-1], -(-by_row[-1] * self.bits // 8))),
-                }
+                made = {"weights": (TensorProto.UINT8, (self.experts, shape[0], shape[1] * self.bits // 8)),
+                        "scales": (TensorProto.FLOAT, by_row),
+                        "zeros": (TensorProto.UINT8, (*by_row[:-1], -(-by_row[-1] * self.bits // 8)))}  # fmt: skip
             for what, (kind, dims) in made.items():
                 name = f"experts/{what}/{len(inputs)}"
                 model.graph.initializer.append(TensorProto(name=name, data_type=kind, dims=dims))
@@ -216,15 +214,11 @@ class Experts:
 
 
 EXPERTS = {
-    "gpt-oss-20b": Experts(32, 4, 2880, 2880),
-    "gpt-oss-20b, zero points": Experts(32, 4, 2880, 2880, zeros=True),
-    "qwen3-30b-a3b": Experts(128, 8, 2048, 768),
-    "qwen3-235b-a22b": Experts(128, 8, 4096, 1536, zeros=True),
-    "mixtral-8x7b": Experts(8, 2, 4096, 14336, block=128),
-    "mixtral-8x7b, floats": Experts(8, 2, 4096, 14336, bits=0),
+    "gpt-oss-20b": Experts(32, 4, 2880, 2880), "gpt-oss-20b, zero points": Experts(32, 4, 2880, 2880, zeros=True),
+    "qwen3-30b-a3b": Experts(128, 8, 2048, 768), "qwen3-235b-a22b": Experts(128, 8, 4096, 1536, zeros=True),
+    "mixtral-8x7b": Experts(8, 2, 4096, 14336, block=128), "mixtral-8x7b, floats": Experts(8, 2, 4096, 14336, bits=0),
     "scales by row": Experts(64, 6, 2048, 1408, block=0),
-    "8 bits": Experts(60, 4, 2048, 1408, bits=8, block=64),
-}
+    "8 bits": Experts(60, 4, 2048, 1408, bits=8, block=64)}  # fmt: skip
 
 
 FAST = ("gpt-oss-20b", "qwen3-30b-a3b")

@@ -91,10 +91,8 @@ def test_models_that_write_their_caches_themselves_are_told_apart_too(tmp_path: 
     graph = model.graph
     head = [node for node in graph.node if node.op_type == "MatMul"][-1]
     graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "one"))
-    made = [
-        onnx.helper.make_node("ReduceMean", [head.input[0], "one"], ["mean"], "mean"),
-        onnx.helper.make_node("Sub", [head.input[0], "mean"], ["apart"], "apart"),
-    ]
+    made = [onnx.helper.make_node("ReduceMean", [head.input[0], "one"], ["mean"], "mean"),
+            onnx.helper.make_node("Sub", [head.input[0], "mean"], ["apart"], "apart")]  # fmt: skip
     place = list(graph.node).index(head)
     for node in reversed(made):
         graph.node.insert(place, node)

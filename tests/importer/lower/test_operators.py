@@ -131,22 +131,16 @@ def rotations(dtype: Any) -> Iterator[Case]:
     given: tuple[dict[str, int], ...] = ({}, {"num_heads": 4}, {"num_heads": 4, "rotary_embedding_dim": 8})
     for rank, one, turned, attrs in product((3, 4), (False, True), (0, 1), given):
         half = attrs.get("rotary_embedding_dim", 16) // 2
-        feeds = {
-            "x": random(dtype, 2, 3, 64) if rank == 3 else random(dtype, 2, 4, 3, 16),
-            "p": np.array([2]) if one else np.array([[1, 0, 5], [4, 9, 2]]),
-            "cos": random(dtype, 10, half),
-            "sin": random(dtype, 10, half),
-        }
+        feeds = {"x": random(dtype, 2, 3, 64) if rank == 3 else random(dtype, 2, 4, 3, 16),
+                 "p": np.array([2]) if one else np.array([[1, 0, 5], [4, 9, 2]]), "cos": random(dtype, 10, half),
+                 "sin": random(dtype, 10, half)}  # fmt: skip
         yield Case("RotaryEmbedding", feeds, attrs={"interleaved": turned, **attrs}, exact=True)
     sections = ([2, 3, 3], [4, 2, 2], [8, 0, 0], [0, 8, 0], [0, 0, 8], [0, 1, 7])
     for rank, part, layout, section in product((3, 4), (0, 16), (0, 1), sections):
         size = part + 4 if part else 16
-        feeds = {
-            "x": random(dtype, 2, 3, 4 * size) if rank == 3 else random(dtype, 2, 4, 3, size),
-            "p": RANDOM.integers(0, 10, (3, 2, 3)),
-            "cos": random(dtype, 10, 8),
-            "sin": random(dtype, 10, 8),
-        }
+        feeds = {"x": random(dtype, 2, 3, 4 * size) if rank == 3 else random(dtype, 2, 4, 3, size),
+                 "p": RANDOM.integers(0, 10, (3, 2, 3)), "cos": random(dtype, 10, 8),
+                 "sin": random(dtype, 10, 8)}  # fmt: skip
         attrs = {"mrope_section": section, "mrope_layout": layout, "num_heads": 4, "rotary_embedding_dim": part}
         yield Case("MRotaryEmbedding", feeds, attrs={"interleaved": layout, **attrs}, exact=True)
 
