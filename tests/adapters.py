@@ -1,7 +1,5 @@
 """Adapters as peft writes them, made without it, and models with their weights merged, to compare numbers with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

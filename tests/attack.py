@@ -9,8 +9,6 @@ a trace, more than a line, a control character, hangs, takes the process down, o
 a process of their own, which is replaced when it hangs; its memory must not grow from attempt to attempt.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc

@@ -3,8 +3,6 @@
 The encoder gives what it hears, half of it, or of token ids their rows of a table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Run models as they are and as rewritten, and build the rewritten ones: what the conformance tests and grids share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path

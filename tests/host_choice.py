@@ -1,7 +1,5 @@
 """The kernels that choose tokens, compiled for the host: logits go in as numpy arrays, what they write comes back."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The kernel compiled for the host: launches go in as numpy arrays, outputs come back."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import subprocess

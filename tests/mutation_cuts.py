@@ -5,8 +5,6 @@ fault in the check's own cutting (a region that nobody runs, boundaries that are
 another, blind digests) and in the rewritten model a fault that it hides: `verify` has to find that one.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ A mutated model is its own specification: the importer refuses it by an error of
 the numbers that the mutated one gives in ONNX Runtime. Anything else is a bug.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import time

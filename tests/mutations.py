@@ -4,8 +4,6 @@ A mutated model is its own specification: whatever it computes is what its rewri
 importer refuses it. `mutation_trials` says which.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import random

@@ -1,7 +1,5 @@
 """Judge the models of `plain_graphs`: the rewritten model against an interpreter in NumPy of its own."""
 
-from __future__ import annotations
-
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence

@@ -9,8 +9,6 @@ rewritten model as it is, and with its numbers moved at random by twice the roun
     PYTHONPATH=tests:tests/corpus:scripts python tests/proof_faults.py --faults 400 --capacity 300 --real FOLDER
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

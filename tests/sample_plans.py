@@ -1,7 +1,5 @@
 """A plan and a manifest as data, for tests of what reads them: no model, no TensorRT."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange

@@ -1,7 +1,5 @@
 """Judge the models of `spellings`: the rewritten model's logits against ONNX Runtime on the original."""
 
-from __future__ import annotations
-
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence

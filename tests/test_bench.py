@@ -1,7 +1,5 @@
 """Every benchmark runs with small sizes and prints a table and a line of JSON. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

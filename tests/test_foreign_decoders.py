@@ -1,7 +1,5 @@
 """The decoders that are written as exporters write them are taken by the importer, and keep their numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

@@ -1,7 +1,5 @@
 """Adapter folders: what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Messages name options as flags on the command line, and as arguments in Python."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

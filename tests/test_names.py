@@ -1,7 +1,5 @@
 """Names in the place of a model: of the hub, of weights, of other tools' files. Each gets one line with the way out."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The loop that the docs show runs engines as `DecodeSession` does, and refuses what it does not know."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The wheel carries configs and plugins, and works from where it is unpacked; a source tree works as it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

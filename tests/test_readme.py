@@ -1,7 +1,5 @@
 """The README and `docs/` show what happens: their examples are run, and the output compared but for numbers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

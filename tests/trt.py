@@ -1,7 +1,5 @@
 """Parse and build with TensorRT for RTX directly: no rewriting, no child process, TensorRT's own words kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

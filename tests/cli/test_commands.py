@@ -1,7 +1,5 @@
 """Every command on a small decoder, from end to end: what is on stdout, and that it says what the API says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`generate`, `bench` and `plan` of models that take embeddings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`generate` from the command line, on small models that ONNX Runtime runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 To write them anew, and look at the difference: ``GOLDEN=write python -m pytest tests/cli/test_golden.py``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

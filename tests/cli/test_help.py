@@ -1,7 +1,5 @@
 """`--help` is readable at 80 columns; it and `import trt_kvcache` load nothing heavy, which makes them quick."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

@@ -1,7 +1,5 @@
 """Typical mistakes: each is answered with one line that says what to do, and no trace."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """One default for the capacity, named in each answer; and each command that an answer names as the next runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Pages for a browser: what they say, that they load nothing, and that no name in them is anything but text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from html.parser import HTMLParser

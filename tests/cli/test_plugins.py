@@ -1,7 +1,5 @@
 """``trt-kvcache plugins``: the kernels of one model, and the report on those that it compiled."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

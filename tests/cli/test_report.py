@@ -1,7 +1,5 @@
 """A report has the graph without weights and names, and gives the same plan or refusal again."""
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile

@@ -1,7 +1,5 @@
 """`generate` of encoder-decoders: the encoder beside the model reads the sources."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Answers of at most 20 lines at 80 columns, which end with the next command."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path

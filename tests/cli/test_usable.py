@@ -1,7 +1,5 @@
 """`plan` foresees what no session can fill or read, and `--config` gives roles to the commands that run models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

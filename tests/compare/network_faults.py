@@ -3,8 +3,6 @@
 PYTHONPATH=tests:. python tests/compare/network_faults.py [--faults 300] [MODEL.onnx ...]
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import Counter
 from collections.abc import Callable, Iterator

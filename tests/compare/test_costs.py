@@ -1,7 +1,5 @@
 """The bytes of a decode step: by arithmetic from the plan, and counted in the networks that TensorRT's parser makes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

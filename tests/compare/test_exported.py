@@ -1,7 +1,5 @@
 """The model as exported decodes by itself: no cut of a text changes its logits, and a session gives the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

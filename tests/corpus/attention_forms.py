@@ -1,7 +1,5 @@
 """Attention over Concat caches in the ways that exporters write it, and what only looks like it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

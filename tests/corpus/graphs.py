@@ -1,7 +1,5 @@
 """A few lines to write ONNX graphs in tests: names are given where tests need them, made up elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

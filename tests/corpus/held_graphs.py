@@ -1,7 +1,5 @@
 """One operator that holds a cache: GroupQueryAttention, MultiHeadAttention, or ONNX's Attention with a past."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

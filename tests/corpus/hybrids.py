@@ -4,8 +4,6 @@
 `CROSS`: self-attention over TensorScatter caches, and cross-attention over what an encoder gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Functions and control flow around caches, and merged exports: a branch for the first step, one for all others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial

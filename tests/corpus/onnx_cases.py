@@ -1,7 +1,5 @@
 """ONNX's own node tests for TensorScatter and Attention, with their stored inputs and outputs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass

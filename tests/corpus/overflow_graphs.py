@@ -4,8 +4,6 @@ Sums, products and casts of such numbers leave the range of their type: -inf, or
 multiplies them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

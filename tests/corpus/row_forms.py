@@ -1,7 +1,5 @@
 """Decoders whose caches keep their newest rows: growing ones that are cut, fixed ones that are shifted, and rings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

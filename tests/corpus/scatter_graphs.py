@@ -4,8 +4,6 @@ past of any rank, axis, type and mode; update as it comes or computed; TensorSca
 views of past and present beside it: Slice, Gather, Transpose, Reshape, Cast, sums, and the past itself
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator

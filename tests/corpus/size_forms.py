@@ -1,7 +1,5 @@
 """Sizes that data decide are refused if they stay, and so are sequences of a batch that depend on each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np

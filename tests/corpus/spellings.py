@@ -5,8 +5,6 @@ with one part spelled in a given way, or with every part drawn. `twin` is the sa
 same weights: both give the same logits, which `tests/spelling_judge.py` asks ONNX Runtime.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Exports of real exporters: those in `tests/models`, and others beside the repository that have no copy in it."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path

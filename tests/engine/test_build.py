@@ -1,7 +1,5 @@
 """Engines built by TensorRT for RTX, without a GPU, through the public function."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import threading

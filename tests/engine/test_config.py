@@ -4,8 +4,6 @@ Full TensorRT needs a GPU even to make a builder. Its side is tested with a modu
 under another name: the same classes, flags and Polygraphy loaders, though not the same builder behind them.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Encoders built by TensorRT for RTX beside their decoders, without a GPU, and what is refused before."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

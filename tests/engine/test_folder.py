@@ -1,7 +1,5 @@
 """An engine as a folder: written by `build`, with what texts need, and taken wherever an engine is."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

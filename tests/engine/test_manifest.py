@@ -1,7 +1,5 @@
 """The manifest: written and read without loss; whatever else is found is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

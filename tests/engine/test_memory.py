@@ -1,7 +1,5 @@
 """A build that would not fit into memory is refused before it starts."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The parsed network against the plan: equal, or the difference is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

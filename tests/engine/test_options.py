@@ -1,7 +1,5 @@
 """Options of a build: their textual forms, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

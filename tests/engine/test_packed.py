@@ -1,7 +1,5 @@
 """Packed updates, TensorRT's own operator, from a model to an engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

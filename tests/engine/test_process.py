@@ -1,7 +1,5 @@
 """The build process dies in every way there is: an error that says how, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Optimization profiles from a plan: legal and complete for every limit, or refused by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

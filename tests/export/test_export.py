@@ -1,7 +1,5 @@
 """Exporters are found, run and reported; stand-ins write small models where the real ones are not installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

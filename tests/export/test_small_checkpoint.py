@@ -1,7 +1,5 @@
 """A checkpoint for trials without a download."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

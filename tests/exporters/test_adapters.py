@@ -1,7 +1,5 @@
 """Adapters that peft trained and merged, against the same adapters in real exports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

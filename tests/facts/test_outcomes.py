@@ -3,8 +3,6 @@
 A failure here means that TensorRT changed: what this package does about it is to be looked at again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Repeats and attention in front of a Scan: what TensorRT does not build, and the forms that it builds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import harness

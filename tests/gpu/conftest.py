@@ -5,8 +5,6 @@ for than all. Nobody has run these tests on a GPU yet: what they
 have run on is the fake of `tests/runtime/fake_gpu.py`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Generator, Iterator

@@ -3,8 +3,6 @@
 But where two are nearly best: products in TF32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

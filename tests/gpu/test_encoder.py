@@ -1,7 +1,5 @@
 """Encoders on the GPU beside their decoders: what the CPU makes, within rounding, and the tokens of its meaning."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from pathlib import Path

@@ -4,8 +4,6 @@ Tolerances are shares of the largest logit: 2e-2 for float16, as `trt_kvcache.ve
 whose products TensorRT may round to TF32 (10 bits of mantissa) on the way. Tokens may differ where two are nearly best.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -3,8 +3,6 @@
 Nobody has run these on a GPU yet.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from math import prod

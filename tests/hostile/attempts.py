@@ -1,7 +1,5 @@
 """Attempts with hostile files. Each takes random numbers and an empty folder, and returns a word for the counts."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

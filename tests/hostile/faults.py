@@ -1,7 +1,5 @@
 """Faults while a command runs: signals, a full disk, changed files. Each takes random numbers and an empty folder."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 import random

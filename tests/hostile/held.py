@@ -1,7 +1,5 @@
 """A command holds if it passes, or is refused by one line; a call, if its error is one of this package."""
 
-from __future__ import annotations
-
 import re
 import traceback
 import warnings

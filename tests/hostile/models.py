@@ -1,7 +1,5 @@
 """Models that break rules, ask for any memory or time, or point out of their folder."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

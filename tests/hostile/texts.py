@@ -1,7 +1,5 @@
 """Patterns and settings that never end, or that are made of any depth."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """Random operations of several threads on one session; every sequence against the same alone."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading

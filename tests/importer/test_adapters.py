@@ -1,7 +1,5 @@
 """Adapters as inputs of a rewritten model: which product is which module, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

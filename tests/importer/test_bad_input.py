@@ -1,7 +1,5 @@
 """Bad input from end to end: one line that says what was found and what to do, exit code 1, no file made or changed."""
 
-from __future__ import annotations
-
 import random
 import re
 import resource

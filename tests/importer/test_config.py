@@ -1,7 +1,5 @@
 """Names say roles where the graph does not: those that are shipped, and those of a configuration."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

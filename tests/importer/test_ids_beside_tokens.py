@@ -1,7 +1,5 @@
 """Inputs of ids beside the tokens: nothing gets values that nobody gave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

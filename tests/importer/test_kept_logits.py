@@ -1,7 +1,5 @@
 """An input that says of how many last positions the logits are: transformers' ``logits_to_keep``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

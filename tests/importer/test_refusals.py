@@ -1,7 +1,5 @@
 """Refusals name what is not supported, not what was looked at last."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

@@ -1,7 +1,5 @@
 """Every way in which a model file can be bad is refused by name; what is written appears whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Sequence

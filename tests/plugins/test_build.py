@@ -1,7 +1,5 @@
 """From a plan with the plugin to TensorRT: registered before the parser runs, refused by name, found in the network."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Kernels compiled by NVRTC, with no GPU and no driver: architectures, no spills, wide accesses, the disk cache."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

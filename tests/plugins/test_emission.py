@@ -1,7 +1,5 @@
 """Updates that go to the plugin: the rewritten model is valid, runs in ONNX Runtime, with TensorScatter's numbers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

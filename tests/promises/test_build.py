@@ -1,7 +1,5 @@
 """Planned models are built: TensorRT takes them, and holds each cache that is in place in one buffer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Right: verified, the original and the rewritten model give the same numbers over a decode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A refusal is of one kind at every station, and leaves nothing."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from pathlib import Path

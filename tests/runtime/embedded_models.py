@@ -1,7 +1,5 @@
 """Decoders in two forms: token ids in, as exported, and the same without its embedding, which the caller computes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Engine files for the fake TensorRT, planned, profiled and described like real ones, and runners on them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ Over runners without a model, where any error in a cache gives another token, an
 CPU and on a fake GPU, against full recomputation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Prompts as embeddings and positions of the caller's: where they stand, refusals. Any schedule: test_any_schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

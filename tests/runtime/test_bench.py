@@ -1,7 +1,5 @@
 """The bench command and what it measures with."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The cache object: what it refuses, what it copies, and its files. Any schedule of changes: test_any_schedule."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Quantized caches with one scale each, from a calibration: against NumPy, the float session, and broken scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings are checked when they are made, and transformers' files mean here what they mean there."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """A conversation keeps its caches, and says what the same conversation says that is computed from its start."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Generator, Iterator

@@ -1,7 +1,5 @@
 """Draft models and prompt lookup: the tokens are the model's own, whatever is guessed. On models: test_any_schedule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any

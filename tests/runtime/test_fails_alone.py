@@ -3,8 +3,6 @@
 The places are all that a step does for a sequence: each is made to fail for one of three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any

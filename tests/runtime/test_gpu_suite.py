@@ -1,7 +1,5 @@
 """The GPU tests and `scripts/gpu_check` against the fake: they run to their end, and fail where they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

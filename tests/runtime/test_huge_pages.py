@@ -1,7 +1,5 @@
 """Memory in huge pages: which is moved, and what stays as it is."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 from typing import Any

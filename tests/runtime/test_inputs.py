@@ -1,7 +1,5 @@
 """Values of the inputs of a step, written out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logits of the last positions only: an engine that gives few of them, one of before, and ONNX Runtime agree."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Grammars as masks of tokens: the tokens are those of the same rule on all scores, on the CPU and the (fake) GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """More sequences than rows, and prefixes: who goes, who waits, what is found again. On models: test_any_schedule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

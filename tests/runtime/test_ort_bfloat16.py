@@ -1,7 +1,5 @@
 """bfloat16 models on the CPU: in float32, against a decoder in NumPy that has the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ONNX Runtime behind the runner interface: in place, rows apart, refusals."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

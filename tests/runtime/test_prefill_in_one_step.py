@@ -1,7 +1,5 @@
 """Models whose tokens see later tokens of a step: a prompt is never cut, and nothing is guessed or taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Caches that ``--cache-dtype`` quantizes: their bytes against NumPy, and what verify, plan and refusals say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

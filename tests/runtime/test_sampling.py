@@ -1,7 +1,5 @@
 """One sequence: which token is chosen, what its event says, when it ends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The perplexity of a text is that of the exported model, in one window and in several."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

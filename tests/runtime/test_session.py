@@ -1,7 +1,5 @@
 """Sessions: no step more than needed, ends, failures, interrupts, refusals. Any schedule: test_any_schedule."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os

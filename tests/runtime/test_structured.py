@@ -1,7 +1,5 @@
 """Texts under grammars of llguidance: each is what its grammar allows, alone and with other rows beside."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Text that streams is the text: no half characters, nothing taken back, stop strings wherever tokens end."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """Greedy tokens chosen on the (fake) GPU: those of the host, wherever they come from, and never from a wrong kernel."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Encoders on a fake GPU with TensorRT's rules: what they make stays there, and is what the CPU makes."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading

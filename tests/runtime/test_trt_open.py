@@ -1,7 +1,5 @@
 """Opening an engine, and steps that fail: refused in words that say what to do; nothing is lost, nobody disturbed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

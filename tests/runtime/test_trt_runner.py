@@ -1,7 +1,5 @@
 """The TensorRT runner against ONNX Runtime: rows, threads, interrupts. Numbers of whole texts: test_families."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

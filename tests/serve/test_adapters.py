@@ -1,7 +1,5 @@
 """The model that a request names chooses the adapter; clients load and unload adapters where they may."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The API in one process: every answer is that of the same request alone, and what cannot be done is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

@@ -1,7 +1,5 @@
 """Batch jobs: every answer is that of the same request alone, in the order of the rows, computed once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random

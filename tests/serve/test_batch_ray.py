@@ -1,7 +1,5 @@
 """Batch jobs on a real Ray: a killed actor and a killed driver lose no row, and change no answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

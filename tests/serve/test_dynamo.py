@@ -1,7 +1,5 @@
 """Dynamo's worker on stand-ins for Dynamo; test_dynamo_cluster.py has the real one, and kills a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """The Responses API: OpenAI's own client reads its answers and streams, and what needs a store is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,5 @@
 """The process: OpenAI's own client, what the command refuses, and an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Structured answers and tool calls: OpenAI's own client reads each, and none depends on what else runs."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator

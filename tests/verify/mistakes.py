@@ -1,7 +1,5 @@
 """Mistakes that a rewrite may make, each an edit of a model with TensorScatter and Attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Files that `rewrite_model` wrote: verified against their source, never planned, and no authority on anything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

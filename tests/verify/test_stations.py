@@ -1,7 +1,5 @@
 """Right models pass at every station; wrong ones fail at the first one that is wrong, by step, text and token."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Models beyond the usual decoder: what drives them, and what the report says about it."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The check of rewritten models, on faults that are planted in them, and on models that do not end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

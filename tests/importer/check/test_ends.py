@@ -1,7 +1,5 @@
 """Outputs without an attention: TensorScatter of any type, views of past and present, the past itself."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from pathlib import Path

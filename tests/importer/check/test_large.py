@@ -1,7 +1,5 @@
 """The check of models of real sizes: few rows and columns, with random weights. Weights here are holes in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace

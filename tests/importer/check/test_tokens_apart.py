@@ -1,7 +1,5 @@
 """Models whose tokens of a step meet outside of attention: their prompts are never cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

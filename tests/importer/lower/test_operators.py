@@ -1,7 +1,5 @@
 """Bodies against ONNX Runtime's own kernels, for all operators without weights in 4 or 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product

@@ -1,7 +1,5 @@
 """Operators that ask for something that their bodies do not cover: refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
