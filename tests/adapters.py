@@ -68,17 +68,8 @@ class Tiny:
         return path
 
 
-def draw(
-    tiny: Tiny,
-    folder: Path,
-    seed: int,
-    *,
-    rank: int = 4,
-    targets: Sequence[str] = TARGETS,
-    layers: Sequence[int] = (0, 1),
-    size: float = 0.4,
-    **settings: Any,
-) -> dict[str, Array]:
+def draw(tiny: Tiny, folder: Path, seed: int, *, rank: int = 4, targets: Sequence[str] = TARGETS,
+         layers: Sequence[int] = (0, 1), size: float = 0.4, **settings: Any) -> dict[str, Array]:  # fmt: skip
     """Write an adapter of random numbers; returns what it adds to the weight ``[in, out]`` of each module."""
     rng, tensors, changes = np.random.default_rng(seed), {}, {}
     alpha = settings.get("lora_alpha", 2 * rank)

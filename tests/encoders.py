@@ -31,16 +31,8 @@ def table() -> Array:
     return made
 
 
-def encoder(
-    path: Path,
-    *,
-    ids: bool = False,
-    mask: bool = False,
-    keys: str = "",
-    dtype: int = _FLOAT,
-    hidden: str = "last_hidden_state",
-    more: Sequence[str] = (),
-) -> Path:
+def encoder(path: Path, *, ids: bool = False, mask: bool = False, keys: str = "", dtype: int = _FLOAT,
+            hidden: str = "last_hidden_state", more: Sequence[str] = ()) -> Path:  # fmt: skip
     """Write an encoder.
 
     Args:

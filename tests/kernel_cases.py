@@ -192,16 +192,8 @@ def _random_scale(rng: np.random.Generator, heads: int, q: Quantization | None) 
     return rng.choice([1.0, 0.5, 0.25, 0.1, 3.0, 1e-3, float(rng.random()) + 1e-3], count).astype(np.float32)
 
 
-def _reference(
-    config: KernelConfig,
-    cache: Array,
-    update: Array,
-    scale: NDArray[np.float32],
-    indices: Array,
-    spans: list[tuple[int, int]],
-    axis: int,
-    length: int,
-) -> Array:
+def _reference(config: KernelConfig, cache: Array, update: Array, scale: NDArray[np.float32], indices: Array,
+               spans: list[tuple[int, int]], axis: int, length: int) -> Array:  # fmt: skip
     """The present cache, sequence by sequence, by the reference of TensorScatter on the logical shape."""
     if config.quantization is not None:
         update = _quantized(config, cache, update, scale, axis)

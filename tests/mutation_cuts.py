@@ -256,12 +256,8 @@ class Miscut:
 def _taken(digests: dict[str, str]) -> list[Fault]:
     """Tensors with digests of their own, for all that read them."""
 
-    def made(
-        graph: Graph,
-        leaves: Mapping[str, str],
-        taken: Container[str] = (),
-        nodes: Sequence[onnx.NodeProto] | None = None,
-    ) -> tuple[dict[str, str], dict[str, str]]:
+    def made(graph: Graph, leaves: Mapping[str, str], taken: Container[str] = (),
+             nodes: Sequence[onnx.NodeProto] | None = None) -> tuple[dict[str, str], dict[str, str]]:  # fmt: skip
         if nodes is not None:  # the key of a region
             return _digests(graph, leaves, taken, nodes)
         names = {n for n in digests if n in graph.makes}

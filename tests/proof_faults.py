@@ -181,13 +181,11 @@ def real(folder: Path, dtype: str, capacity: int, batch: int) -> tuple[str, Call
 def decoders() -> Iterator[tuple[str, Callable[[Path], Subject]]]:
     """Decoders with rings, with caches longer than a span, and with many tokens."""
     for dtype in DTYPES:
-        for kind, config in (
-            ("long", DecoderConfig(dtype=dtype, capacity=320)),
-            ("ring", DecoderConfig(dtype=dtype, capacity=24, mode="circular")),
-            ("large vocabulary", DecoderConfig(dtype=dtype, capacity=64, vocab=4096)),
-            ("far", DecoderConfig(dtype=dtype, capacity=1200)),
-            ("far ring", DecoderConfig(dtype=dtype, capacity=800, mode="circular")),
-        ):
+        for kind, config in (("long", DecoderConfig(dtype=dtype, capacity=320)),
+                             ("ring", DecoderConfig(dtype=dtype, capacity=24, mode="circular")),
+                             ("large vocabulary", DecoderConfig(dtype=dtype, capacity=64, vocab=4096)),
+                             ("far", DecoderConfig(dtype=dtype, capacity=1200)),
+                             ("far ring", DecoderConfig(dtype=dtype, capacity=800, mode="circular"))):  # fmt: skip
             yield f"{kind} {dtype}", partial(_decoder, f"{kind} {dtype}", config)
 
 

@@ -64,23 +64,10 @@ def visible_keys(
     return seen
 
 
-def attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None = None,
-    lengths: Array | None = None,
-    *,
-    scale: float | None = None,
-    is_causal: int = 0,
-    softcap: float = 0.0,
-    q_num_heads: int = 0,
-    kv_num_heads: int = 0,
-    left_window_size: int = -1,
-    right_window_size: int = -1,
-    qk_matmul_output_mode: int = 0,
-    softmax_precision: int | None = None,
-) -> tuple[Array, Array]:
+def attention(query: Array, key: Array, value: Array, mask: Array | None = None, lengths: Array | None = None, *,
+              scale: float | None = None, is_causal: int = 0, softcap: float = 0.0, q_num_heads: int = 0,
+              kv_num_heads: int = 0, left_window_size: int = -1, right_window_size: int = -1,
+              qk_matmul_output_mode: int = 0, softmax_precision: int | None = None) -> tuple[Array, Array]:  # fmt: skip
     """`Y` and `qk_matmul_output` of one Attention node, computed in float64.
 
     `softmax_precision` changes rounding only, which float64 does not show.

@@ -12,12 +12,8 @@ def test_neither_docstrings_nor_line_breaks_count() -> None:
 
 
 def test_folders_and_root_files(tmp_path: Path) -> None:
-    for name, text in {
-        "trt_kvcache/a.py": "x = 1\ny = 2",
-        "trt_kvcache/engine/b.py": "x = 1",
-        "trt_kvcache/engine/deep/c.py": "x = 1",
-        "tests/deep/d.py": "x = 1",
-    }.items():
+    for name, text in {"trt_kvcache/a.py": "x = 1\ny = 2", "trt_kvcache/engine/b.py": "x = 1",
+                       "trt_kvcache/engine/deep/c.py": "x = 1", "tests/deep/d.py": "x = 1"}.items():  # fmt: skip
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert budget.measure(tmp_path) == {"tests": 1, "trt_kvcache": 2, "trt_kvcache/engine": 2, "sum": 5}

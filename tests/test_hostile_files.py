@@ -290,10 +290,8 @@ def test_a_report_that_unpacks_to_all_memory_is_not_read(tmp_path: Path) -> None
         with archive.open("model.onnx", "w") as member:
             for _ in range(257):
                 member.write(bytes(1 << 20))
-    with (
-        pytest.raises(InvalidModelError, match="model.onnx has 269484032 bytes, but may have at most"),
-        unpacked(tmp_path / "report.zip"),
-    ):
+    with (pytest.raises(InvalidModelError, match="model.onnx has 269484032 bytes, but may have at most"),
+          unpacked(tmp_path / "report.zip")):  # fmt: skip
         pass
 
 

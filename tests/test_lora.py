@@ -122,13 +122,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
             OptionError, match=r"adapter_model.safetensors: (not a safetensors file|cut short|cannot be read)"
         ):
             open_lora(tmp_path)
-    for header in (
-        b"[]",
-        b'{"x": 3}',
-        b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
-        b"\xff\xff",
-        b'{"x": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}',
-    ):
+    for header in (b"[]", b'{"x": 3}', b'{"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"\xff\xff",
+                   b'{"x": {"dtype": "F32", "shape": [Infinity], "data_offsets": [0, 4]}}'):  # fmt: skip
         weights.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
         with pytest.raises(OptionError):
             open_lora(tmp_path)

@@ -76,12 +76,8 @@ def parse(model: onnx.ModelProto | bytes, path: str = "") -> Parsed:
     return Parsed(log, builder, network, parser, ok, words)
 
 
-def build(
-    model: onnx.ModelProto | bytes,
-    ranges: Ranges | Sequence[Ranges] | None = None,
-    patch: Callable[[trt.INetworkDefinition], object] | None = None,
-    path: str = "",
-) -> Outcome:
+def build(model: onnx.ModelProto | bytes, ranges: Ranges | Sequence[Ranges] | None = None,
+          patch: Callable[[trt.INetworkDefinition], object] | None = None, path: str = "") -> Outcome:  # fmt: skip
     """Parse and build `model`. `ranges` gives (min, opt, max) per symbol of a dynamic dimension; several: profiles."""
     parsed = parse(model, path)
     if not parsed.ok:

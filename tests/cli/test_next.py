@@ -91,12 +91,10 @@ def test_where_nothing_builds_the_model_runs_on_the_cpu(export: Path, monkeypatc
 
 def test_builders_need_a_gpu_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = trt_kvcache.engine.backend
-    for installed, gpu, can in (
-        ({"tensorrt_rtx"}, False, {None, Target.TENSORRT_RTX}),
-        ({"tensorrt"}, False, set()),
-        ({"tensorrt"}, True, {None, Target.TENSORRT}),
-        (set(), True, set()),
-    ):
+    for installed, gpu, can in (({"tensorrt_rtx"}, False, {None, Target.TENSORRT_RTX}),
+                                ({"tensorrt"}, False, set()),
+                                ({"tensorrt"}, True, {None, Target.TENSORRT}),
+                                (set(), True, set())):  # fmt: skip
         monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name, _there=installed: name in _there or None)
         monkeypatch.setattr(backend, "driver_present", lambda _gpu=gpu: _gpu)
         assert {target for target in (None, *Target) if can_build(target)} == can

@@ -24,11 +24,8 @@ def feeds_of(case: Case, model: onnx.ModelProto) -> Feeds:
     sizes = {"B": BATCH, "S": STEP, "S_max": 16, "T": 4, "B_plus_1": BATCH + 1}
     feeds = random_feeds(model, sizes, rng)
     starts = np.array([1, 6])
-    for name, value in (
-        ("write_indices", starts),
-        ("nonpad_kv_seqlen", starts + STEP),
-        ("lengths", np.array([0, 3, 4])),
-    ):
+    for name, value in (("write_indices", starts), ("nonpad_kv_seqlen", starts + STEP),
+                        ("lengths", np.array([0, 3, 4]))):  # fmt: skip
         if name in feeds:
             feeds[name] = value.astype(feeds[name].dtype)
     return feeds

@@ -90,14 +90,8 @@ class Case:
     computed: tuple[str, ...] = ("output",)
 
 
-def updated(
-    before: str = "",
-    after: str = "",
-    past_output: bool = False,
-    reader: bool = False,
-    chained: bool = False,
-    twice: bool = False,
-) -> onnx.ModelProto:
+def updated(before: str = "", after: str = "", past_output: bool = False, reader: bool = False, chained: bool = False,
+            twice: bool = False) -> onnx.ModelProto:  # fmt: skip
     """One update of a 4-D cache with something unusual around it."""
     graph = Graph()
     past = graph.input("past", HALF, CACHE)
@@ -154,23 +148,10 @@ def packed_model(
     return graph.model(domains=[domain] if domain else [])
 
 
-def decoder_attention(
-    dtype: int = HALF,
-    head_size: int = 16,
-    value_head_size: int | None = None,
-    layout: str = "bnsh",
-    length: Dim = "S",
-    mode: str = "linear",
-    capacity: int = 16,
-    heads: int = 4,
-    kv_heads: int = 2,
-    nonpad: bool = True,
-    mask: tuple[Dim, ...] | None = None,
-    mask_dtype: int = BOOL,
-    outputs: int = 1,
-    opset: int = 24,
-    **attrs: object,
-) -> onnx.ModelProto:
+def decoder_attention(dtype: int = HALF, head_size: int = 16, value_head_size: int | None = None, layout: str = "bnsh",
+                      length: Dim = "S", mode: str = "linear", capacity: int = 16, heads: int = 4, kv_heads: int = 2,
+                      nonpad: bool = True, mask: tuple[Dim, ...] | None = None, mask_dtype: int = BOOL,
+                      outputs: int = 1, opset: int = 24, **attrs: object) -> onnx.ModelProto:  # fmt: skip
     """One decoder layer's caches and attention.
 
     `layout` is that of the caches: ``"bnsh"`` 4-D `[B, N, S_max, H]`; ``"bsnh"`` 4-D `[B, S_max, N, H]`, transposed for

@@ -94,25 +94,11 @@ def scatter_model(
     return graph.model(opset)
 
 
-def attention_model(
-    dtype: int = TensorProto.FLOAT16,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_size: int = 16,
-    value_head_size: int | None = None,
-    keys: Dim = 16,
-    queries: Dim = "S",
-    batch: Dim = "B",
-    mask: Sequence[Dim] | None = None,
-    mask_dtype: int = TensorProto.BOOL,
-    past: Dim | None = None,
-    nonpad: bool = False,
-    outputs: int = 1,
-    scores: bool = False,
-    rank: int = 4,
-    opset: int = 24,
-    **attrs: Any,
-) -> onnx.ModelProto:
+def attention_model(dtype: int = TensorProto.FLOAT16, heads: int = 4, kv_heads: int = 2, head_size: int = 16,
+                    value_head_size: int | None = None, keys: Dim = 16, queries: Dim = "S", batch: Dim = "B",
+                    mask: Sequence[Dim] | None = None, mask_dtype: int = TensorProto.BOOL, past: Dim | None = None,
+                    nonpad: bool = False, outputs: int = 1, scores: bool = False, rank: int = 4, opset: int = 24,
+                    **attrs: Any) -> onnx.ModelProto:  # fmt: skip
     """One Attention over graph inputs ``Q``, ``K``, ``V``; the unused extra outputs of `outputs` are left dangling.
 
     `scores` makes the fourth output, ``qk``, one of the graph.

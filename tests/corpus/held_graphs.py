@@ -207,14 +207,8 @@ def multi(
     return graph.model(20, [CONTRIB])
 
 
-def of_onnx(
-    dtype: Any = np.float32,
-    rank: int = 3,
-    value_size: int = SIZE,
-    mask: str = "",
-    opset: int = 24,
-    **attrs: Any,
-) -> onnx.ModelProto:
+def of_onnx(dtype: Any = np.float32, rank: int = 3, value_size: int = SIZE, mask: str = "", opset: int = 24,
+            **attrs: Any) -> onnx.ModelProto:  # fmt: skip
     """One Attention with a past; `mask` names a maker below."""
     graph = Graph()
     code = TYPES[dtype]

@@ -109,12 +109,8 @@ class _Decoder:
         return self.graph.model()
 
 
-def hybrid_model(
-    names: Mapping[str, str] | None = None,
-    batch: int | str = "batch",
-    convolution: bool = True,
-    growing: bool = False,
-) -> onnx.ModelProto:
+def hybrid_model(names: Mapping[str, str] | None = None, batch: int | str = "batch", convolution: bool = True,
+                 growing: bool = False) -> onnx.ModelProto:  # fmt: skip
     """`HYBRID`.
 
     Args:

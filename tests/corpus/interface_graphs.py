@@ -46,15 +46,8 @@ class Decoder(Graph):
         tables = [self.Gather(self.weight(POSITIONS, SIZE // 2), positions) for _ in range(2)]
         return self.RotaryEmbedding(x, *tables, num_heads=HEADS)
 
-    def finish(
-        self,
-        hidden: str,
-        positions: str | None = None,
-        indices: str | None = None,
-        lengths: str | None = None,
-        mask: str = "",
-        logits: bool = True,
-    ) -> Decoder:
+    def finish(self, hidden: str, positions: str | None = None, indices: str | None = None, lengths: str | None = None,
+               mask: str = "", logits: bool = True) -> Decoder:  # fmt: skip
         """Append the layer and the logits."""
         positions = self.ids("position_ids") if positions is None else positions
         indices = self.input("write_indices", INT64, [self.batch]) if indices is None else indices

@@ -27,13 +27,8 @@ Case = tuple[Idiom, dict[str, Any]]
 # past, new, pos -- the idiom --> present
 
 
-def update_model(
-    idiom: Idiom,
-    shape: Sequence[Dim] = BNSD,
-    pos: Sequence[Dim] | None = (),
-    length: Dim = "S",
-    present: Sequence[Dim] | None = None,
-) -> onnx.ModelProto:
+def update_model(idiom: Idiom, shape: Sequence[Dim] = BNSD, pos: Sequence[Dim] | None = (), length: Dim = "S",
+                 present: Sequence[Dim] | None = None) -> onnx.ModelProto:  # fmt: skip
     """A model whose cache `past` of this shape is updated by `idiom`.
 
     Args:

@@ -35,12 +35,10 @@ def test_files_that_are_not_there(engine: Path, tmp_path: Path) -> None:
     check_engine(wanted, engine)
     (tmp_path / "x.engine").touch()
     (tmp_path / "y.engine.json").mkdir()
-    for name, words in (
-        ("x.engine", "x.engine.json: no such file; an engine needs the manifest"),
-        ("z.engine", "z.engine: no such file; check the path"),
-        ("z.engine.json", "z.engine.json: no such file; check the path"),
-        ("y.engine", "cannot be read: Is a directory"),
-    ):
+    for name, words in (("x.engine", "x.engine.json: no such file; an engine needs the manifest"),
+                        ("z.engine", "z.engine: no such file; check the path"),
+                        ("z.engine.json", "z.engine.json: no such file; check the path"),
+                        ("y.engine", "cannot be read: Is a directory")):  # fmt: skip
         with pytest.raises(ManifestError, match=words):
             load_manifest(tmp_path / name)
 

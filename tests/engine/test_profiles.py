@@ -166,12 +166,10 @@ def test_auto_is_what_gives_the_smaller_engine(quantized: bool) -> None:
 
 def test_profiles_that_share_weights_anyway_stay() -> None:
     unknown = with_input("x", ("a",), ("?",))
-    for plan, build in (
-        (PLAN, BuildOptions(max_batch=2)),
-        (with_fixed("batch", 1), BuildOptions()),
-        (PLAN, BuildOptions(max_chunk=1)),
-        (unknown, BuildOptions(max_shapes={"x": (3,)})),
-    ):
+    for plan, build in ((PLAN, BuildOptions(max_batch=2)),
+                        (with_fixed("batch", 1), BuildOptions()),
+                        (PLAN, BuildOptions(max_chunk=1)),
+                        (unknown, BuildOptions(max_shapes={"x": (3,)}))):  # fmt: skip
         assert profiles(plan, build) == profiles(plan, replace(build, decode_weights="own"))
 
 

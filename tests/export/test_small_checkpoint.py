@@ -42,11 +42,9 @@ def test_from_a_checkpoint_to_text(tmp_path: Path) -> None:
     if not installed(python):
         pytest.skip("no exporter is installed")
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for words in (
-        [str(ROOT / "scripts" / "small_checkpoint.py"), "my-checkpoint/"],
-        ["-m", "trt_kvcache", "export", "my-checkpoint/", "-o", "my-export/", "--python", python],
-        ["-m", "trt_kvcache", "generate", "my-export/", "--prompt", "Hello"],
-    ):
+    for words in ([str(ROOT / "scripts" / "small_checkpoint.py"), "my-checkpoint/"],
+                  ["-m", "trt_kvcache", "export", "my-checkpoint/", "-o", "my-export/", "--python", python],
+                  ["-m", "trt_kvcache", "generate", "my-export/", "--prompt", "Hello"]):  # fmt: skip
         command = [sys.executable, *words]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr

@@ -397,14 +397,8 @@ def interrupt(*_: object) -> NoReturn:
                           ("shutil.copyfile", interrupt, KeyboardInterrupt),
                           ("os.fsync", no_space, OutputError),
                           ("os.fsync", interrupt, KeyboardInterrupt)])  # fmt: skip
-def test_failed_save_leaves_nothing(
-    stored: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    failure: Callable[..., NoReturn],
-    error: type[BaseException],
-) -> None:
+def test_failed_save_leaves_nothing(stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str,
+                                    failure: Callable[..., NoReturn], error: type[BaseException]) -> None:  # fmt: skip
     target = tmp_path / "target"
     target.mkdir()
     (target / "out.onnx").write_bytes(b"precious")

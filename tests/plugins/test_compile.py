@@ -102,11 +102,8 @@ def test_a_second_request_comes_from_disk(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(compiling, "_compile", broken)
     assert compile_kernel(PLAIN, "sm_80") == first
     assert compile_kernel(replace(PLAIN, element_bits=32), "sm_80") == first, "one source, one kernel"
-    for other in (
-        lambda: compile_kernel(PLAIN, "sm_86"),
-        lambda: compile_kernel(PLAIN, "sm_80", ptx=True),
-        lambda: compile_kernel(replace(PLAIN, caches=2), "sm_80"),
-    ):
+    for other in (lambda: compile_kernel(PLAIN, "sm_86"), lambda: compile_kernel(PLAIN, "sm_80", ptx=True),
+                  lambda: compile_kernel(replace(PLAIN, caches=2), "sm_80")):  # fmt: skip
         with pytest.raises(AssertionError, match="compiled again"):
             other()
     with monkeypatch.context() as patch:

@@ -183,16 +183,9 @@ def test_different_write_indices_are_two_nodes(tmp_path: Path) -> None:
 # Quantization on write.
 
 
-def quantized_model(
-    scales: int = 1,
-    cache: int = TensorProto.INT8,
-    source: int = TensorProto.FLOAT16,
-    scale_type: Any = np.float32,
-    zero: int | None = 0,
-    axis: int = 1,
-    packed: bool = False,
-    extra_output: bool = False,
-) -> onnx.ModelProto:
+def quantized_model(scales: int = 1, cache: int = TensorProto.INT8, source: int = TensorProto.FLOAT16,
+                    scale_type: Any = np.float32, zero: int | None = 0, axis: int = 1, packed: bool = False,
+                    extra_output: bool = False) -> onnx.ModelProto:  # fmt: skip
     """A cache of 8 bits `[B, 2, 6, 4]` that takes quantized updates; its values are floats to whoever reads it."""
     graph = Graph()
     past = graph.input("past", cache, ["B", 2, CAPACITY, 4])

@@ -23,14 +23,8 @@ PACKED = UpdateForm.PACKED_NHD
 Input = tuple[str, list[Any]]
 
 
-def inputs_of(
-    operator: Operator,
-    dtype: str = "int8",
-    source: str = "float16",
-    index: str = "int64",
-    scales: int = 4,
-    heads: int = 4,
-) -> list[Input]:
+def inputs_of(operator: Operator, dtype: str = "int8", source: str = "float16", index: str = "int64", scales: int = 4,
+              heads: int = 4) -> list[Input]:  # fmt: skip
     """Inputs of a layer with open batch and update length: head sizes 64 and 32, capacity 128."""
     made: list[Input] = []
     for name in operator.inputs:

@@ -26,19 +26,10 @@ from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 ARGUMENTS = ("max_batch", "max_chunk", "device", "kernel_cache", "cuda_graphs")
 
 
-def write_engine(
-    model: Path,
-    *,
-    options: PlanOptions | None = None,
-    max_batch: int = 3,
-    max_chunk: int = 8,
-    max_encoder: int | None = None,
-    max_logits: int | None = None,
-    backend: str = "tensorrt-rtx",
-    version: str | None = None,
-    encoder: str = "none",
-    shapes: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
-) -> Path:
+def write_engine(model: Path, *, options: PlanOptions | None = None, max_batch: int = 3, max_chunk: int = 8,
+                 max_encoder: int | None = None, max_logits: int | None = None, backend: str = "tensorrt-rtx",
+                 version: str | None = None, encoder: str = "none",
+                 shapes: Mapping[str, Sequence[tuple[int, ...]]] | None = None) -> Path:  # fmt: skip
     """Write ``<model>.engine`` and its manifest; with ``encoder="auto"``, the encoder beside the model, too.
 
     `shapes` has the least, usual and largest ones of inputs that nothing else decides.

@@ -166,11 +166,9 @@ class Corpus:
         family, made = FAMILIES[name], self.made(name)
         if device == "cpu":
             batch, chunk = family.max_batch, family.max_chunk
-            with patch.object(
-                ort_runner,
-                "import_unchecked",
-                lambda *_, **__: (copy.deepcopy(self._imported(name)), SimpleNamespace(result=Checked)),
-            ):
+            with patch.object(ort_runner, "import_unchecked",
+                              lambda *_, **__: (copy.deepcopy(self._imported(name)),
+                                                SimpleNamespace(result=Checked))):  # fmt: skip
                 runner = runner_on(device, made.model, max_batch=batch, max_chunk=chunk)
         else:
             backend = "tensorrt-rtx" if device == "gpu" else "tensorrt"

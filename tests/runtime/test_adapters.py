@@ -237,13 +237,8 @@ def test_beams_and_drafts_know_the_adapter(adapted: Adapted) -> None:
 
 def test_a_prefix_of_one_adapter_is_given_to_no_other(adapted: Adapted) -> None:
     prompt = [(7 * i) % 250 + 3 for i in range(40)]
-    with DecodeSession.open(
-        adapted.model,
-        tokenizer=False,
-        adapters=adapted.folders,
-        plan_options=OPTIONS,
-        schedule=Schedule(prefix_cache=1 << 22),
-    ) as session:
+    with DecodeSession.open(adapted.model, tokenizer=False, adapters=adapted.folders, plan_options=OPTIONS,
+                            schedule=Schedule(prefix_cache=1 << 22)) as session:  # fmt: skip
         for name in (None, "ann", "bob", "ann", None):
             found = session.generate(prompt, adapter=name, max_new_tokens=5, eos_token_id=())
             assert found.tokens == adapted.tokens(name, prompt, 5)
@@ -335,10 +330,8 @@ def test_an_adapter_of_other_sizes_is_refused(adapted: Adapted, tmp_path: Path) 
         a, b = np.ones((2, sizes[0]), np.float32), np.ones((sizes[1], 2), np.float32)
         tensors = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
         write(tmp_path / "x", tensors, {"r": 2})
-        with (
-            pytest.raises(
-                TrtKvCacheError, match=r"with \d+ inputs and \d+ outputs, but in this model the module has 64 "
-            ),
-            DecodeSession.open(adapted.model, tokenizer=False, adapters={"x": tmp_path / "x"}, capacity=64),
-        ):
+        with (pytest.raises(TrtKvCacheError,
+                            match=r"with \d+ inputs and \d+ outputs, but in this model the module has 64 "),
+              DecodeSession.open(adapted.model, tokenizer=False, adapters={"x": tmp_path / "x"},
+                                 capacity=64)):  # fmt: skip
             pass

@@ -174,10 +174,8 @@ def test_files_say_their_scales(tmp_path: Path) -> None:
     with DecodeSession.open(model, plan_options=options(INT8, ranges)) as session:
         session.cache.load(tmp_path / "slots")
     other = {name: 2 * span for name, span in ranges.items()}
-    with (
-        DecodeSession.open(model, plan_options=options(INT8, other)) as session,
-        pytest.raises(CacheFileError, match="other sizes, layouts or scales"),
-    ):
+    with (DecodeSession.open(model, plan_options=options(INT8, other)) as session,
+          pytest.raises(CacheFileError, match="other sizes, layouts or scales")):  # fmt: skip
         session.cache.load(tmp_path / "slots")
 
 

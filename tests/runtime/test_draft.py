@@ -215,11 +215,9 @@ def test_drafts_that_cannot_be_used_are_refused() -> None:
 def test_models_that_cannot_check_guesses_are_refused() -> None:
     state, one = HashRunner(), HashRunner(max_logits=1)
     state.plan, one.plan = with_state(state.plan), replace(one.plan, logits_span=None)
-    for runner, words in (
-        (state, r"the model keeps state \('past_state'\) that every step replaces"),
-        (one, "the model gives the logits of the last position only"),
-        (HashRunner(max_chunk=1), "a step takes only one token"),
-    ):
+    for runner, words in ((state, r"the model keeps state \('past_state'\) that every step replaces"),
+                          (one, "the model gives the logits of the last position only"),
+                          (HashRunner(max_chunk=1), "a step takes only one token")):  # fmt: skip
         with pytest.raises(OptionError, match=f"a draft cannot help this model: {words}.*; leave draft out"):
             drafted(HashRunner(), runner)
 

@@ -285,12 +285,10 @@ def test_bad_additions() -> None:
     held = cache.acquire()
     refused(SlotError, "all 1 rows hold a sequence", add, [2], config(4))
     cache.release(held)
-    for ids, words in (
-        ([-4], "token id -4 is out of range"),
-        ([1.5], "float64"),
-        ([True], "bool"),
-        ("12", "whole numbers"),
-    ):
+    for ids, words in (([-4], "token id -4 is out of range"),
+                       ([1.5], "float64"),
+                       ([True], "bool"),
+                       ("12", "whole numbers")):  # fmt: skip
         refused(PromptError, words, cache.acquire, ids)
     slot = cache.acquire()
     session.update({slot: [1] * 60})

@@ -90,12 +90,8 @@ def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path
     key = "past_key_values.b.encoder.key"
     with opened(device, tmp_path, "keys", "ones") as session:
         cache = session.cache
-        for call in (
-            lambda: session.generate([[1]]),
-            lambda: session.stream([[1]]),
-            lambda: session.add([1]),
-            cache.acquire,
-        ):
+        for call in (lambda: session.generate([[1]]), lambda: session.stream([[1]]), lambda: session.add([1]),
+                     cache.acquire):  # fmt: skip
             with pytest.raises(
                 PromptError, match=r"'past_key_values.a.encoder.key' \(float \[1, 2, encoder_length, 16\]"
             ):

@@ -30,16 +30,8 @@ class Reply:
         return [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
 
 
-async def ask(
-    app: Any,
-    path: str,
-    body: Any = None,
-    *,
-    method: str = "",
-    headers: dict[str, str] | None = None,
-    leaves_after: int | None = None,
-    pause: float = 0.0,
-) -> Reply:
+async def ask(app: Any, path: str, body: Any = None, *, method: str = "", headers: dict[str, str] | None = None,
+              leaves_after: int | None = None, pause: float = 0.0) -> Reply:  # fmt: skip
     """POST where there is a body, GET where there is none, unless `method` says another one.
 
     `leaves_after`: parts of the answer, after which the client is gone; 0: at once. `pause`: seconds for each part.

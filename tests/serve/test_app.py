@@ -292,12 +292,10 @@ def test_without_a_tokenizer_there_are_ids(by_ids: Service, alone: DecodeSession
     choice = post(by_ids, GREEDY | {"prompt": [5, 6, 7], "max_tokens": 4, "logprobs": 0}).data["choices"][0]
     assert choice["token_ids"] == expected.tokens
     assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in expected.tokens]
-    for body, path, said in (
-        ({"prompt": "text"}, TEXT, "no tokenizer"),
-        ({"messages": [{"role": "user", "content": "x"}]}, CHAT, "there is no tokenizer"),
-        ({"prompt": [1], "stop": "x"}, TEXT, "stop needs a tokenizer"),
-        ({"prompt": [1], "echo": True}, TEXT, "echo needs a tokenizer"),
-    ):
+    for body, path, said in (({"prompt": "text"}, TEXT, "no tokenizer"),
+                             ({"messages": [{"role": "user", "content": "x"}]}, CHAT, "there is no tokenizer"),
+                             ({"prompt": [1], "stop": "x"}, TEXT, "stop needs a tokenizer"),
+                             ({"prompt": [1], "echo": True}, TEXT, "echo needs a tokenizer")):  # fmt: skip
         reply = post(by_ids, body, path)
         assert (reply.status, said in reply.error["message"]) == (400, True), reply.body
 
@@ -502,19 +500,11 @@ def test_the_reason_of_a_refusal_is_logged_without_the_text(tmp_path: Path) -> N
             (TEXT, {"prompt": "secret", "stop": "secret" * 200}, "stop: give at most 16 texts"),
             (TEXT, {"prompt": "secret", "model": "b"}, "there is no model 'b'"),
             (CHAT, {"messages": secret}, "messages: the chat template does not take them"),
-            (
-                CHAT,
-                {"messages": [{"role": "user", "content": {"secret": 1}}]},
-                "Expected `str | array | null`, got `obj",
-            ),
-            (
-                CHAT,
-                {"messages": secret, "tools": [{"type": "secret"}]},
-                "Invalid enum value '...' - at",
-            ),
+            (CHAT, {"messages": [{"role": "user", "content": {"secret": 1}}]},
+             "Expected `str | array | null`, got `obj"),
+            (CHAT, {"messages": secret, "tools": [{"type": "secret"}]}, "Invalid enum value '...' - at"),
             (TEXT, {"prompt": "secret", "a\nb\x1b" + "c" * 300: 1}, "unknown field `a?b?ccc"),
-            ("/tokenize", {"messages": secret}, "messages: the chat template does not take them"),
-        ):
+            ("/tokenize", {"messages": secret}, "messages: the chat template does not take them")):  # fmt: skip
             reply = post(service, body, path)
             assert 400 <= reply.status < 500
             assert lines[-1].startswith(f"POST {path} {reply.status}: ")

@@ -174,10 +174,8 @@ def test_load_over_sockets(folder: Path) -> None:
                 memory.append(process.memory_info().rss)
         return memory
 
-    with (
-        serving(folder, "--max-batch", "8", "--max-queue", "600", "--name", "tiny") as (process, url),
-        socket.socket() as slow,
-    ):
+    with (serving(folder, "--max-batch", "8", "--max-queue", "600", "--name", "tiny") as (process, url),
+          socket.socket() as slow):  # fmt: skip
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
         slow.connect(("127.0.0.1", int(url.split(":")[2].split("/")[0])))
         body = json.dumps({"prompt": [1], "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
