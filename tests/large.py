@@ -78,9 +78,8 @@ def _quantize(model: onnx.ModelProto, block: int) -> None:
             ]
             weights |= {t.name: t for t in added}
         attributes = {"K": columns, "N": rows, "bits": 4, "block_size": block}
-        nodes.append(
-            helper.make_node("MatMulNBits", [node.input[0], *names], node.output, domain="com.microsoft", **attributes)
-        )
+        nodes.append(helper.make_node("MatMulNBits", [node.input[0], *names], node.output, domain="com.microsoft",
+                                      **attributes))  # fmt: skip
     del model.graph.node[:]
     model.graph.node.extend(nodes)
     model.graph.initializer.extend(added)

@@ -195,9 +195,8 @@ class Miscut:
                 names = [b.names[1][:1] for b in region.boundaries]
                 if (one,) in names and (two,) in names:
                     new = {(one,): (two,), (two,): (one,)}
-                    swapped = [
-                        replace(b, names=(b.names[0], new.get(b.names[1], b.names[1]))) for b in region.boundaries
-                    ]
+                    swapped = [replace(b, names=(b.names[0], new.get(b.names[1], b.names[1])))
+                               for b in region.boundaries]  # fmt: skip
                     made[n] = replace(region, boundaries=tuple(swapped), key=f"{region.key} crossed")
             return made
 

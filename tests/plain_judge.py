@@ -142,9 +142,8 @@ def episodes(plain: Plain, plan: CachePlan, rng: np.random.Generator) -> Iterato
 
     length = plain.length or min(2, longest)
     if not plain.indexed:
-        yield tuple(
-            Step(s, (0,) * batch, (s,) * batch) for s in ({1, length, longest} if not plain.length else {length})
-        )
+        yield tuple(Step(s, (0,) * batch, (s,) * batch)
+                    for s in ({1, length, longest} if not plain.length else {length}))  # fmt: skip
     else:
         yield go([0] * batch)
         ends = plain.capacity if plain.circular else plain.room
@@ -389,9 +388,8 @@ def _garbage_counts(plain: Plain, step: Step) -> bool:
         beside = {"past", "view", "scores"}
         found.append({n: a for n, a in outputs.items() if n not in plain.presents.values()
                       and n.split("_")[0] not in beside})  # fmt: skip
-    return any(
-        not np.array_equal(found[0][n].astype(float), found[1][n].astype(float), equal_nan=True) for n in found[0]
-    )
+    return any(not np.array_equal(found[0][n].astype(float), found[1][n].astype(float), equal_nan=True)
+               for n in found[0])  # fmt: skip
 
 
 def _check_interface(plan: CachePlan, model: onnx.ModelProto) -> None:

@@ -46,9 +46,8 @@ def split_heads(tensor: Array, heads: int) -> Array:
     return tensor.reshape(batch, length, heads, hidden // heads).transpose(0, 2, 1, 3)
 
 
-def visible_keys(
-    batch: int, queries: int, keys: int, lengths: Array | None, causal: bool, left: int = -1, right: int = -1
-) -> NDArray[np.bool_]:
+def visible_keys(batch: int, queries: int, keys: int, lengths: Array | None, causal: bool, left: int = -1,
+                 right: int = -1) -> NDArray[np.bool_]:  # fmt: skip
     """Which keys each query sees, `[B, 1, S_q, S_kv]`: valid length, causal frontier and window; not the mask input."""
     seen = np.ones((batch, 1, queries, keys), bool)
     for b in range(batch):

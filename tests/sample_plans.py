@@ -58,9 +58,8 @@ def sample_plan(layers: int = 32, warnings: tuple[str, ...] = ()) -> CachePlan:
 
 def with_contract(cache: CacheUpdate) -> CacheUpdate:
     """The same cache, circular, native under the contract that no update straddles the wrap."""
-    return replace(
-        cache, mode=UpdateMode.CIRCULAR, reason="no update straddles the wrap", contract=UpdateContract(True, 16)
-    )
+    return replace(cache, mode=UpdateMode.CIRCULAR, reason="no update straddles the wrap",
+                   contract=UpdateContract(True, 16))  # fmt: skip
 
 
 def sample_manifest(plan: CachePlan, engine: FileIdentity) -> Manifest:

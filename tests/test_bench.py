@@ -79,9 +79,8 @@ def differences(data: Any) -> Iterator[float]:
      pytest.param("serve", 1, marks=pytest.mark.slow)],
 )  # fmt: skip
 @pytest.mark.filterwarnings("default")  # other people's packages
-def test_prints_a_table_and_json(
-    name: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prints_a_table_and_json(name: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                 capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     """Sides that compute the same agree; `--output` has the same JSON."""
     monkeypatch.setattr(kernel_device, "KernelDevice", FakeKernelDevice)
     monkeypatch.setattr(trt_runner, "cuda_bindings", Machine().bindings)
@@ -116,9 +115,8 @@ def test_names_are_listed_and_each_has_its_help(capsys: pytest.CaptureFixture[st
 
 
 def test_a_long_prompt_beside_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = DecoderConfig(
-        layers=1, hidden=32, head_size=8, query_heads=4, kv_heads=2, vocab=64, capacity=64, positions=64
-    )
+    config = DecoderConfig(layers=1, hidden=32, head_size=8, query_heads=4, kv_heads=2, vocab=64, capacity=64,
+                           positions=64)  # fmt: skip
     model = write_decoder(tmp_path / "model.onnx", config)
     data, table, _ = ran("stall", capsys, "--model", str(model), "--budgets", "4", "100")
     assert len(table) == 4
@@ -128,9 +126,8 @@ def test_a_long_prompt_beside_others(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_adapters_and_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = DecoderConfig(
-        layers=1, hidden=32, head_size=8, query_heads=4, kv_heads=2, vocab=64, capacity=64, positions=64
-    )
+    config = DecoderConfig(layers=1, hidden=32, head_size=8, query_heads=4, kv_heads=2, vocab=64, capacity=64,
+                           positions=64)  # fmt: skip
     model = write_decoder(tmp_path / "model.onnx", config)
     data, table, _ = ran("lora", capsys, "--model", str(model))
     assert len(table) == 6
@@ -147,9 +144,8 @@ def test_a_build_that_fails_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("package", PEERS)
-def test_a_peer_that_is_absent_is_left_out_by_name(
-    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_peer_that_is_absent_is_left_out_by_name(package: str, monkeypatch: pytest.MonkeyPatch,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.setitem(sys.modules, package, None)
     data, _, said = ran("decode", capsys)
     (result,) = data["results"]

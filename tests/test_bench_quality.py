@@ -42,9 +42,8 @@ def test_a_small_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     for package in ("torch", "transformers", "mobius"):
         pytest.importorskip(package)
     write_checkpoint(tmp_path / "small")
-    run(
-        tmp_path / "small", "--exports", str(tmp_path), "--only", "float32,bfloat16,int8 caches, calibrated,int4 caches"
-    )
+    run(tmp_path / "small", "--exports", str(tmp_path), "--only",
+        "float32,bfloat16,int8 caches, calibrated,int4 caches")  # fmt: skip
     *table, last = capsys.readouterr().out.splitlines()
     ways = json.loads(last)["ways"]
     assert [*ways] == ["transformers", "float32", "bfloat16", "int8 caches, calibrated", "int4 caches"]

@@ -63,9 +63,8 @@ def test_what_was_not_checked_is_never_called_checked(packages: list[dict[str, o
     assert line in text
 
 
-def test_an_index_that_does_not_answer_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_index_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ERROR: no connection' >&2\nexit 1\n")
     python.chmod(0o755)

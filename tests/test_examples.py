@@ -36,9 +36,8 @@ def test_each_example_is_named_in_the_docs_and_has_help() -> None:
     assert len(files) == 3
     for file in files:
         assert f"examples/{file.name}" in pages
-        done = subprocess.run(
-            [sys.executable, str(file), "--help"], capture_output=True, text=True, timeout=60, check=True
-        )
+        done = subprocess.run([sys.executable, str(file), "--help"], capture_output=True, text=True, timeout=60,
+                              check=True)  # fmt: skip
         assert file.name in done.stdout
         assert f"python examples/{file.name}" in file.read_text(encoding="utf-8")
 

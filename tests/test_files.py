@@ -123,9 +123,8 @@ def test_two_files_appear_together(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
 @pytest.mark.parametrize("existing", [True, False])
-def test_if_the_second_file_fails_the_first_is_as_before(
-    tmp_path: Path, existing: bool, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_if_the_second_file_fails_the_first_is_as_before(tmp_path: Path, existing: bool, links: bool,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if not links:
 
         def no_links(*_: object) -> None:

@@ -160,9 +160,8 @@ def test_a_run_may_take_the_memory_that_is_free() -> None:
 @pytest.mark.parametrize("command", [["verify"], ["generate", "--tokens", "1,2"]], ids=lambda c: c[0])
 def test_tensors_of_any_size_are_one_line(tmp_path: Path, command: list[str]) -> None:
     path = _hostile(tmp_path, terabytes)
-    done = subprocess.run(
-        [sys.executable, "-m", "trt_kvcache", command[0], str(path), *command[1:]], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "trt_kvcache", command[0], str(path), *command[1:]],
+                          capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1
     assert re.fullmatch(r"error: .*(more memory than is free|allocate memory|overflowed).*\n", done.stderr)
 
@@ -277,10 +276,9 @@ def test_steps_of_any_fixed_size_are_one_line(tmp_path: Path, axis: int) -> None
         if axis == 0 or info.name == "input_ids":
             dims[axis].dim_value = 1 << 30
     onnx.save(proto, tmp_path / "model.onnx")
-    with (
-        bounded_memory(),
-        pytest.raises(UnsupportedModelError, match=r"memory than this machine has|numbers in one step|axis"),
-    ):
+    with (bounded_memory(),
+          pytest.raises(UnsupportedModelError,
+                        match=r"memory than this machine has|numbers in one step|axis")):  # fmt: skip
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
@@ -328,9 +326,8 @@ def test_functions_in_a_chain(tmp_path: Path) -> None:
     onnx.save(_chain(100), tmp_path / "model.onnx")
     assert plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).caches
     onnx.save(_chain(1000), tmp_path / "model.onnx")
-    with pytest.raises(
-        UnsupportedModelError, match="its functions call each other more than 100 levels deep, starting at 'f0'"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match="its functions call each other more than 100 levels deep, starting at 'f0'"):  # fmt: skip
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 
@@ -353,10 +350,9 @@ def test_records_of_any_depth_are_one_line(tmp_path: Path) -> None:
         read_prompts(tmp_path / "prompts.jsonl", "--prompt-file")
 
 
-@pytest.mark.parametrize(
-    ("depth", "words"),
-    [(0, "the function 'f0' calls itself"), (40, "inlining its functions gives 2199023255659 nodes")],
-)
+@pytest.mark.parametrize(("depth", "words"),
+                         [(0, "the function 'f0' calls itself"),
+                          (40, "inlining its functions gives 2199023255659 nodes")])  # fmt: skip
 def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: int, words: str) -> None:
     proto = make_foreign("concat", SMALL)
     opset = [helper.make_opsetid("", 24), helper.make_opsetid("evil", 1)]
@@ -377,9 +373,8 @@ def test_functions_that_call_each_other_ever_more_often(tmp_path: Path, depth: i
 def test_branches_in_branches_get_names_of_bounded_length(depth: int) -> None:
     """Each is named after its If, which is named after the one around it: twice the length each time."""
     name = "x"
-    body = helper.make_graph(
-        [helper.make_node("Identity", ["outside"], [name])], "body", [], [helper.make_empty_tensor_value_info(name)]
-    )
+    body = helper.make_graph([helper.make_node("Identity", ["outside"], [name])], "body", [],
+                             [helper.make_empty_tensor_value_info(name)])  # fmt: skip
     for level in range(depth):
         name = f"{'made_' * 20}{level}"
         twice = [helper.make_node("If", ["go"], [f"{name}_{i}"], name=f"{name}_{i}", then_branch=body, else_branch=body)
@@ -424,9 +419,8 @@ def test_optional_values_are_one_line(tmp_path: Path, form: str, op: str) -> Non
     for new in reversed(made):
         proto.graph.node.insert(at, new)
     onnx.save(proto, tmp_path / "model.onnx")
-    with pytest.raises(
-        UnsupportedModelError, match="'optional' is of type optional; the importer supports only tensors"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match="'optional' is of type optional; the importer supports only tensors"):  # fmt: skip
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=16))
 
 

@@ -91,9 +91,8 @@ CALLS: dict[str, Callable[[str, Path], object]] = {
 
 
 @pytest.mark.parametrize("typed", [typed for typed in NAMES if typed.split()[0] in CALLS])
-def test_functions_answer_names_as_commands_do(
-    typed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_functions_answer_names_as_commands_do(typed: str, folder: Path, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_CACHE", "CACHE" if "absent" in typed else str(folder / "cache"))
     command, name = typed.split()[:2]

@@ -63,22 +63,19 @@ def test_a_full_cache_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
                            "knows linear caches, in place, and no inputs of"),
                           (DecoderConfig(form="heads-major", mask="bool", lengths=False, causal=False),
                            r"no inputs of \['mask'\]")])  # fmt: skip
-def test_what_it_does_not_know_is_refused(
-    config: DecoderConfig, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_it_does_not_know_is_refused(config: DecoderConfig, words: str, tmp_path: Path,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     engine = write_engine(write_decoder(tmp_path / "model.onnx", config), options=PlanOptions(fallback="functional"))
     stand_in(monkeypatch)
     with pytest.raises(SystemExit, match=words):
         own_loop.Engine(engine)
 
 
-@pytest.mark.parametrize(
-    ("faults", "words"),
-    [({"refuse": "wrong GPU"}, "does not open it"), ({"fail_steps": "no"}, "TensorRT refuses the step")],
-)
-def test_a_refusal_of_tensorrt_ends_it(
-    faults: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("faults", "words"),
+                         [({"refuse": "wrong GPU"}, "does not open it"),
+                          ({"fail_steps": "no"}, "TensorRT refuses the step")])  # fmt: skip
+def test_a_refusal_of_tensorrt_ends_it(faults: dict[str, str], words: str, tmp_path: Path,
+                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     engine = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig()))
     stand_in(monkeypatch, **faults)
     with pytest.raises(SystemExit, match=words):

@@ -40,9 +40,8 @@ def unpacked(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_unpacked(unpacked: Path, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(unpacked)}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=unpacked, env=environment, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, *arguments], cwd=unpacked, env=environment, capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -106,9 +105,8 @@ def in_environment(folder: Path, *words: str) -> str:
     scripts = folder / ("Scripts" if os.name == "nt" else "bin")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(scripts / words[0]), *words[1:]]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=900
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False,
+                          timeout=900)  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -146,9 +144,8 @@ def test_the_wheel_works_with_what_pip_installs_for_it(wheel: Path, version: str
 
 def test_the_metadata_name_the_versions_of_python_that_are_tested(unpacked: Path) -> None:
     (metadata,) = unpacked.glob("*.dist-info/METADATA")
-    named = re.findall(
-        r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata.read_text("utf-8"), re.MULTILINE
-    )
+    named = re.findall(r"^Classifier: Programming Language :: Python :: (3\.\d+)$", metadata.read_text("utf-8"),
+                       re.MULTILINE)  # fmt: skip
     assert named == ["3.11", "3.12", "3.13"]
 
 

@@ -74,8 +74,7 @@ def test_many_without_attention(first: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SLOW, SHARE))
 def test_many(first: int) -> None:
-    kinds = collections.Counter(
-        _check(plain := plain_model(seed), build_too=seed % BUILT == 0 and plain.options.target is Target.TENSORRT_RTX)
-        for seed in range(first, first + SHARE)
-    )
+    kinds = collections.Counter(_check(plain := plain_model(seed),
+                                       build_too=seed % BUILT == 0 and plain.options.target is Target.TENSORRT_RTX)
+                                for seed in range(first, first + SHARE))  # fmt: skip
     assert kinds[EQUAL] > 0.6 * SHARE, "most are taken, or the test says nothing"

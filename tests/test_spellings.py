@@ -25,10 +25,9 @@ def _check(spelling: Spelling) -> str:
 
 
 @pytest.mark.few(16)
-@pytest.mark.parametrize(
-    ("fixed", "part", "how"),
-    [(False, *one) for one in all_single(SPELLINGS)] + [(True, *one) for one in all_single(FIXED_SPELLINGS)],
-)
+@pytest.mark.parametrize(("fixed", "part", "how"),
+                         [(False, *one) for one in all_single(SPELLINGS)]
+                         + [(True, *one) for one in all_single(FIXED_SPELLINGS)])  # fmt: skip
 def test_one_unusual_spelling(fixed: bool, part: str, how: str) -> None:
     """Each by itself is taken."""
     seed = 1000 * list(SPELLINGS).index(part) + (FIXED_SPELLINGS if fixed else SPELLINGS)[part].index(how)

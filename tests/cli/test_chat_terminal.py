@@ -35,9 +35,8 @@ class Terminal:
             "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
         }  # fmt: skip
         command = [sys.executable, "-m", "trt_kvcache", "chat", "model/", "--max-new-tokens", "4"]
-        self._process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdin=end, stdout=end, stderr=end, start_new_session=True
-        )
+        self._process = subprocess.Popen(command, cwd=folder, env=environment, stdin=end, stdout=end, stderr=end,
+                                         start_new_session=True)  # fmt: skip
         os.close(end)
         self.shown = ""
 

@@ -55,9 +55,8 @@ print([name for name in ("numpy", "onnx", "onnxruntime", "tensorrt_rtx") if name
 @pytest.mark.parametrize(
     "command", [*COMMANDS, ["generate", "missing.onnx", "--tokens", "1"], ["bench", "missing.onnx"]], ids=lambda c: c[0]
 )
-def test_a_path_that_cannot_be_looked_at_is_one_line(
-    command: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_that_cannot_be_looked_at_is_one_line(command: list[str], name: str, tmp_path: Path,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Longer than a name may be, which Python does not count as missing; as in a folder that is closed to us."""
     monkeypatch.chdir(tmp_path)
     result = run(app, [command[0], name, *command[2:]])
@@ -75,9 +74,8 @@ PATHS = {
 
 
 @pytest.mark.parametrize(("command", "option"), [(name, o) for name, given in PATHS.items() for o in ("", *given)])
-def test_a_file_that_may_not_be_read_is_one_line(
-    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_may_not_be_read_is_one_line(command: str, option: str, tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Told by whoever reads it, as all that is wrong with files; not as an option that ``--help`` rules out."""
     (tmp_path / "closed").write_bytes(b"")
     monkeypatch.setattr(os, "access", lambda *_: False)  # what click asks
@@ -131,9 +129,8 @@ def test_several_lines_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(("error", "status", "said"), [
     (KeyboardInterrupt(), 130, "interrupted"), (Ended(signal.SIGTERM), 143, "ended by SIGTERM"),
 ])  # fmt: skip
-def test_interrupt_while_options_are_read(
-    error: KeyboardInterrupt, status: int, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_while_options_are_read(error: KeyboardInterrupt, status: int, said: str,
+                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Which takes most of the time of a short command: what reads them is loaded then."""
 
     def interrupt(*_: object) -> None:
@@ -177,9 +174,8 @@ def test_bugs_keep_their_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         (["verify", "m.onnx", "--chunks", "", "--tokens", "0"], "0 single-token steps and no chunk"),
     ],
 )
-def test_illegal_option_values_are_one_line(
-    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_illegal_option_values_are_one_line(arguments: list[str], message: str, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     Path("m.onnx").touch()
     result = run(app, arguments)
@@ -234,9 +230,8 @@ def test_what_help_rules_out_is_2(arguments: str) -> None:
         ("bench --threads 99999999999", "threads is 99999999999; it must be at most 4096"),
     ],
 )  # fmt: skip
-def test_options_without_effect_are_refused(
-    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_without_effect_are_refused(arguments: str, message: str, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Whoever gave one took it for something that it is not."""
     monkeypatch.chdir(tmp_path)
     write_decoder(tmp_path / "m.onnx", DecoderConfig(layers=1))

@@ -14,9 +14,8 @@ FULL = Path("/dev/full")
 
 @pytest.mark.few(1)
 @pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
-@pytest.mark.parametrize(
-    "arguments", [["plan", "MODEL"], ["plan", "MODEL", "--json"], ["--version"], ["--help"]], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [["plan", "MODEL"], ["plan", "MODEL", "--json"], ["--version"], ["--help"]],
+                         ids=" ".join)  # fmt: skip
 def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     command = [sys.executable, "-m", "trt_kvcache", *[str(model) if a == "MODEL" else a for a in arguments]]

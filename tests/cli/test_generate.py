@@ -330,9 +330,8 @@ def crossing(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
         given = [t for t in session.plan.tensors if t.role is Role.CONSTANT]
     rng = np.random.default_rng(0)
     sizes = {"batch": 1, "encoder": 5}
-    shapes = {
-        t.name: [d if isinstance(d, int) else sizes[a] for a, d in zip(t.axes, t.shape, strict=True)] for t in given
-    }
+    shapes = {t.name: [d if isinstance(d, int) else sizes[a] for a, d in zip(t.axes, t.shape, strict=True)]
+              for t in given}  # fmt: skip
     return tmp_path, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -366,9 +365,8 @@ def test_constants_that_do_not_fit(crossing: tuple[Path, dict[str, Any]]) -> Non
                           ("--json-schema", "schema.json", r"\[(true|false)"),
                           ("--regex", "x[0-9]{2}y", r"x\d\dy"),
                           ("--grammar", "one.lark", "(yes|no)")])  # fmt: skip
-def test_a_text_has_the_form_that_is_asked_for(
-    folder: Path, flag: str, given: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_has_the_form_that_is_asked_for(folder: Path, flag: str, given: str, pattern: str, tmp_path: Path,
+                                               monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     pytest.importorskip("llguidance", reason="llguidance is not installed (extra: structured)")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "schema.json").write_text(

@@ -96,9 +96,8 @@ def test_every_public_name_loads_and_is_typed() -> None:
 
 
 def test_version() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "trt_kvcache", "--version"], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-m", "trt_kvcache", "--version"], capture_output=True, text=True,
+                          timeout=60, check=True)  # fmt: skip
     assert done.stdout == f"trt-kvcache {trt_kvcache.__version__}\n"
 
 

@@ -124,9 +124,8 @@ def test_six_architectures_are_a_short_report(circular: Path, kernels: Path) -> 
 
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_a_session_finds_what_was_compiled_ahead(
-    dtype: str, tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_finds_what_was_compiled_ahead(dtype: str, tmp_path: Path, kernels: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     engine = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig(dtype=dtype, capacity=16)))
     (row,) = json.loads(run(engine, "--arch", "sm_90", "--json").stdout)
     assert (row["kernel"], row["spill_bytes"], row["stack_bytes"], row["ptx_bytes"]) == (f"choice_{dtype}", 0, 0, None)

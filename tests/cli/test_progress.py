@@ -155,9 +155,8 @@ def test_a_generation_says_what_it_does(model: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("flags", "shown"), [([], True), (["--json"], False)])
-def test_commands_show_it_unless_they_print_json(
-    flags: list[str], shown: bool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_show_it_unless_they_print_json(flags: list[str], shown: bool, model: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     terminal = a_terminal(monkeypatch)
     seen: list[bool] = []
 

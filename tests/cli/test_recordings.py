@@ -85,9 +85,8 @@ def play(words: list[str], folder: Path, typed: str | None, last: str | None) ->
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }  # fmt: skip
     command = [sys.executable, str(Path(__file__).with_name("recorded.py")), *words]
-    with subprocess.Popen(
-        command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=end, stderr=end, close_fds=True
-    ) as process:
+    with subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.PIPE, stdout=end, stderr=end,
+                          close_fds=True) as process:  # fmt: skip
         os.close(end)
         assert process.stdin is not None
         process.stdin.write((typed or "").encode())

@@ -160,9 +160,8 @@ MOMENTS = [
     ("command", "at", "when", "number"),
     [pytest.param(*moment, number, id=f"{moment[0][0]} {moment[1].rpartition(':')[2]} {moment[2]} {number.name}")
      for moment in MOMENTS for number in (ENDING if moment in MOMENTS[1::5] else [signal.SIGTERM])])  # fmt: skip
-def test_all_is_left_or_nothing(
-    command: list[str], at: str, when: str, number: signal.Signals, model: Path, tmp_path: Path
-) -> None:
+def test_all_is_left_or_nothing(command: list[str], at: str, when: str, number: signal.Signals, model: Path,
+                                tmp_path: Path) -> None:  # fmt: skip
     scratch, out = tmp_path / "scratch", tmp_path / "out"
     scratch.mkdir()
     out.mkdir()

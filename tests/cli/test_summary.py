@@ -75,9 +75,8 @@ def test_the_next_command_has_the_flags_of_this_one(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_the_next_command_after_a_run_is_told_on_terminals(
-    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_next_command_after_a_run_is_told_on_terminals(terminal: bool, tmp_path: Path,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A model is built, with the flags that it ran with; an engine goes on."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(summary, "can_build", lambda _: True)

@@ -69,9 +69,8 @@ def write(folder: Path, after: Callable[[Build, str], str], output: str = "logit
         (lambda _, x: x, "next_token", "none: no output has the role 'logits' (outputs: 'next_token' int64"),
     ],
 )
-def test_plan_says_that_no_session_runs_a_model(
-    after: Callable[[Build, str], str], output: str, said: str, tmp_path: Path
-) -> None:
+def test_plan_says_that_no_session_runs_a_model(after: Callable[[Build, str], str], output: str, said: str,
+                                                tmp_path: Path) -> None:  # fmt: skip
     model = write(tmp_path, after, output)
     result = run("plan", model, "--capacity", 24)
     assert f"sessions {said}" in " ".join(result.stdout.split())
@@ -105,9 +104,8 @@ def test_plan_says_nothing_of_a_plain_decoder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("after", "warned"), [(at_index, True), (lambda _, x: x, False)])
-def test_build_warns_of_an_engine_that_no_session_runs(
-    after: Callable[[Build, str], str], warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_build_warns_of_an_engine_that_no_session_runs(after: Callable[[Build, str], str], warned: bool, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     model = write(tmp_path, after)
     plan = trt_kvcache.plan_model(model, PlanOptions(capacity=24))
     manifest = sample_manifest(plan, FileIdentity("model.engine", 1, "5a" * 32))

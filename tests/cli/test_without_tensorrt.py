@@ -18,9 +18,8 @@ def run(folder: Path, *arguments: str, code: int = 0) -> str:
     paths = os.pathsep.join([str(folder / "blocked"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths}
     command = [sys.executable, "-m", "trt_kvcache", *arguments]
-    done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+                          check=False)  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
     return done.stdout if code == 0 else done.stderr
 

@@ -182,9 +182,8 @@ def test_the_limit_follows_from_the_bytes() -> None:
     assert usual_tokens(replace(sample_plan(1), caches=caches)) == (1024, 4096)
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"), [("3350", 3350), ("0.5", 0.5), ("NVIDIA GeForce RTX 4090", 1008), ("l4", 300)]
-)
+@pytest.mark.parametrize(("text", "rate"),
+                         [("3350", 3350), ("0.5", 0.5), ("NVIDIA GeForce RTX 4090", 1008), ("l4", 300)])  # fmt: skip
 def test_a_bandwidth_is_a_number_or_a_gpu(text: str, rate: float) -> None:
     assert read_bandwidth(text) == rate
 

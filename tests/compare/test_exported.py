@@ -37,9 +37,8 @@ def _grows(path: Path) -> bool:
 
 def step(runner: Exported, pieces: list[list[int]]) -> list[npt.NDArray[np.float32]]:
     """The logits of the next tokens of each text, of which some may rest."""
-    return [
-        runner.step(Piece(len(tokens), (row,)), np.array([tokens]))[0] for row, tokens in enumerate(pieces) if tokens
-    ]
+    return [runner.step(Piece(len(tokens), (row,)), np.array([tokens]))[0]
+            for row, tokens in enumerate(pieces) if tokens]  # fmt: skip
 
 
 def decoded(runner: Exported, cuts: list[int], texts: list[list[int]]) -> list[npt.NDArray[np.float32]]:

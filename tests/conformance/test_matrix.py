@@ -59,9 +59,8 @@ def test_treated(case: Case, tmp_path: Path) -> None:
     assert set(got) == set(want)
     for name, expected in want.items():
         bits = 1e-2 if name in case.computed else 0
-        np.testing.assert_allclose(
-            got[name].astype(np.float64), expected.astype(np.float64), rtol=bits, atol=bits, err_msg=name
-        )
+        np.testing.assert_allclose(got[name].astype(np.float64), expected.astype(np.float64), rtol=bits, atol=bits,
+                                   err_msg=name)  # fmt: skip
     outcome = build(result, case.ranges)
     assert outcome.stage == "built", str(outcome)
 

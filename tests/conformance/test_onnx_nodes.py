@@ -30,9 +30,8 @@ def test_treated(case: NodeCase, tmp_path: Path) -> None:
     for name, expected in case.outputs.items():
         assert got[name].dtype == expected.dtype
         bits = TOLERANCE.get(expected.dtype, 1e-5)
-        np.testing.assert_allclose(
-            got[name].astype(np.float64), expected.astype(np.float64), rtol=bits, atol=bits, err_msg=name
-        )
+        np.testing.assert_allclose(got[name].astype(np.float64), expected.astype(np.float64), rtol=bits, atol=bits,
+                                   err_msg=name)  # fmt: skip
     outcome = build(result)
     assert outcome.stage == "built", str(outcome)
 

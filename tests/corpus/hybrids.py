@@ -163,9 +163,8 @@ def hybrid_model(names: Mapping[str, str] | None = None, batch: int | str = "bat
     return renamed(model, names or {})
 
 
-def cross_model(
-    kind: str = "keys", mask: str = "none", batch: int | str = "batch", growing: bool = False, plain: bool = False
-) -> onnx.ModelProto:
+def cross_model(kind: str = "keys", mask: str = "none", batch: int | str = "batch", growing: bool = False,
+                plain: bool = False) -> onnx.ModelProto:  # fmt: skip
     """`CROSS`.
 
     Args:
@@ -375,7 +374,6 @@ def entries() -> Iterator[Entry]:
     yield from built("hybrid, steps apart", apart, capacity=24)
     for growing in (False, True):
         models = {"products": partial(hybrid_model, convolution=False, growing=growing)}
-        models |= {
-            f"{k} {m}": partial(cross_model, k, m, growing=growing) for k, m in (("keys", "ones"), ("hidden", "bool"))
-        }
+        models |= {f"{k} {m}": partial(cross_model, k, m, growing=growing)
+                   for k, m in (("keys", "ones"), ("hidden", "bool"))}  # fmt: skip
         yield from built(f"hybrid, growing={growing}", models, **({"capacity": 24} if growing else {}))

@@ -198,9 +198,8 @@ def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["at once", "meanwhile", "at the end", "of a build that fails"])
-def test_a_model_that_the_check_refuses_becomes_no_engine(
-    when: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_the_check_refuses_becomes_no_engine(when: str, model: Path, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """It ends while TensorRT works, and its words come before what TensorRT says."""
     parsed, built = threading.Event(), threading.Event()
     begin = {"meanwhile": parsed, "at the end": built}.get(when)
@@ -224,9 +223,8 @@ def test_a_model_that_the_check_refuses_becomes_no_engine(
     assert not names(tmp_path)
 
 
-def test_tensorrts_own_log_goes_to_a_file_or_to_stderr(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tensorrts_own_log_goes_to_a_file_or_to_stderr(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     build = BuildOptions(log="build.log", proof="off")
     build_engine(model, "model.engine", build=build)
@@ -297,9 +295,8 @@ def remove(file: Path, aside: Path) -> None:
 @pytest.mark.parametrize("stage", ["loading", "parsing", "building"])
 @pytest.mark.parametrize("change", [swapped, link_out, write, move_and_return, remove], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("changed", ["model.onnx.data", "model.onnx"])
-def test_a_change_while_tensorrt_builds_is_an_error(
-    tmp_path: Path, changed: str, change: Callable[[Path, Path], None], stage: str
-) -> None:
+def test_a_change_while_tensorrt_builds_is_an_error(tmp_path: Path, changed: str, change: Callable[[Path, Path], None],
+                                                    stage: str) -> None:  # fmt: skip
     folder = tmp_path / "model"
     folder.mkdir()
     model = write_decoder(folder / "model.onnx", DecoderConfig(layers=1, head_size=16), external_threshold=256)

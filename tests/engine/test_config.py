@@ -87,9 +87,8 @@ def full_tensorrt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package.mkdir()
     (package / "tensorrt.py").write_text("import sys, tensorrt_rtx\nsys.modules['tensorrt'] = tensorrt_rtx\n")
     monkeypatch.setenv("PYTHONPATH", str(package))
-    monkeypatch.setattr(
-        "trt_kvcache.engine.engine_build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106")
-    )
+    monkeypatch.setattr("trt_kvcache.engine.engine_build.choose_backend",
+                        lambda _: Backend(Target.TENSORRT, "11.4.0.106"))  # fmt: skip
 
 
 @pytest.mark.slow
@@ -105,9 +104,8 @@ def test_the_build_takes_the_module_of_its_backend(tmp_path: Path) -> None:
 
 
 def test_a_backend_that_does_not_import_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "trt_kvcache.engine.engine_build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106")
-    )
+    monkeypatch.setattr("trt_kvcache.engine.engine_build.choose_backend",
+                        lambda _: Backend(Target.TENSORRT, "11.4.0.106"))  # fmt: skip
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     with pytest.raises(BuildError, match="tensorrt is installed but cannot be imported: No module named 'tensorrt'"):
         build_engine(model, tmp_path / "model.engine")

@@ -109,9 +109,8 @@ def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) ->
                              "made for the Fake (compute capability 9.0)"]),
     ],
 )  # fmt: skip
-def test_what_a_gpu_and_its_driver_need(
-    capability: str, nvrtc: str | None, plugins: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_gpu_and_its_driver_need(capability: str, nvrtc: str | None, plugins: bool, expected: list[str],
+                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     versions = {"nvidia-cuda-nvrtc": nvrtc}
     full = types.SimpleNamespace(
         __version__="11.4.0", IKVCacheUpdateLayer=types.SimpleNamespace(update_form=None),

@@ -220,9 +220,8 @@ def test_an_input_of_a_type_that_no_engine_has_is_refused(tmp_path: Path) -> Non
     g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
     onnx.save(g.model(), tmp_path / "encoder.onnx")
     plan, taken = constants(model)
-    with pytest.raises(
-        UnsupportedModelError, match="input 'features' is double, which TensorRT engines do not support"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match="input 'features' is double, which TensorRT engines do not support"):  # fmt: skip
         import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
 
 
@@ -414,6 +413,5 @@ def test_shapes_given_by_name(tmp_path: Path) -> None:
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="max_encoder is given, but no input of the model has the length"):
-        build_engine(
-            write(tmp_path / "m.onnx", of_fixed_length()), tmp_path / "m.engine", build=BuildOptions(max_encoder=24)
-        )
+        build_engine(write(tmp_path / "m.onnx", of_fixed_length()), tmp_path / "m.engine",
+                     build=BuildOptions(max_encoder=24))  # fmt: skip

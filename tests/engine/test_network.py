@@ -89,9 +89,8 @@ def test_the_plan_of_the_model_fits(parsed: tuple[Any, object, CachePlan]) -> No
      (change_tensor("write_indices", shape=("a", 1)), r"input 'write_indices' the shape \[-1\], but the plan says"),
      (change_tensor("logits", shape=("batch", "s", 7)),
       "output 'logits' the shape .*, but the plan says .*7")])  # fmt: skip
-def test_a_difference_is_named(
-    parsed: tuple[Any, object, CachePlan], change: Callable[[CachePlan], CachePlan], message: str
-) -> None:
+def test_a_difference_is_named(parsed: tuple[Any, object, CachePlan], change: Callable[[CachePlan], CachePlan],
+                               message: str) -> None:  # fmt: skip
     network, _, plan = parsed
     with pytest.raises(BuildError, match=message):
         check_network(network, change(plan), trt)
@@ -120,9 +119,8 @@ def test_an_input_that_decides_shapes_by_its_values_is_refused(tmp_path: Path) -
     inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4]),
               helper.make_tensor_value_info("shape", TensorProto.INT64, [2])]  # fmt: skip
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["a", "b"])]
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", inputs, outputs), opset_imports=[helper.make_opsetid("", 24)]
-    )
+    model = helper.make_model(helper.make_graph(nodes, "g", inputs, outputs),
+                              opset_imports=[helper.make_opsetid("", 24)])  # fmt: skip
     model.ir_version = 11
     network, _alive = parse(model, tmp_path / "model.onnx")
     tensors = (TensorRole("x", "input", Role.OTHER, "float", ("n", 4), "test", ("?", "")),

@@ -103,9 +103,8 @@ def test_illegal_values_are_refused(arguments: dict[str, object], message: str) 
      (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
      (FULL, BuildOptions(compute_capabilities=("sm80",)),
       r'compute_capabilities=\["sm80"\] is for TensorRT for RTX')])  # fmt: skip
-def test_options_that_a_backend_would_ignore_are_refused(
-    backend: Backend, build: BuildOptions, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_that_a_backend_would_ignore_are_refused(backend: Backend, build: BuildOptions, message: str,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr("trt_kvcache.engine.backend.driver_present", lambda: False)
     with pytest.raises(OptionError, match=message):
         check_build_options(backend, build)
@@ -149,9 +148,8 @@ def test_auto_needs_a_driver_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch) 
         ("tensorrt", False, {"full": "11.4"}, "needs an NVIDIA GPU and driver to build, and this machine has none"),
     ],
 )
-def test_backends_that_cannot_build_are_refused(
-    choice: str, driver: bool, versions: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_backends_that_cannot_build_are_refused(choice: str, driver: bool, versions: dict[str, str], message: str,
+                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     install(monkeypatch, driver=driver, **versions)
     with pytest.raises(BackendError, match=message):
         choose_backend(choice)

@@ -95,9 +95,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
      ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
      ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)",
       r"ended with exit code 3 .* \(its last words: b; c\)")])  # fmt: skip
-def test_the_death_of_the_child_is_an_error(
-    model: Path, output: Path, child: Callable[[str], None], body: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_death_of_the_child_is_an_error(model: Path, output: Path, child: Callable[[str], None], body: str,
+                                            message: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """An error of our own keeps its class."""
     child(body)
     if body.startswith("import"):  # a child that does not start
@@ -118,9 +117,8 @@ def test_a_bug_in_the_child_keeps_its_trace(model: Path, output: Path, child: Ca
 
 
 @pytest.mark.parametrize("body", ["time.sleep(600)", "builder.os._exit = lambda status: None; time.sleep(600)"])
-def test_an_interrupt_ends_the_child(
-    model: Path, output: Path, child: Callable[[str], None], body: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupt_ends_the_child(model: Path, output: Path, child: Callable[[str], None], body: str,
+                                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Also a child that does not end by itself."""
     monkeypatch.setattr(process, "_GRACE", 0.5)
     child(body)

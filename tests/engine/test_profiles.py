@@ -103,9 +103,8 @@ def test_logits_that_cannot_be_asked_for() -> None:
 @given(max_batch=st.integers(1, 64) | st.none(), opt_batch=st.integers(1, 64) | st.none(),
        max_chunk=st.integers(1, 300) | st.none(), batch=st.sampled_from(["batch", 1, 3]),
        keys=st.sampled_from(["keys", "tokens", "batch+1", "sequence"]))  # fmt: skip
-def test_every_profile_is_legal(
-    max_batch: int | None, opt_batch: int | None, max_chunk: int | None, batch: Dim, keys: str
-) -> None:
+def test_every_profile_is_legal(max_batch: int | None, opt_batch: int | None, max_chunk: int | None, batch: Dim,
+                                keys: str) -> None:  # fmt: skip
     """Refused for a reason, or every dynamic input has a range that grows, holds the limits and fits the model."""
     plan = with_fixed("batch", batch) if isinstance(batch, int) else PLAN
     plan = replace(plan, tensors=(*plan.tensors, TensorRole("x", "input", Role.OTHER, "bool", ("n",), "test", (keys,))))

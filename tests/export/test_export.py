@@ -142,9 +142,8 @@ def test_the_next_exporter_follows_one_that_fails(checkpoint: Path, tmp_path: Pa
     said = "mobius: no such architecture; genai: 11; torch: it wrote no model; try another exporter"
     assert said.replace("another ", "another --") in refused.value.message
     assert not (tmp_path / "never").exists()
-    with pytest.raises(
-        UnsupportedModelError, match="genai: 11; leave out .*int4, which no other exporter writes, or a"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match="genai: 11; leave out .*int4, which no other exporter writes, or a"):  # fmt: skip
         export_checkpoint(checkpoint, tmp_path / "never", int4=True)
 
 
@@ -179,9 +178,8 @@ def test_an_exporter_that_writes_another_model_is_not_taken(
         export_checkpoint(checkpoint, tmp_path / "never")
 
 
-def test_what_is_not_compared_is_said(
-    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str], made: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_compared_is_said(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str], made: Path,
+                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     told: list[str] = []
 
     def export(name: str, **more: Any) -> list[str]:
@@ -222,9 +220,8 @@ def test_other_weights_than_the_checkpoints_are_not_taken(
     assert export_checkpoint(checkpoint, tmp_path / "out").exporter == "genai"
 
 
-def test_an_exporter_that_takes_too_long_is_ended(
-    checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exporter_that_takes_too_long_is_ended(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(exporting, "_MINUTES", (0.02, 0))
     monkeypatch.setattr(twins, "_SECONDS", 1.0)
     stand_ins["mobius"] = "endless"
@@ -279,9 +276,8 @@ def test_progress_is_what_the_exporter_prints(checkpoint: Path, tmp_path: Path, 
                           ({"dtype": "float32"}, ["mobius", "genai", "torch", "optimum"]),
                           ({"int4": True}, ["genai"]),
                           ({"exporter": "mobius"}, ["mobius"])])  # fmt: skip
-def test_exporters_that_fit(
-    options: dict[str, Any], names: list[str], checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
-) -> None:
+def test_exporters_that_fit(options: dict[str, Any], names: list[str], checkpoint: Path, tmp_path: Path,
+                            stand_ins: dict[str, str]) -> None:  # fmt: skip
     stand_ins.update(dict.fromkeys(stand_ins, "fail"))
     told: list[str] = []
     with pytest.raises(UnsupportedModelError):
@@ -302,9 +298,8 @@ def test_exporters_that_fit(
      ({"dtype": "int8"}, "dtype is 'int8'; it must be one of float16, bfloat16, float32"),
      ({"exporter": "keras"}, "exporter is 'keras'; it must be one of auto, mobius, genai, torch, optimum"),
      ({"python": "/no/python"}, "/no/python: this interpreter does not run: ")])  # fmt: skip
-def test_what_is_missing_is_said(
-    options: dict[str, Any], said: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_said(options: dict[str, Any], said: str, checkpoint: Path, tmp_path: Path,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if "python" not in options:
         monkeypatch.setattr(exporting, "installed", lambda *_: [])
     with pytest.raises(OptionError, match=said):
@@ -324,9 +319,8 @@ def test_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
         export_checkpoint(checkpoint, tmp_path / "full")
 
 
-def test_a_gguf_file_becomes_a_checkpoint_first(
-    tmp_path: Path, stand_ins: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gguf_file_becomes_a_checkpoint_first(tmp_path: Path, stand_ins: dict[str, str],
+                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """By a script that the exporter's interpreter runs; the checkpoint goes when the model is there."""
     script, file = tmp_path / "from_gguf.py", tmp_path / "small.gguf"
     script.write_text(
@@ -358,9 +352,8 @@ def test_installed_asks_the_interpreter(tmp_path: Path) -> None:
     (tmp_path / "mobius.py").touch()
     code = "from trt_kvcache.export.run import installed; print(installed())"
     path = os.pathsep.join([str(tmp_path), str(Path(exporting.__file__).parents[2])])
-    found = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True,
+                           env={**os.environ, "PYTHONPATH": path})  # fmt: skip
     assert "'mobius'" in found.stdout
     assert set(installed()) <= set(EXPORTERS)
 

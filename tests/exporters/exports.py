@@ -63,9 +63,8 @@ def torch_sliding(opset: int, attention: str, arch: str, checkpoint: Path, folde
     """The same with `DynamicCache(config=...)`, whose layers with a window keep the newest rows only."""
     from exporters import wrappers
 
-    return wrappers.save(
-        wrappers.dynamic(checkpoints.load(checkpoint, attention), sliding=True), opset, folder / "model.onnx"
-    )
+    return wrappers.save(wrappers.dynamic(checkpoints.load(checkpoint, attention), sliding=True), opset,
+                         folder / "model.onnx")  # fmt: skip
 
 
 def torch_static(opset: int, attention: str, arch: str, checkpoint: Path, folder: Path) -> Path:

@@ -16,9 +16,8 @@ def test_a_combination_that_the_exporter_cannot_do_is_refused_with_its_reason(tm
         exports.export("mobius-static", "gpt2", tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("exporter", "extra"), [("optimum", "exporters-optimum"), ("torch-static-op24-sdpa", "exporters")]
-)
+@pytest.mark.parametrize(("exporter", "extra"),
+                         [("optimum", "exporters-optimum"), ("torch-static-op24-sdpa", "exporters")])  # fmt: skip
 def test_absent_packages_are_named_with_the_extra_that_has_them(exporter, extra, tmp_path, monkeypatch):
     monkeypatch.setattr(exports, "find_spec", lambda module: None)
     with pytest.raises(ModuleNotFoundError, match=rf"^{exporter} needs torch, .*\[{extra}\]'$"):

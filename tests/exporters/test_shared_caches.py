@@ -15,10 +15,9 @@ _GEMMA3N = {"laurel_rank": 8, "altup_num_inputs": 2, "activation_sparsity_patter
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is absent: pip install -e '.[exporters]'")
 @pytest.mark.filterwarnings("ignore")  # exporters warn of their own dependencies
-@pytest.mark.parametrize(
-    ("name", "settings", "opset"),
-    [("Gemma3n", _GEMMA3N, 24), ("Gemma4", {"global_head_dim": 32, "use_double_wide_mlp": True}, 20)],
-)
+@pytest.mark.parametrize(("name", "settings", "opset"),
+                         [("Gemma3n", _GEMMA3N, 24),
+                          ("Gemma4", {"global_head_dim": 32, "use_double_wide_mlp": True}, 20)])  # fmt: skip
 def test_layers_that_share_caches(name, settings, opset, tmp_path):
     import transformers
     from exporters import wrappers

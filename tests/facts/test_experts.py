@@ -53,9 +53,8 @@ def build(case: Mixture, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[s
 @pytest.mark.few(2)
 @pytest.mark.parametrize(("bits", "kind"), [(4, "Int4"), (8, "Int8")])
 @pytest.mark.parametrize("zeros", [False, True])
-def test_one_kernel_reads_the_bits_of_the_chosen_experts(
-    bits: int, kind: str, zeros: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_kernel_reads_the_bits_of_the_chosen_experts(bits: int, kind: str, zeros: bool,
+                                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     case = replace(CASE, bits=bits, zeros=zeros)
     lines = build(case, 1, monkeypatch)
     weights = rf"Dimensions: \[16,(512|256),256\][^}}]*Datatype: {kind}"

@@ -142,9 +142,8 @@ def kernels() -> Iterator[tuple[dict[str, Any], dict[str, tuple[int, int, int]],
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize(("options", "ranges", "words", "splits"), list(kernels()), ids=str)
-def test_which_attentions_have_a_kernel(
-    options: dict[str, Any], ranges: dict[str, tuple[int, int, int]], words: str, splits: bool
-) -> None:
+def test_which_attentions_have_a_kernel(options: dict[str, Any], ranges: dict[str, tuple[int, int, int]], words: str,
+                                        splits: bool) -> None:  # fmt: skip
     model = attention_model(**options)
     bare, split = trt.build(model, ranges), trt.build(model, ranges, patch=trt.decomposable)
     assert (bare.stage, words in bare.words) == ("build" if words else "built", True)

@@ -114,8 +114,7 @@ def configs(rng: random.Random, folder: Path) -> str:
             refused(lambda: made.render_chat([{"role": "user", "content": "hi"}]))
             refused(lambda: (made.eos_token_id, made.vocab_size))
     else:
-        explicit = (
-            ["--generation-config", folder / name] if name.startswith("generation") and rng.random() < 0.5 else []
-        )
+        explicit = (["--generation-config", folder / name]
+                    if name.startswith("generation") and rng.random() < 0.5 else [])  # fmt: skip
         run("generate", model, "--tokens", "1,2", "--max-new-tokens", "2", *explicit)
     return name

@@ -40,9 +40,8 @@ def _start(rng: random.Random, folder: Path, command: str, limit: int = 0) -> su
     for part in _PARTS:
         shutil.copy(_source() / part, folder / part)
     (folder / "out").mkdir()
-    arguments = [
-        a.replace("MODEL", str(folder / "model.onnx")).replace("OUT", str(folder / "out")) for a in _COMMANDS[command]
-    ]
+    arguments = [a.replace("MODEL", str(folder / "model.onnx")).replace("OUT", str(folder / "out"))
+                 for a in _COMMANDS[command]]  # fmt: skip
 
     def prepare() -> None:
         for number in _ENDING:

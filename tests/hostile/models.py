@@ -204,9 +204,8 @@ def _function(proto: ModelProto, rng: random.Random) -> None:
         proto.functions.append(helper.make_function("evil", "f", ["x"], ["y"], calls, opset))
         name = "f"
     else:
-        proto.functions.append(
-            helper.make_function("evil", "f0", ["x"], ["y"], [helper.make_node("Identity", ["x"], ["y"])], opset)
-        )
+        proto.functions.append(helper.make_function("evil", "f0", ["x"], ["y"],
+                                                    [helper.make_node("Identity", ["x"], ["y"])], opset))  # fmt: skip
         depth = rng.choice([3, 25])
         for level in range(1, depth):
             below = f"f{level - 1}"

@@ -74,9 +74,8 @@ def test_modules_that_were_fused_share_the_rank_of_all(tmp_path: Path) -> None:
 
 def checkpoint_of(model: Path, folder: Path, dtype: str = "float32", *, double: bool = False) -> Path:
     """The weights of a model as a checkpoint has them, by what the nodes of a stripped export multiply in order."""
-    names = [
-        f"model.layers.{i}.{'mlp' if t in TARGETS[4:] else 'self_attn'}.{t}.weight" for i in (0, 1) for t in TARGETS
-    ]
+    names = [f"model.layers.{i}.{'mlp' if t in TARGETS[4:] else 'self_attn'}.{t}.weight"
+             for i in (0, 1) for t in TARGETS]  # fmt: skip
     weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(model).graph.initializer}
     products = [n.input[1] for n in onnx.load(model).graph.node if n.op_type == "MatMul" and n.input[1] in weights]
     tensors = {name: np.ascontiguousarray(weights[product].T.astype(dtype))

@@ -46,10 +46,9 @@ def decoder(folder: Path, mixture: Mixture, dtype: str = "float32", layers: int 
         model.graph.initializer.append(numpy_helper.from_array(router, f"layers.{i}.router"))
         model.graph.initializer.append(numpy_helper.from_array(np.array([-1, mixture.experts]), f"layers.{i}.shape"))
         names |= {"x": f"layers.{i}.mlp_norm", "logits": f"layers.{i}.logits"}
-        added = [
-            helper.make_node("MatMul", [names["x"], f"layers.{i}.router"], [f"layers.{i}.scores"]),
-            helper.make_node("Reshape", [f"layers.{i}.scores", f"layers.{i}.shape"], [names["logits"]]),
-        ]
+        added = [helper.make_node("MatMul", [names["x"], f"layers.{i}.router"], [f"layers.{i}.scores"]),
+                 helper.make_node("Reshape", [f"layers.{i}.scores", f"layers.{i}.shape"],
+                                  [names["logits"]])]  # fmt: skip
         node.input[:] = [names.get(name, name) for name in node.input]
         node.output[0] = f"layers.{i}.down"
         node.name = f"layers.{i}.experts"

@@ -53,9 +53,8 @@ def test_the_rewritten_model_says_it_by_its_own_input(after: Callable[[Build, st
     shape = onnx.load(model).graph.input[-1].type.tensor_type.shape.dim
     with DecodeSession.open(model, capacity=24) as session:
         found = session.generate([PROMPT], max_new_tokens=5)[0].tokens
-    assert found == greedy(
-        model, PROMPT, 5, **{name: lambda done, new: np.ones([d.dim_value for d in shape], np.int64)}
-    )
+    assert found == greedy(model, PROMPT, 5,
+                           **{name: lambda done, new: np.ones([d.dim_value for d in shape], np.int64)})  # fmt: skip
 
 
 def test_logits_stay_of_all_positions_if_that_is_asked_for(tmp_path: Path) -> None:

@@ -31,9 +31,8 @@ def quantized(model: onnx.ModelProto, block: int = 16) -> onnx.ModelProto:
         numbers = np.clip(np.round(blocks / scales[..., None]) + 8, 0, 15).astype(np.uint8)
         name = f"{node.input[1]}_{node.name}"
         packed = numbers[..., ::2] | numbers[..., 1::2] << 4
-        model.graph.initializer.extend(
-            [numpy_helper.from_array(packed, f"{name}_Q4"), numpy_helper.from_array(scales.astype(values.dtype), name)]
-        )
+        model.graph.initializer.extend([numpy_helper.from_array(packed, f"{name}_Q4"),
+                                        numpy_helper.from_array(scales.astype(values.dtype), name)])  # fmt: skip
         node.op_type, node.domain = "MatMulNBits", "com.microsoft"
         node.input[1:] = [f"{name}_Q4", name]
         sizes = {"K": values.shape[0], "N": values.shape[1], "bits": 4, "block_size": block, "accuracy_level": 4}

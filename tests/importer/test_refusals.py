@@ -31,11 +31,10 @@ def stacked(model: onnx.ModelProto, batch_first: bool) -> onnx.ModelProto:
     last = [helper.make_node("Unsqueeze", [v.name, "axes"], [w]) for v, w in zip(presents, whole, strict=True)]
     last += [helper.make_node("Concat", whole, ["new_caches"], axis=axis)]
     nodes, inputs, outputs = ([*first, *graph.node, *last], [*graph.input], [*graph.output])
-    for field, values in (
-        (graph.node, nodes),
-        (graph.input, [*(v for v in inputs if v not in pasts), declared("caches", "past")]),
-        (graph.output, [*(v for v in outputs if v not in presents), declared("new_caches", "total")]),
-    ):
+    for field, values in ((graph.node, nodes),
+                          (graph.input, [*(v for v in inputs if v not in pasts), declared("caches", "past")]),
+                          (graph.output,
+                           [*(v for v in outputs if v not in presents), declared("new_caches", "total")])):  # fmt: skip
         del field[:]
         field.extend(values)
     onnx.checker.check_model(model, full_check=True)

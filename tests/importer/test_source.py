@@ -290,9 +290,8 @@ def test_illegal_weight(tmp_path: Path, elem_type: int, dims: list[int]) -> None
                           (TensorProto.FLOAT, "float_data", [1.0] * 5),
                           (TensorProto.INT4, "int32_data", [1])])  # fmt: skip
 @pytest.mark.parametrize("size", [4, 4096])
-def test_data_that_do_not_fill_their_shape(
-    tmp_path: Path, elem_type: int, field: str, values: Sequence[object], size: int
-) -> None:
+def test_data_that_do_not_fill_their_shape(tmp_path: Path, elem_type: int, field: str, values: Sequence[object],
+                                           size: int) -> None:  # fmt: skip
     """ONNX's checker looks at a model without its large tensors, and takes too many values and packed ones."""
     tensor = TensorProto(name="odd", data_type=elem_type, dims=[size])
     if isinstance(values, bytes):

@@ -41,9 +41,8 @@ def main() -> None:
 
         options = PlanOptions(target=Target.TENSORRT, packed_native=False)
         plan = import_model(question["model"], options).plan
-        job = Job(
-            Target.TENSORRT, "TensorRT", "", "", "", plan, (), engine_build.BuildOptions(**question.get("build", {}))
-        )
+        job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (),
+                  engine_build.BuildOptions(**question.get("build", {})))  # fmt: skip
         arch, driver = question["gpu"]
         lack = without_nvrtc() if question.get("lacks") else nullcontext()
         with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), lack:

@@ -125,9 +125,8 @@ def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
     """Refusals of the plugin while TensorRT asks for it, such as a kernel that does not compile."""
     plan = imported(scatter_model(mode="circular"), tmp_path, PlanOptions(target=Target.TENSORRT)).plan
     job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (), BuildOptions())
-    said = _with_refusals(
-        job, "TensorRT cannot build the engine", [BackendError("NVRTC: no"), BackendError("NVRTC: no")]
-    )
+    said = _with_refusals(job, "TensorRT cannot build the engine",
+                          [BackendError("NVRTC: no"), BackendError("NVRTC: no")])  # fmt: skip
     assert said.startswith(
         "TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; or plan without the plugin"
     )

@@ -50,9 +50,8 @@ def test_a_model_that_has_the_node_already_is_refused(tmp_path: Path) -> None:
     graph.node("KVCacheUpdate", ["cache_0", "update_0", "write_indices"], ["present_0"], NAMESPACE)
     graph.output("present_0", TensorProto.INT8, ["B", 2, 6, 4])
     onnx.save(graph.model(24, [NAMESPACE]), tmp_path / "model.onnx")
-    with pytest.raises(
-        UnsupportedModelError, match=r"node of this project's plugin \(KVCacheUpdate\).*before its rewrite"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match=r"node of this project's plugin \(KVCacheUpdate\).*before its rewrite"):  # fmt: skip
         plan_model(tmp_path / "model.onnx")
 
 
@@ -124,9 +123,8 @@ def test_plugin_nodes_equal_tensor_scatter(
 
 def test_rows_of_four_bits_must_end_on_a_byte(tmp_path: Path) -> None:
     model = scatter_model(("B", 2, 16, 3), dtype=TensorProto.INT4, mode="circular")
-    with pytest.raises(
-        UnsupportedModelError, match=r"'past' of 'node_present' is int4 with rows of 3 elements.*even size"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match=r"'past' of 'node_present' is int4 with rows of 3 elements.*even size"):  # fmt: skip
         imported(model, tmp_path, FULL)
 
 

@@ -146,9 +146,8 @@ def save_outside(model: ModelProto, path: Path) -> Path:
 @pytest.mark.few(6)
 @pytest.mark.parametrize("form", [lambda model: model, as_constants], ids=["initializers", "constants"])
 @pytest.mark.parametrize("entry", PLAIN, ids=lambda entry: entry[0])
-def test_a_plan_does_not_depend_on_where_numbers_lie(
-    entry: Entry, form: Callable[[ModelProto], ModelProto], tmp_path: Path
-) -> None:
+def test_a_plan_does_not_depend_on_where_numbers_lie(entry: Entry, form: Callable[[ModelProto], ModelProto],
+                                                     tmp_path: Path) -> None:  # fmt: skip
     key, make, options = entry
     inside = net.treat(entry, verify=False)
     path = save_outside(form(onnx.load(make(tmp_path))), tmp_path / "model.onnx")
@@ -163,9 +162,8 @@ def of(key: str) -> Entry:
     return found
 
 
-def test_a_run_is_saved_and_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_saved_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                     capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip
     key, make, options = of("concat/plain")
     saved = str(tmp_path / "before.txt")
     monkeypatch.setattr(net, "entries", lambda *_: [(key, make, options)])

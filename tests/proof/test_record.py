@@ -61,9 +61,8 @@ def test_a_rewritten_model_that_is_another_one_gets_no_proof(name: str) -> None:
     *nodes, moved = imported.model.graph.node
     nodes.insert(nodes.index(product) + 1, moved)
     replace_field(imported.model.graph.node, nodes)
-    with pytest.raises(
-        UnsupportedModelError, match="does not give the logits of the model as exported: they differ by"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match="does not give the logits of the model as exported: they differ by"):  # fmt: skip
         proof_recording.record_proof(imported, Bounds(4, 8))
 
 

@@ -68,9 +68,8 @@ def write_cut(cut: Cut, path: Path) -> Path:
             made[f"layers.{layer}.{name}.weight"] = (_halves(value) if name in "qk" else value).T
     for tensor in model.graph.initializer:
         if tensor.name in made:
-            tensor.CopyFrom(
-                numpy_helper.from_array(np.ascontiguousarray(made.pop(tensor.name), np.float32), tensor.name)
-            )
+            tensor.CopyFrom(numpy_helper.from_array(np.ascontiguousarray(made.pop(tensor.name), np.float32),
+                                                    tensor.name))  # fmt: skip
     assert not made
     onnx.save(model, path)
     return path

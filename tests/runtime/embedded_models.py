@@ -101,9 +101,8 @@ class Recomputed:
         return tokens
 
 
-def embedding_model(
-    table: Array, path: Path, *, features: Sequence[int | str] = ("images", 0), place: bool = False, merge: str = "take"
-) -> Path:
+def embedding_model(table: Array, path: Path, *, features: Sequence[int | str] = ("images", 0), place: bool = False,
+                    merge: str = "take") -> Path:  # fmt: skip
     """Write what exporters write beside a decoder: token ids, and the features of images instead of token 7.
 
     Args:

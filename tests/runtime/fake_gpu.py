@@ -55,9 +55,8 @@ def _install_for_own_loop(machine: Machine) -> None:
     own_loop.importlib = SimpleNamespace(import_module=load)
 
 
-def _build(
-    model: Path, output: Path, *, options: PlanOptions | None = None, build: BuildOptions | None = None, **_: Any
-) -> Manifest:
+def _build(model: Path, output: Path, *, options: PlanOptions | None = None, build: BuildOptions | None = None,
+           **_: Any) -> Manifest:  # fmt: skip
     build = build or BuildOptions()
     name = "tensorrt-rtx" if build.backend == "auto" else build.backend
     made = write_engine(

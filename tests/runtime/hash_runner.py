@@ -231,9 +231,8 @@ class EmbeddedRunner(HashRunner):
 def embedded_plan(plan: CachePlan, *, per_row: bool) -> CachePlan:
     """With `inputs_embeds` for token ids, and three planes of positions, for each row or for all of them."""
     kept = [t for t in plan.tensors if t.role not in (Role.TOKENS, Role.POSITIONS)]
-    embeds = TensorRole(
-        "inputs_embeds", "input", Role.TOKENS, "float", ("batch", "seq", WIDTH), "test", ("batch", "sequence", "")
-    )
+    embeds = TensorRole("inputs_embeds", "input", Role.TOKENS, "float", ("batch", "seq", WIDTH), "test",
+                        ("batch", "sequence", ""))  # fmt: skip
     shape, axes = ((3, "batch", "seq"), ("", "batch", "sequence")) if per_row else ((3, 1, "seq"), ("", "", "sequence"))
     places = TensorRole("position_ids", "input", Role.POSITIONS, "int64", shape, "test", axes)
     return replace(plan, tensors=(embeds, places, *kept))

@@ -57,9 +57,8 @@ def made(name: str, folder: Path) -> Iterator[Adapted]:
     folders, merged = {}, {None: tiny.path}
     for seed, (adapter, settings) in enumerate(zip(NAMES, how, strict=True)):
         folders[adapter] = folder / adapter
-        merged[adapter] = tiny.merged(
-            draw(tiny, folders[adapter], seed, **settings), folder / f"{adapter}.merged" / "m.onnx"
-        )
+        merged[adapter] = tiny.merged(draw(tiny, folders[adapter], seed, **settings),
+                                      folder / f"{adapter}.merged" / "m.onnx")  # fmt: skip
     sessions = {key: DecodeSession.open(path, tokenizer=False, plan_options=own) for key, path in merged.items()}
     yield Adapted(tiny.path, folders, sessions)
     for session in sessions.values():
@@ -84,9 +83,8 @@ def opened(
 def test_each_adapter_gives_the_numbers_of_merged_weights(name: str, tmp_path: Path) -> None:
     for adapted in made(name, tmp_path):
         capacity = None if "static" in name else 64
-        with DecodeSession.open(
-            adapted.model, tokenizer=False, adapters=adapted.folders, plan_options=PlanOptions(capacity=capacity)
-        ) as session:
+        with DecodeSession.open(adapted.model, tokenizer=False, adapters=adapted.folders,
+                                plan_options=PlanOptions(capacity=capacity)) as session:  # fmt: skip
             base = adapted.logits(None, PROMPT)
             assert np.array_equal(scores(session, PROMPT, None), base)
             for adapter in NAMES:
@@ -201,9 +199,8 @@ def test_a_model_of_a_fixed_batch_takes_adapters(tmp_path: Path) -> None:
 
 
 def test_a_sequence_keeps_its_adapter_when_the_name_goes_to_another(adapted: Adapted) -> None:
-    with DecodeSession.open(
-        adapted.model, tokenizer=False, adapters={"x": adapted.folders["ann"]}, plan_options=OPTIONS
-    ) as session:
+    with DecodeSession.open(adapted.model, tokenizer=False, adapters={"x": adapted.folders["ann"]},
+                            plan_options=OPTIONS) as session:  # fmt: skip
         slot = session.add(PROMPT, adapter="x", max_new_tokens=6, eos_token_id=(), keep=True)
         tokens = [event.token for event in session.step()]
         session.adapters.load("x", adapted.folders["bob"])
@@ -224,9 +221,8 @@ def test_a_sequence_keeps_its_adapter_when_the_name_goes_to_another(adapted: Ada
 
 def test_beams_and_drafts_know_the_adapter(adapted: Adapted) -> None:
     how: Mapping[str, Any] = {"max_new_tokens": 8, "eos_token_id": ()}
-    with DecodeSession.open(
-        adapted.model, tokenizer=False, adapters=adapted.folders, draft=adapted.model, plan_options=OPTIONS
-    ) as session:
+    with DecodeSession.open(adapted.model, tokenizer=False, adapters=adapted.folders, draft=adapted.model,
+                            plan_options=OPTIONS) as session:  # fmt: skip
         for name in NAMES[:3]:
             found = session.generate(PROMPT, adapter=name, **how)
             assert found.tokens == adapted.tokens(name, PROMPT, 8)

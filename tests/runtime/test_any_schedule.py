@@ -34,13 +34,11 @@ KINDS = st.sampled_from([
     (("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16))
 ])  # fmt: skip
 ROWS, CHUNK = st.integers(1, 5), st.integers(1, 8)
-RUNNERS = st.one_of(
-    st.builds(EmbeddedRunner, KINDS, ROWS, CHUNK, per_row=st.booleans()),
-    st.builds(HashRunner, KINDS, ROWS, CHUNK, per_row=st.booleans(), max_logits=st.sampled_from([None, 1, 3])),
-)
-ANY = st.lists(
-    st.tuples(st.integers(0, VOCAB - 1), st.integers(0, 200), *[st.integers(0, 40)] * 3), min_size=1, max_size=18
-)
+RUNNERS = st.one_of(st.builds(EmbeddedRunner, KINDS, ROWS, CHUNK, per_row=st.booleans()),
+                    st.builds(HashRunner, KINDS, ROWS, CHUNK, per_row=st.booleans(),
+                              max_logits=st.sampled_from([None, 1, 3])))  # fmt: skip
+ANY = st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(0, 200), *[st.integers(0, 40)] * 3), min_size=1,
+               max_size=18)  # fmt: skip
 ALIKE = st.builds(
     lambda first, count, rest: [(first,) * 5, *((at,) * 5 for at in range(1, count)), *rest[:9]],
     st.integers(0, 1), st.sampled_from([4, 7, 9]), ANY,
@@ -481,16 +479,14 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-HASHED = given(
-    runner=RUNNERS, schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans(), helped=st.booleans()
-)
+HASHED = given(runner=RUNNERS, schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans(),
+               helped=st.booleans())  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @HASHED
-def test_any_schedule(
-    tmp_path_factory: pytest.TempPathFactory, runner: HashRunner, schedule: list[Any], garbage: bool, helped: bool
-) -> None:
+def test_any_schedule(tmp_path_factory: pytest.TempPathFactory, runner: HashRunner, schedule: list[Any], garbage: bool,
+                      helped: bool) -> None:  # fmt: skip
     """In a plain session, and in one with more sequences than rows, a prefix cache and a draft."""
     for buffer in runner.buffers.values():
         buffer[...] = 1e30 if garbage else 0
@@ -502,9 +498,8 @@ def test_any_schedule(
 @pytest.mark.parametrize(("name", "device"), CASES, ids=lambda value: value)
 @settings(max_examples=3, deadline=None, suppress_health_check=[*HealthCheck], phases=[Phase.generate])
 @given(schedule=st.lists(ACTIONS, min_size=25, max_size=30), helped=st.booleans())
-def test_any_schedule_of_a_model(
-    corpus: Corpus, tmp_path_factory: pytest.TempPathFactory, name: str, device: str, schedule: list[Any], helped: bool
-) -> None:
+def test_any_schedule_of_a_model(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory, name: str, device: str,
+                                 schedule: list[Any], helped: bool) -> None:  # fmt: skip
     with small_blocks():
         play(Models(corpus, name, device, helped=helped), lambda: tmp_path_factory.mktemp("saved"), schedule)
 

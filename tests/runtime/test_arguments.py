@@ -19,9 +19,8 @@ def config(count: int, **more: Any) -> GenerationConfig:
 def test_rows_that_were_given_nothing_share_steps_with_the_others() -> None:
     runner = EmbeddedRunner(max_batch=3)
     with DecodeSession(runner, embeddings=TABLE) as session:
-        session.generate(
-            [[1, 2]] * 3, config(4), inputs_embeds=[rows([5, 6]), None, None], positions=[None, [3, 3], None]
-        )
+        session.generate([[1, 2]] * 3, config(4), inputs_embeds=[rows([5, 6]), None, None],
+                         positions=[None, [3, 3], None])  # fmt: skip
         assert {batch.rows for batch in runner.given} == {3}
         runner.given.clear()
         session.generate([[1, 2]] * 3, config(4))

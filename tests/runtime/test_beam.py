@@ -65,9 +65,8 @@ def test_never_finds_the_best_of_its_width(seed: int, width: int, penalty: float
     """A narrow search is a plain loop over sorted lists; this is that loop, without any early end."""
     vocab, length, eos = 6, 5, 0
     model = random_model(seed, vocab)
-    config = GenerationConfig(
-        max_new_tokens=length, num_beams=max(2, width), length_penalty=penalty, early_stopping="never", eos_token_id=eos
-    )
+    config = GenerationConfig(max_new_tokens=length, num_beams=max(2, width), length_penalty=penalty,
+                              early_stopping="never", eos_token_id=eos)  # fmt: skip
     live, ended = [((), 0.0)], []
     for step in range(1, length + 1):
         grown = [((*tokens, token), total + logprob)

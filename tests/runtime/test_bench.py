@@ -28,9 +28,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_measured_is_what_was_asked_for() -> None:
     runner = HashRunner(max_batch=4, max_chunk=8)
     with DecodeSession(runner) as session:
-        timings = list(
-            bench_session(session, lengths=[8, 20], positions=[10, 40], batches=[1, 2, 4], repeats=3, warmup=2)
-        )
+        timings = list(bench_session(session, lengths=[8, 20], positions=[10, 40], batches=[1, 2, 4], repeats=3,
+                                     warmup=2))  # fmt: skip
         assert session.cache.slots == ()
     cases = [(t.phase, t.batch, t.tokens) for t in timings]
     assert cases[:4] == [("prefill", 1, 8), ("prefill", 1, 20), ("decode", 1, 10), ("decode", 1, 40)]

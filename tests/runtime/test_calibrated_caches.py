@@ -205,10 +205,9 @@ def test_prompts_that_are_refused(tmp_path: Path) -> None:
             calibrate_caches(model, prompts)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [(0, "cache 'value_cache.1' holds nothing but 0 after all"), (np.inf, "holds NaN or infinity after calibration")],
-)
+@pytest.mark.parametrize(("value", "words"),
+                         [(0, "cache 'value_cache.1' holds nothing but 0 after all"),
+                          (np.inf, "holds NaN or infinity after calibration")])  # fmt: skip
 def test_caches_that_no_scale_fits(tmp_path: Path, value: float, words: str) -> None:
     model = _changed(write_decoder(tmp_path / "model.onnx", CONFIG), "layers.1.v.weight", value)
     with pytest.raises(OptionError, match=words):

@@ -170,10 +170,9 @@ def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
     assert settings_beside(model) == {}
     (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"eos_token_id": [1, 2], "vocab_size": 9}}))
     assert settings_beside(model) == settings_beside(tmp_path) == {"eos_token_id": [1, 2]}
-    written(
-        tmp_path,
-        {"do_sample": True, "top_p": 0.9, "eos_token_id": [1, 106], "suppress_tokens": [5], "bad_words_ids": None},
-    )
+    written(tmp_path,
+            {"do_sample": True, "top_p": 0.9, "eos_token_id": [1, 106], "suppress_tokens": [5],
+             "bad_words_ids": None})  # fmt: skip
     assert settings_beside(model) == {"eos_token_id": [1, 106], "suppress_tokens": [5]}
     config = GenerationConfig.for_model(str(model), suppress_tokens=[6], max_new_tokens=3)
     assert config == GenerationConfig(eos_token_id=[1, 106], suppress_tokens=[6], max_new_tokens=3)
@@ -191,9 +190,8 @@ def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
      ({"forced_eos_token_id": 4, "bad_words_ids": [[5]]}, {"forced_eos_token_id": 4, "bad_words_ids": [[5]]}),
      ({"model_type": "llama"}, {})],
     ids=str)  # fmt: skip
-def test_config_json_counts_where_there_is_no_generation_config(
-    config: dict[str, Any], found: dict[str, Any], tmp_path: Path
-) -> None:
+def test_config_json_counts_where_there_is_no_generation_config(config: dict[str, Any], found: dict[str, Any],
+                                                                tmp_path: Path) -> None:  # fmt: skip
     """As in transformers; what onnxruntime-genai made of it counts more."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = tmp_path / "model.onnx"

@@ -151,9 +151,8 @@ def test_chat_in_the_terminal(folder: Path, session: DecodeSession, tmp_path: Pa
 @pytest.mark.parametrize("end", ["/quit", "/exit", "/bye"])
 def test_another_answer_and_messages_of_several_lines(folder: Path, session: DecodeSession, end: str) -> None:
     several = ('"""the', "cache  ", 'keeps"""')
-    found = chat(
-        folder, "/regenerate", *several, "/regenerate", "/stats", end, "never", options=("--system", "be brief")
-    )
+    found = chat(folder, "/regenerate", *several, "/regenerate", "/stats", end, "never",
+                 options=("--system", "be brief"))  # fmt: skip
     talk = Conversation(session, "be brief")
     answer = spoken(talk, "the\ncache\nkeeps")
     assert found.stdout.count(str(talk.messages[-1]["content"]) + "\n") == 2

@@ -176,9 +176,8 @@ def identity(path: Path, name: str, kind: int, shape: list[int | str]) -> Path:
      ({"model_type": "bart", "scale_embedding": False, "scale_emb": 1, "embedding_multiplier": 1.0}, None),
      ({"model_type": "llama", "text_config": None}, None),
      ([], None)])  # fmt: skip
-def test_a_checkpoint_whose_model_scales_its_table_is_refused(
-    config: Any, setting: str | None, forms: dict[str, Forms], tmp_path: Path
-) -> None:
+def test_a_checkpoint_whose_model_scales_its_table_is_refused(config: Any, setting: str | None, forms: dict[str, Forms],
+                                                              tmp_path: Path) -> None:  # fmt: skip
     form = forms["static"]
     save_file({"model.embed_tokens.weight": form.table}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))

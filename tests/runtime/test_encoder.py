@@ -241,9 +241,8 @@ def test_which_first_step(tmp_path: Path) -> None:
     found = []
     for name in names:
         (tmp_path / name).touch()
-        found.append(
-            [find_first_step(tmp_path / m) for m in ("encoder_model.onnx", "encoder_model_q4.onnx", "x.engine")]
-        )
+        found.append([find_first_step(tmp_path / m) for m in ("encoder_model.onnx", "encoder_model_q4.onnx",
+                                                              "x.engine")])  # fmt: skip
     assert [[path.name if path else None for path in row] for row in found] == [
         ["decoder_model_merged.onnx"] * 3, ["decoder_model.onnx"] * 3,
         ["decoder_model.onnx", "decoder_model_merged_q4.onnx", "decoder_model.onnx"],

@@ -153,9 +153,8 @@ def test_a_sequence_that_fails_ends_alone(place: str, error: Exception, monkeypa
             session.cache.slot(slots[-1]).adapter = Adapter("own" if i == 1 else f"{i}", 1, "00", {})
     mine = slots[1]
     if place == "its rows come back from the host":
-        session._rows.slots[mine] = replace(
-            session.cache.slot(mine), row=-1, offloaded=HostRows(runner, session.cache.slot(mine).row, 1)
-        )
+        session._rows.slots[mine] = replace(session.cache.slot(mine), row=-1,
+                                            offloaded=HostRows(runner, session.cache.slot(mine).row, 1))  # fmt: skip
     wanted = dict(zip(slots, (alone(session, prompt) for prompt in PROMPTS), strict=True))
     real, calls, raised = getattr(where.owner, where.name), 0, 0
 

@@ -68,9 +68,8 @@ def test_text_in_text_out(folder: Path) -> None:
         assert session.config.eos_token_ids == (byte_level().token_to_id("</s>"),)
     found = said_by_command(folder, "--prompt", "the cache", "--max-new-tokens", "9")
     assert (made.tokens, made.text) == (listed.tokens, listed.text) == (found["tokens"], found["text"])
-    assert (
-        answer.tokens == said_by_command(folder, "--prompt", "the cache", "--chat", "--max-new-tokens", "9")["tokens"]
-    )
+    assert (answer.tokens == said_by_command(folder, "--prompt", "the cache", "--chat", "--max-new-tokens",
+                                             "9")["tokens"])  # fmt: skip
 
 
 def test_texts_end_where_the_model_says(folder: Path, tmp_path: Path) -> None:
@@ -153,9 +152,8 @@ def test_options_of_the_other_device_are_refused(folder: Path) -> None:
 def test_settings_are_those_of_the_config() -> None:
     later = {"Grammar": decoding.Grammar, "np": numpy, "npt": numpy.typing}  # not imported for the help of a command
     hints = typing.get_type_hints(GenerationConfig, localns=later)
-    assert typing.get_type_hints(Settings, localns=later) == {
-        field.name: hints[field.name] for field in fields(GenerationConfig)
-    }
+    assert typing.get_type_hints(Settings, localns=later) == {field.name: hints[field.name]
+                                                              for field in fields(GenerationConfig)}  # fmt: skip
     assert set(SYNONYMS.values()) <= {*hints}
     assert not set(SYNONYMS) & {*hints}
 

@@ -400,9 +400,8 @@ step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", sleeps), 60)
 gpu_check.end_by_unwinding()
 gpu_check.run_step(step, {{}}, gpu_check.Path({str(tmp_path)!r}), gpu_check.time.monotonic() + 60)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": PATHS}, stderr=subprocess.DEVNULL
-    )
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": PATHS},
+                               stderr=subprocess.DEVNULL)  # fmt: skip
     log = tmp_path / "kernel-bench.log"
     while not (log.exists() and log.read_text().endswith("\n")):
         assert process.poll() is None

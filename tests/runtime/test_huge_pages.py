@@ -12,10 +12,9 @@ from trt_kvcache.runtime.ort.huge_pages import huge_pages
 
 SIZE = 2 << 20
 
-pytestmark = pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").exists() or not Path("/proc/self/pagemap").exists(),
-    reason="this system has no huge pages that can be asked for",
-)
+pytestmark = pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").exists()
+                                or not Path("/proc/self/pagemap").exists(),
+                                reason="this system has no huge pages that can be asked for")  # fmt: skip
 
 
 class Memory:
@@ -95,9 +94,8 @@ def test_it_takes_no_longer_than_what_it_is_for(
 
 
 @pytest.mark.parametrize("setting", ["always madvise [never]", None])
-def test_where_it_is_not_wanted_nothing_is_moved(
-    setting: str | None, collapsed: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_where_it_is_not_wanted_nothing_is_moved(setting: str | None, collapsed: list[tuple[int, int]], tmp_path: Path,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if setting is not None:
         (tmp_path / "enabled").write_text(setting)
         (tmp_path / "hpage_pmd_size").write_text(str(SIZE))

@@ -90,9 +90,8 @@ def test_positions_that_rows_share() -> None:
         ([(("seq",), ("sequence",)), (("batch", "seq"), ("batch", "sequence"))], 0, "several inputs of positions"),
     ],
 )
-def test_which_positions_a_caller_may_give(
-    roles: list[tuple[tuple[int | str, ...], tuple[str, ...]]], planes: int, refusal: str
-) -> None:
+def test_which_positions_a_caller_may_give(roles: list[tuple[tuple[int | str, ...], tuple[str, ...]]], planes: int,
+                                           refusal: str) -> None:  # fmt: skip
     found = PositionInput(plan(*(tensor(f"p{i}", Role.POSITIONS, *role) for i, role in enumerate(roles))))
     assert found.planes == planes
     if refusal:

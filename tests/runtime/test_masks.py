@@ -77,9 +77,8 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.slow
 @pytest.mark.few(3)
 @pytest.mark.parametrize("settings", CASES, ids=str)
-def test_tokens_are_those_of_the_rule_on_all_scores(
-    engine: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokens_are_those_of_the_rule_on_all_scores(engine: Path, settings: dict[str, Any],
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """A row with a rule of its own, a row with another, and one without; each as alone without masks."""
     plain = GenerationConfig(max_new_tokens=16, **settings)
     rules = [Rule(201), Rule(201, 0.02), None]

@@ -221,9 +221,8 @@ def test_a_cache_that_two_attentions_read_stays(tmp_path: Path) -> None:
     for reader in proto.graph.node:
         if reader.op_type == "Transpose" and reader.input[0] == node.output[0]:
             reader.input[0] = "both"
-    proto.graph.node.insert(
-        list(proto.graph.node).index(twin) + 1, onnx.helper.make_node("Add", [node.output[0], "twin"], ["both"])
-    )
+    proto.graph.node.insert(list(proto.graph.node).index(twin) + 1,
+                            onnx.helper.make_node("Add", [node.output[0], "twin"], ["both"]))  # fmt: skip
     onnx.save(proto, tmp_path / "model.onnx")
     assert operators(tmp_path / "model.onnx")["GroupQueryAttention"] == 0
 

@@ -33,9 +33,8 @@ def model(tmp_path: Path) -> Path:
 
 
 def batch(first_row: int, tokens: np.ndarray, start: int = 0, keep: int | None = None) -> StepBatch:
-    return StepBatch(
-        first_row, tokens, np.full(len(tokens), start, np.int64), tokens.shape[1] if keep is None else keep
-    )
+    return StepBatch(first_row, tokens, np.full(len(tokens), start, np.int64),
+                     tokens.shape[1] if keep is None else keep)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -157,9 +156,8 @@ def test_an_input_without_a_role_is_refused_by_name(tmp_path: Path) -> None:
     proto.graph.node.append(scaled)
     proto.graph.output.append(helper.make_tensor_value_info("scaled_logits", TensorProto.FLOAT, ["batch", "s", 64]))
     onnx.save(proto, tmp_path / "model.onnx")
-    with pytest.raises(
-        UnsupportedModelError, match=r"input 'temperature' \(float \[1\]\) has no known role in decoding"
-    ):
+    with pytest.raises(UnsupportedModelError,
+                       match=r"input 'temperature' \(float \[1\]\) has no known role in decoding"):  # fmt: skip
         OnnxRuntimeRunner(tmp_path / "model.onnx")
 
 
@@ -189,13 +187,11 @@ def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "factor", "why"),
-    [("float32", 0.8, "packs them for products"), ("float16", 2.5, "computes 16-bit floats in float32")],
-)
-def test_weights_that_do_not_fit_are_refused(
-    dtype: str, factor: float, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("dtype", "factor", "why"),
+                         [("float32", 0.8, "packs them for products"),
+                          ("float16", 2.5, "computes 16-bit floats in float32")])  # fmt: skip
+def test_weights_that_do_not_fit_are_refused(dtype: str, factor: float, why: str, tmp_path: Path,
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     path = write_decoder(tmp_path / "m.onnx", DecoderConfig(dtype=dtype, hidden=256), 1024)
     need = int(factor * (tmp_path / "m.onnx.data").stat().st_size)
     monkeypatch.setattr(machine, "free_memory", lambda *, swap: int(1.1 * need))

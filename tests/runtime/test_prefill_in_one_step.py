@@ -133,9 +133,8 @@ def own(*shape: int | str) -> Callable[[Graph], str]:
         (valid, False, 1), (None, True, "S"), (own("B", 1, "S", 16), False, "S"), (own("B", 1, 1, 16), True, "S"),
     ],
 )  # fmt: skip
-def test_masks_of_static_models_are_run(
-    mask: Callable[[Graph], str] | None, whole: bool, length: int | str, tmp_path: Path
-) -> None:
+def test_masks_of_static_models_are_run(mask: Callable[[Graph], str] | None, whole: bool, length: int | str,
+                                        tmp_path: Path) -> None:  # fmt: skip
     g, rng = Graph(), np.random.default_rng(0)
 
     def weight(*shape: int) -> str:
@@ -160,10 +159,9 @@ def test_masks_of_static_models_are_run(
     assert any("tokens see later tokens of the same step" in note for note in plan.notes) is whole
 
 
-@pytest.mark.parametrize(
-    "how",
-    [{"mask": "past"}, {"mask": "padding"}, {"mask": "own"}, {"mask": "own", "own_type": np.float32, **HALF}],
-)
+@pytest.mark.parametrize("how",
+                         [{"mask": "past"}, {"mask": "padding"}, {"mask": "own"},
+                          {"mask": "own", "own_type": np.float32, **HALF}])  # fmt: skip
 def test_causal_decoders_take_prompts_in_pieces(how: dict[str, Any], tmp_path: Path) -> None:
     onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")
     assert not plan_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).prefill_in_one_step

@@ -137,9 +137,8 @@ def test_repetition_is_penalized_once_per_token(scores: Scores, tokens: npt.NDAr
 
 @patient
 @given(score_rows, histories, st.floats(-3, 3), st.floats(-3, 3), st.integers(0, 9))
-def test_generated_tokens_are_penalized(
-    scores: Scores, tokens: npt.NDArray[np.int64], presence: float, frequency: float, new: int
-) -> None:
+def test_generated_tokens_are_penalized(scores: Scores, tokens: npt.NDArray[np.int64], presence: float,
+                                        frequency: float, new: int) -> None:  # fmt: skip
     """Once, and as often as they came; a prompt does not count."""
     new = min(new, tokens.size)
     config = GenerationConfig(presence_penalty=presence, frequency_penalty=frequency)
@@ -306,9 +305,8 @@ distinct_rows = st.permutations(range(VOCAB)).flatmap(
 )
 
 
-HAS_TRANSFORMERS = (
-    importlib.util.find_spec("transformers") is not None and importlib.util.find_spec("torch") is not None
-)
+HAS_TRANSFORMERS = (importlib.util.find_spec("transformers") is not None
+                    and importlib.util.find_spec("torch") is not None)  # fmt: skip
 
 
 @pytest.mark.skipif(
@@ -318,9 +316,8 @@ HAS_TRANSFORMERS = (
 @pytest.mark.filterwarnings("default")
 @settings(patient, max_examples=500)
 @given(distinct_rows, histories, configs, st.integers(0, 6))
-def test_the_same_as_transformers(
-    scores: Scores, tokens: npt.NDArray[np.int64], chosen: dict[str, Any], new_tokens: int
-) -> None:
+def test_the_same_as_transformers(scores: Scores, tokens: npt.NDArray[np.int64], chosen: dict[str, Any],
+                                  new_tokens: int) -> None:  # fmt: skip
     """Order and numbers of transformers' own list of processors, for scores without ties.
 
     Two differences are its own and left out: it has no order among equal scores, and it decides at a top-p boundary by
@@ -368,9 +365,8 @@ def at_a_boundary(ruled: Scores, config: GenerationConfig) -> bool:
     """True if a change of 1e-6 in top-p, or 1e-6 of min-p, changes the tokens that are kept."""
 
     def with_top_p(top_p: float, min_p: float | None) -> set[int]:
-        near = GenerationConfig(
-            do_sample=True, temperature=config.temperature, top_k=config.top_k, top_p=top_p, min_p=min_p
-        )
+        near = GenerationConfig(do_sample=True, temperature=config.temperature, top_k=config.top_k, top_p=top_p,
+                                min_p=min_p)  # fmt: skip
         return kept(masked(warpers.warp(ruled, near), ruled.size))
 
     low = with_top_p(max(config.top_p - 1e-6, 1e-9), config.min_p and config.min_p * (1 - 1e-6))

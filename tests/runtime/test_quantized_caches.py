@@ -124,9 +124,8 @@ def test_verify_compares_with_the_models_own_caches(
     tmp_path: Path, form: str, kind: CacheDtype, target: Target
 ) -> None:
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, form=form))
-    report = verify_model(
-        model, options(kind, target), VerifyOptions(chunks=(4,), tokens=3, batch=2, station=("quantized",))
-    )
+    report = verify_model(model, options(kind, target),
+                          VerifyOptions(chunks=(4,), tokens=3, batch=2, station=("quantized",)))  # fmt: skip
     report.check()
     (station,) = (s for s in report.stations if s.name == "quantized")
     assert station.compared, station.note

@@ -509,9 +509,8 @@ def test_what_a_step_calls_may_not_change_the_session(calls: str, act: str, tmp_
     session.close()
 
 
-TORN = tuple(
-    f"runtime/{name}.py" for name in ("loop", "cache", "continuation", "streams", "session", "guard", "draft", "slot")
-)
+TORN = tuple(f"runtime/{name}.py"
+             for name in ("loop", "cache", "continuation", "streams", "session", "guard", "draft", "slot"))  # fmt: skip
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -146,9 +146,8 @@ def test_numbers_that_are_none_end_their_sequence(engine: Path) -> None:
      ("unknown GPU", "NVRTC .* cannot compile for architecture 'sm_90'; give one of sm_1"),
      ("no memory", "cuMemAlloc of .* failed")],
 )  # fmt: skip
-def test_without_the_kernel_the_host_chooses(
-    engine: Path, way: str, words: str, fetched: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_kernel_the_host_chooses(engine: Path, way: str, words: str, fetched: list[int],
+                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if way == "no NVRTC":
         from trt_kvcache.plugins import compile as compiling
 

@@ -68,9 +68,8 @@ FOREIGN: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("words", "built_for", "gpu", "faults"), FOREIGN)
-def test_engine_of_another_version_or_for_another_gpu(
-    engine: Path, words: str, built_for: tuple[str, ...], gpu: dict[str, Any], faults: dict[str, Any]
-) -> None:
+def test_engine_of_another_version_or_for_another_gpu(engine: Path, words: str, built_for: tuple[str, ...],
+                                                      gpu: dict[str, Any], faults: dict[str, Any]) -> None:  # fmt: skip
     backend = faults.get("backend", "tensorrt-rtx")
     version = VERSIONS[backend]
     edit(engine, lambda m: replace(
@@ -223,9 +222,8 @@ def test_less_than_the_engine_was_built_for(engine: Path) -> None:
 def test_step_that_fits_no_profile(engine: Path) -> None:
     runner = open_engine(engine)
     before = runner.read_row("key_cache.0", 0, 64)
-    with pytest.raises(
-        SessionError, match="a step of 1 sequences and 9 tokens each fits none of the engine's profiles"
-    ):
+    with pytest.raises(SessionError,
+                       match="a step of 1 sequences and 9 tokens each fits none of the engine's profiles"):  # fmt: skip
         runner.step(StepBatch(0, np.zeros((1, 9), np.int64), np.zeros(1, np.int64)))
     np.testing.assert_array_equal(runner.read_row("key_cache.0", 0, 64), before)
     runner.close()
@@ -353,9 +351,8 @@ atexit.register(lambda: print(machine.used, machine.allocations > 0))
 runner = open_engine(Path({str(engine)!r}), machine)
 """
     tests = Path(__file__).parents[1]
-    paths = os.pathsep.join(
-        [str(tests), str(tests.parent / "scripts"), str(tests.parent / "examples"), os.environ.get("PYTHONPATH", "")]
-    )
+    paths = os.pathsep.join([str(tests), str(tests.parent / "scripts"), str(tests.parent / "examples"),
+                             os.environ.get("PYTHONPATH", "")])  # fmt: skip
     done = subprocess.run(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
         check=False,

@@ -28,7 +28,6 @@ def byte_fallback() -> tokenizers.Tokenizer:
                                            fuse_unk=True, byte_fallback=True))  # fmt: skip
     made.add_special_tokens(["<unk>", "<s>", "</s>"])
     made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      decoders.Strip(" ", 1, 0)])  # fmt: skip
     return made

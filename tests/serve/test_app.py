@@ -77,9 +77,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("fields", "settings"), CASES)
-def test_answers_are_those_of_the_session(
-    service: Service, alone: DecodeSession, fields: dict[str, Any], settings: dict[str, Any]
-) -> None:
+def test_answers_are_those_of_the_session(service: Service, alone: DecodeSession, fields: dict[str, Any],
+                                          settings: dict[str, Any]) -> None:  # fmt: skip
     expected = alone.generate("the cache", max_new_tokens=12, **settings)
     body = {"prompt": "the cache", "max_tokens": 12, **fields}
     whole, streamed = post(service, body), post(service, body | {"stream": True})

@@ -190,9 +190,8 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert found == [(number, b"line %d" % number) for number in range(50)]
 
 
-def test_a_full_disk_is_one_line_and_the_job_goes_on_later(
-    tmp_path: Path, rows: DecodeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_is_one_line_and_the_job_goes_on_later(tmp_path: Path, rows: DecodeSession,
+                                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     given = [{"id": at, "prompt": "x", "max_tokens": 1, "echo": True} for at in range(40)]
     file, output = write(tmp_path / "in.jsonl", given), tmp_path / "out.jsonl"
     usual = Journal.claim
@@ -213,9 +212,8 @@ def test_a_full_disk_is_one_line_and_the_job_goes_on_later(
     assert [line["id"] for line in read(output)] == list(range(40))
 
 
-def test_a_session_that_fails_ends_the_job_and_no_row(
-    tmp_path: Path, rows: DecodeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_session_that_fails_ends_the_job_and_no_row(tmp_path: Path, rows: DecodeSession,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     file = write(tmp_path / "in.jsonl", [{"id": at, "prompt": "x", "max_tokens": 3} for at in range(12)])
     step, steps = rows.step, iter(range(5))
 
@@ -366,11 +364,10 @@ def test_the_command(tmp_path: Path, folder: Path) -> None:
     done = CliRunner().invoke(app, [*command, "--defaults", '{"max_tokens": 3}', "--max-batch", "2"])
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out.jsonl'}: 2 rows; 1 in error\n")
     assert read(tmp_path / "out.jsonl")[0]["response"]["body"]["usage"]["completion_tokens"] == 3
-    for flags, message in (
-        (("--defaults", "[]"), "give a JSON object"),
-        (("--defaults", "{"), "give a JSON object"),
-        (("--workers", "2"), "--workers 2 has no effect without --ray; add that, or give --max-batch"),
-    ):
+    for flags, message in ((("--defaults", "[]"), "give a JSON object"),
+                           (("--defaults", "{"), "give a JSON object"),
+                           (("--workers", "2"),
+                            "--workers 2 has no effect without --ray; add that, or give --max-batch")):  # fmt: skip
         done = CliRunner().invoke(app, [*command, *flags])
         assert done.exit_code == 1
         assert message in done.output

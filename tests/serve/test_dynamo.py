@@ -178,10 +178,9 @@ def test_adapters_are_models_of_their_own(module: Any, tmp_path: Path) -> None:
         draw(tiny, folder, seed)
     options = PlanOptions(capacity=64)
     with DecodeSession.open(tiny.path, tokenizer=False, adapters=folders, plan_options=options) as session:
-        wanted = {
-            name or "tiny": session.generate([5, 17, 33], adapter=name, max_new_tokens=8, eos_token_id=()).tokens
-            for name in (None, *folders)
-        }
+        wanted = {name
+                  or "tiny": session.generate([5, 17, 33], adapter=name, max_new_tokens=8, eos_token_id=()).tokens
+                  for name in (None, *folders)}  # fmt: skip
         engine = module.Engine(session, "tiny", Path("texts"), 4)
 
         async def all_names() -> dict[str, list[int]]:
@@ -263,9 +262,8 @@ def test_a_step_that_fails_is_an_error_of_the_server(engine: Any, monkeypatch: p
     assert error.value.code == 500
 
 
-def test_settings_that_count_new_tokens_are_refused(
-    module: Any, session: DecodeSession, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_count_new_tokens_are_refused(module: Any, session: DecodeSession,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr(session, "config", replace(session.config, begin_suppress_tokens=(5,)))
     with pytest.raises(OptionError, match=r"generation_config.json sets begin_suppress_tokens, which counts new"):
         module.Engine(session, "tiny", Path("texts"), 4)
@@ -327,9 +325,8 @@ def test_where_it_listens(module: Any, engine: Any, monkeypatch: pytest.MonkeyPa
         monkeypatch.delenv(name)
 
 
-def test_the_command(
-    module: Any, folder: Path, session: DecodeSession, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(module: Any, folder: Path, session: DecodeSession, tmp_path: Path, home: Path,
+                     monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     seen: list[Any] = []
     opened: dict[str, Any] = {}
 

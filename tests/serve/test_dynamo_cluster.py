@@ -161,9 +161,8 @@ def test_workers_go_under_load(tmp_path: Path) -> None:
                 assert time.monotonic() < again + 60
             for given in ({"n": 2, "temperature": 1}, {"response_format": {"type": "json_object"}}, {"logprobs": True}):
                 with pytest.raises(openai.BadRequestError):
-                    await client.chat.completions.create(
-                        model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=3, **given
-                    )
+                    await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}],
+                                                         max_tokens=3, **given)  # fmt: skip
 
     start = time.monotonic()
     with cluster(folder, tmp_path) as (url, workers):

@@ -115,9 +115,8 @@ def test_answers_are_markdown_and_settings_are_sent(rows: DecodeSession, monkeyp
             ".assistant >> nth=0 >> xpath=./*", "all => all.map((e) => [e.localName, e.className, e.textContent])"
         )
         assert [tuple(block) for block in found] == SHOWN
-        inner = page.eval_on_selector_all(
-            ".assistant >> nth=0 >> css=strong, em, code", "all => all.map((e) => e.localName)"
-        )
+        inner = page.eval_on_selector_all(".assistant >> nth=0 >> css=strong, em, code",
+                                          "all => all.map((e) => e.localName)")  # fmt: skip
         assert inner[:3] == ["strong", "em", "code"]
         browser.close()
     assert "temperature" not in asked[0]

@@ -113,9 +113,8 @@ def test_calls_come_and_go_back(service: Service) -> None:
             assert (done.arguments, done.item_id) == (again.arguments, again.id)
             assert json.loads(again.arguments)["zone"] in ("x", "y")
         told = {"type": "function_call_output", "call_id": call.call_id, "output": "noon"}
-        after = await client.responses.create(
-            **asked, input=[*first, call.model_dump(exclude_none=True), told], tool_choice="none"
-        )
+        after = await client.responses.create(**asked, input=[*first, call.model_dump(exclude_none=True), told],
+                                              tool_choice="none")  # fmt: skip
         assert [item.type for item in after.output] == ["message"]
 
     with_client(service, run)

@@ -97,9 +97,8 @@ def test_the_real_client_and_the_end(folder: Path, alone: DecodeSession, tmp_pat
 def test_what_takes_longer_than_the_drain_is_cut_off(folder: Path) -> None:
     with serving(folder, "--drain-timeout", "0.2") as (process, url):
         client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        stream = client.completions.create(
-            model=folder.name, prompt=[1] * 3, max_tokens=500, n=64, stream=True, extra_body={"ignore_eos": True}
-        )
+        stream = client.completions.create(model=folder.name, prompt=[1] * 3, max_tokens=500, n=64, stream=True,
+                                           extra_body={"ignore_eos": True})  # fmt: skip
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
         with pytest.raises(openai.APIError, match="the server ended before"):

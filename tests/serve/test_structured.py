@@ -132,9 +132,8 @@ def test_answers_are_those_alone(service: Service, folder: Path) -> None:
 
     async def run() -> list[Reply]:
         body = {"max_tokens": 120, "top_k": 0}
-        return await asyncio.gather(
-            *(ask(service.app, TEXT, body | fields | {"seed": i, "prompt": ids}) for i, fields, _, ids in asked)
-        )
+        return await asyncio.gather(*(ask(service.app, TEXT, body | fields | {"seed": i, "prompt": ids})
+                                      for i, fields, _, ids in asked))  # fmt: skip
 
     replies = asyncio.run(run())
     with DecodeSession.open(folder, max_batch=1) as alone:

@@ -148,9 +148,8 @@ def test_triton_serves_the_repository(tmp_path: Path) -> None:
         assert {said[2] for said in found.values()} == {1, 24}  # responses: one whole, or one for each token
 
         # Requests that nobody waits for: without cancelling, 28,000 steps come before the next one.
-        long = [
-            asyncio.ensure_future(ask(client, [1], max_tokens=2000, temperature=0, ignore_eos=True)) for _ in range(56)
-        ]
+        long = [asyncio.ensure_future(ask(client, [1], max_tokens=2000, temperature=0, ignore_eos=True))
+                for _ in range(56)]  # fmt: skip
         await asyncio.sleep(1)
         assert not any(task.done() for task in long)
         for task in long:

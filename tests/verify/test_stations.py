@@ -141,9 +141,8 @@ def _round_to_bfloat16(model: ModelProto) -> None:
     """Numbers of the last layer lose digits, which only the rewritten side knows."""
     for node in m.nodes(model, "TensorScatter")[-2:]:
         m.insert(model, node, 1, "Cast", to=TensorProto.FLOAT)
-        m.insert(
-            model, next(n for n in model.graph.node if n.output[0] == node.input[1]), 0, "Cast", to=TensorProto.BFLOAT16
-        )
+        m.insert(model, next(n for n in model.graph.node if n.output[0] == node.input[1]), 0, "Cast",
+                 to=TensorProto.BFLOAT16)  # fmt: skip
 
 
 def test_rounding_of_the_rewritten_model_allows_it_nothing(tmp_path: Path) -> None:
@@ -206,9 +205,8 @@ def test_a_fault_of_the_sessions_fusion_shows(monkeypatch: pytest.MonkeyPatch, f
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [CacheDtype.INT8, CacheDtype.INT4])
 @pytest.mark.parametrize("fault", ["none", "sign", "keys and values", "a layer of zeros", "2 % of a scale"])
-def test_quantized_caches_are_compared_with_a_model_that_rounds(
-    monkeypatch: pytest.MonkeyPatch, kind: CacheDtype, fault: str
-) -> None:
+def test_quantized_caches_are_compared_with_a_model_that_rounds(monkeypatch: pytest.MonkeyPatch, kind: CacheDtype,
+                                                                fault: str) -> None:  # fmt: skip
     """How much quantization changes is a figure; whether it is right is another question, and a tight one."""
     from trt_kvcache import verify as verifying
 
@@ -307,9 +305,8 @@ def with_extra_input(dtype: int) -> ModelProto:
     model = make_decoder(DecoderConfig())
     model.graph.node[-1].output[0] = "unscaled"
     model.graph.input.append(helper.make_tensor_value_info("temperature_scale", dtype, [256]))
-    model.graph.node.append(
-        helper.make_node("Cast", ["temperature_scale"], ["factor"], name="cast", to=TensorProto.FLOAT)
-    )
+    model.graph.node.append(helper.make_node("Cast", ["temperature_scale"], ["factor"], name="cast",
+                                             to=TensorProto.FLOAT))  # fmt: skip
     model.graph.node.append(helper.make_node("Mul", ["unscaled", "factor"], ["logits"], name="scale"))
     return model
 

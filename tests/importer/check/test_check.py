@@ -259,9 +259,8 @@ def test_operands_that_may_not_change_places_keep_them() -> None:
     def differences(*operands: str) -> str:
         nodes = [helper.make_node("Sub", operands, ["d"]), helper.make_node("Add", ["d", "a"], ["y"])]
         value = helper.make_tensor_value_info
-        graph = helper.make_graph(
-            nodes, "g", [value(n, TensorProto.FLOAT, [1]) for n in "ab"], [value("y", TensorProto.FLOAT, [1])]
-        )
+        graph = helper.make_graph(nodes, "g", [value(n, TensorProto.FLOAT, [1]) for n in "ab"],
+                                  [value("y", TensorProto.FLOAT, [1])])  # fmt: skip
         seen, _ = CheckedGraph(helper.make_model(graph)).digests({"a": "a", "b": "b"})
         return seen["y"]
 
@@ -326,15 +325,13 @@ def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pyt
         plan_model(tmp_path / "model.onnx", PLAN)
 
 
-def over_caches(
-    attend: Callable[..., Sequence[str] | str], caches: Sequence[str] = ("",), heads: int = 2, rows: int = 64
-) -> onnx.ModelProto:
+def over_caches(attend: Callable[..., Sequence[str] | str], caches: Sequence[str] = ("",), heads: int = 2,
+                rows: int = 64) -> onnx.ModelProto:  # fmt: skip
     """Caches, and what `attend` makes of a query, of each of them after its update, and of their valid lengths."""
     graph = Graph()
-    past, new, query = (
-        [graph.input(f"{kind}{c}", TensorProto.FLOAT, ["B", heads, length, 8]) for c in names]
-        for kind, names, length in (("past", caches, rows), ("new", caches, "S"), ("query", [""], "S"))
-    )
+    past, new, query = ([graph.input(f"{kind}{c}", TensorProto.FLOAT, ["B", heads, length, 8]) for c in names]
+                        for kind, names, length in (("past", caches, rows), ("new", caches, "S"),
+                                                    ("query", [""], "S")))  # fmt: skip
     where, lengths = (graph.input(name, TensorProto.INT64, ["B"]) for name in ("write_indices", "nonpad_kv_seqlen"))
     presents = []
     for name, p, n in zip(caches, past, new, strict=True):

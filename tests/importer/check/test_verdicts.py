@@ -153,9 +153,8 @@ def folder_of_that_name(path: Path) -> None:
 
 @posix
 @pytest.mark.parametrize("harm", [damage, foreign, empty, large, opened_to_others, linked, folder_of_that_name])
-def test_entries_that_are_not_the_users_own_are_ignored(
-    harm: Callable[[Path], None], tmp_path: Path, folder: Path, counted: list[str]
-) -> None:
+def test_entries_that_are_not_the_users_own_are_ignored(harm: Callable[[Path], None], tmp_path: Path, folder: Path,
+                                                        counted: list[str]) -> None:  # fmt: skip
     made = imported(tmp_path)
     answers(made, Verdicts(folder))
     for path in list(folder.iterdir()):
@@ -204,9 +203,8 @@ def test_verdicts_lie_in_the_users_cache_folder_and_are_private(
 @posix
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o770])
 @pytest.mark.parametrize("place", ["cache", "cache/trt-kvcache", "cache/trt-kvcache/verdicts"])
-def test_no_verdict_is_believed_where_others_can_write(
-    place: str, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_verdict_is_believed_where_others_can_write(place: str, mode: int, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.delenv(verdicts.SWITCH, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert open_verdicts(again=False) is not None
@@ -240,9 +238,8 @@ def test_a_link_to_a_folder_of_others_is_followed_before_it_is_judged(
 
 @posix
 @pytest.mark.parametrize("given", ["", "relative/cache"])
-def test_a_cache_folder_that_is_no_absolute_path_is_passed_over(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_is_no_absolute_path_is_passed_over(given: str, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert verdicts.cache_folder() == tmp_path / ".cache"
