@@ -47,16 +47,15 @@ def test_the_dockerfile_is_as_hadolint_wants_it() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(
-    ("packages", "code", "line"),
-    [([{"name": "a", "version": "1", "vulns": []}], 0, "1 packages checked, no known vulnerability"),
-     ([{"name": "a", "version": "1", "vulns": [{"id": "X-1", "fix_versions": ["2"]}]}], 1, "a 1: X-1, fixed in 2"),
-     ([{"name": "b", "skip_reason": "not found"},
-       {"name": "a", "version": "1", "vulns": [{"id": "X-1", "fix_versions": []}]}], 1,
-      "a 1: X-1, fixed in no version"),
-     ([{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "not found"}], 3,
-      "NOT checked for known vulnerabilities: 1 of 2 packages: not found"),
-     ([], 3, "NOT checked for known vulnerabilities: pip-audit named no package")])  # fmt: skip
+@pytest.mark.parametrize(("packages", "code", "line"), [
+    ([{"name": "a", "version": "1", "vulns": []}], 0, "1 packages checked, no known vulnerability"),
+    ([{"name": "a", "version": "1", "vulns": [{"id": "X-1", "fix_versions": ["2"]}]}], 1, "a 1: X-1, fixed in 2"),
+    ([{"name": "b", "skip_reason": "not found"},
+      {"name": "a", "version": "1", "vulns": [{"id": "X-1", "fix_versions": []}]}], 1, "a 1: X-1, fixed in no version"),
+    ([{"name": "a", "version": "1", "vulns": []}, {"name": "b", "skip_reason": "not found"}], 3,
+     "NOT checked for known vulnerabilities: 1 of 2 packages: not found"),
+    ([], 3, "NOT checked for known vulnerabilities: pip-audit named no package"),
+])  # fmt: skip
 def test_what_was_not_checked_is_never_called_checked(packages: list[dict[str, object]], code: int, line: str) -> None:
     found, text = audit.verdict(packages)
     assert found == code

@@ -61,41 +61,35 @@ def test_narrow_types(dtype: Any, tmp_path: Path) -> None:
     assert np.array_equal(found.read(found.modules[0])[0], A.T)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"peft_type": "IA3"}, "the adapter is of kind 'IA3'; only LORA is supported"),
-        ({"bias": "all"}, "bias is 'all', and biases are not supported"),
-        ({"use_dora": True}, "use_dora is True, which is not supported"),
-        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not supported"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the model's own weights"),
-        ({"layer_replication": [[0, 4]]}, "layer_replication is"),
-        ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
-        ({"target_parameters": ["experts.w1"]}, "target_parameters is"),
-        ({"something_new": 1}, "something_new is 1, which is not supported"),
-        ({"r": 3}, "has a rank of 2, and adapter_config.json says 3"),
-        ({"lora_alpha": "much"}, "lora_alpha of module '.*' is 'much', which is no number"),
-        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has '\(', which RE2 does not read"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"peft_type": "IA3"}, "the adapter is of kind 'IA3'; only LORA is supported"),
+    ({"bias": "all"}, "bias is 'all', and biases are not supported"),
+    ({"use_dora": True}, "use_dora is True, which is not supported"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\], which is not supported"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the model's own weights"),
+    ({"layer_replication": [[0, 4]]}, "layer_replication is"),
+    ({"trainable_token_indices": [3]}, "trainable_token_indices is"),
+    ({"target_parameters": ["experts.w1"]}, "target_parameters is"),
+    ({"something_new": 1}, "something_new is 1, which is not supported"),
+    ({"r": 3}, "has a rank of 2, and adapter_config.json says 3"),
+    ({"lora_alpha": "much"}, "lora_alpha of module '.*' is 'much', which is no number"),
+    ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has '\(', which RE2 does not read"),
+])  # fmt: skip
 def test_kinds_that_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
     write(tmp_path, PAIR, {"r": 2, **settings})
     with pytest.raises(OptionError, match=words):
         open_lora(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({}, "the adapter has no tensors"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": A}, "embed_tokens.lora_embedding_A' is no A or B of"),
-        ({f"base_model.model.{MODULE}.lora_magnitude_vector": A[0]}, "lora_magnitude_vector' is no A or B"),
-        ({"base_model.model.lm_head.weight": A}, "lm_head.weight' is no A or B"),
-        (dict([next(iter(PAIR.items()))]), f"module '{MODULE}' has only .*lora_A.weight; copy the file again"),
-        ({**PAIR, f"base_model.model.{MODULE}.lora_B.weight": B.T}, r"has A \[2, 4\] and B \[2, 3\], which is no"),
-        ({**PAIR, f"base_model.model.{MODULE}.lora_A.weight": A.astype(np.int32)}, "is I32; supported are F16, F32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tensors", "words"), [
+    ({}, "the adapter has no tensors"),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": A}, "embed_tokens.lora_embedding_A' is no A or B of"),
+    ({f"base_model.model.{MODULE}.lora_magnitude_vector": A[0]}, "lora_magnitude_vector' is no A or B"),
+    ({"base_model.model.lm_head.weight": A}, "lm_head.weight' is no A or B"),
+    (dict([next(iter(PAIR.items()))]), f"module '{MODULE}' has only .*lora_A.weight; copy the file again"),
+    ({**PAIR, f"base_model.model.{MODULE}.lora_B.weight": B.T}, r"has A \[2, 4\] and B \[2, 3\], which is no"),
+    ({**PAIR, f"base_model.model.{MODULE}.lora_A.weight": A.astype(np.int32)}, "is I32; supported are F16, F32"),
+])  # fmt: skip
 def test_tensors_that_are_refused(tensors: dict[str, Any], words: str, tmp_path: Path) -> None:
     write(tmp_path, tensors, {"r": 2})
     with pytest.raises(OptionError, match=words):

@@ -251,11 +251,10 @@ def test_shares() -> None:
     assert share_between(codes, moved * 2) == np.inf
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [("optimum/llama", r"TensorRT for RTX \S+ takes it, and is right within \de-07; it copies each cache in each step"),
-     ("mobius/llama_dynamic_f32",
-      r"refused: TensorRT for RTX \S+ cannot parse .* Attention nodes with one output")])  # fmt: skip
+@pytest.mark.parametrize(("name", "words"), [
+    ("optimum/llama", r"TensorRT for RTX \S+ takes it, and is right within \de-07; it copies each cache in each step"),
+    ("mobius/llama_dynamic_f32", r"refused: TensorRT for RTX \S+ cannot parse .* Attention nodes with one output"),
+])  # fmt: skip
 def test_what_the_parser_makes_of_an_export_as_it_is(name: str, words: str) -> None:
     text = parsed_as_exported(MODELS / name / "model.onnx", PlanOptions(capacity=64))
     assert re.match(words, text), text

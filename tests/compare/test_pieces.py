@@ -40,21 +40,18 @@ def _walked(pieces: tuple[Piece, ...], rows: int) -> list[tuple[Piece, list[int]
     return found
 
 
-@pytest.mark.parametrize(
-    ("limits", "parts"),
-    [
-        (_limits(linear=40), ["start", "full"]),
-        (_limits(linear=320), ["start", "decode 40", "span 256", "full"]),
-        (_limits(linear=4096), ["start", "decode 40", "span 256", "full"]),
-        (_limits(circular=(24,), longest=24), ["start", "wrap 24", "decode 40", "span 256"]),
-        (_limits(circular=(512,), linear=4096), ["start", "decode 40", "span 256", "wrap 512", "full"]),
-        (_limits(circular=(4096,)), ["start", "decode 40", "span 256", "wrap 4096"]),
-        (_limits(linear=40, ragged=False), ["start", "full"]),
-        (_limits(linear=64, length=1, longest=1), ["start", "decode 40", "full"]),
-        (_limits(linear=64, length=4, longest=4, batch=1), ["start", "decode 40", "full"]),
-        (_limits(linear=64, circular=(16,), no_straddle=(16,), longest=16), ["start", "wrap 16", "decode 40", "full"]),
-    ],
-)
+@pytest.mark.parametrize(("limits", "parts"), [
+    (_limits(linear=40), ["start", "full"]),
+    (_limits(linear=320), ["start", "decode 40", "span 256", "full"]),
+    (_limits(linear=4096), ["start", "decode 40", "span 256", "full"]),
+    (_limits(circular=(24,), longest=24), ["start", "wrap 24", "decode 40", "span 256"]),
+    (_limits(circular=(512,), linear=4096), ["start", "decode 40", "span 256", "wrap 512", "full"]),
+    (_limits(circular=(4096,)), ["start", "decode 40", "span 256", "wrap 4096"]),
+    (_limits(linear=40, ragged=False), ["start", "full"]),
+    (_limits(linear=64, length=1, longest=1), ["start", "decode 40", "full"]),
+    (_limits(linear=64, length=4, longest=4, batch=1), ["start", "decode 40", "full"]),
+    (_limits(linear=64, circular=(16,), no_straddle=(16,), longest=16), ["start", "wrap 16", "decode 40", "full"]),
+])  # fmt: skip
 def test_parts_go_on_where_the_one_before_ended(plan: CachePlan, limits: Limits, parts: list[str]) -> None:
     places = {n: name for n, name in PLACES.items() if limits.linear is None or n < limits.linear}
     pieces = plan_pieces(limits, plan, (5, 3, 1), 0, places=places, far=True, drawn=True)

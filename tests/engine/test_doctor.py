@@ -98,17 +98,15 @@ def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) ->
     assert any("tensorrt>=10.15" in line for line in diagnosis.advice)
 
 
-@pytest.mark.parametrize(
-    ("capability", "nvrtc", "plugins", "expected"),
-    [
-        ("8.9", "13.0.88", True, []),
-        ("12.1", "13.5.37", False, []),
-        ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': NVRTC"]),
-        ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs do not run on the Fake"]),
-        ("9.0", None, True, ["build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not "
-                             "made for the Fake (compute capability 9.0)"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("capability", "nvrtc", "plugins", "expected"), [
+    ("8.9", "13.0.88", True, []),
+    ("12.1", "13.5.37", False, []),
+    ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': NVRTC"]),
+    ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs do not run on the Fake"]),
+    ("9.0", None, True,
+     ["build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not "
+      "made for the Fake (compute capability 9.0)"]),
+])  # fmt: skip
 def test_what_a_gpu_and_its_driver_need(capability: str, nvrtc: str | None, plugins: bool, expected: list[str],
                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     versions = {"nvidia-cuda-nvrtc": nvrtc}

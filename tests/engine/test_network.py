@@ -74,21 +74,20 @@ def test_the_plan_of_the_model_fits(parsed: tuple[Any, object, CachePlan]) -> No
     check_network(network, plan, trt)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [(drop_cache, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
-     (not_native, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
-     (add_cache, "has 4 KV-cache layers, but the plan has 5; missing: other_cache -> other_present"),
-     (swap_caches, "has 4 KV-cache layers, but the plan has 4; missing: key_cache.0 -> updated_value_cache.0"),
-     (add_input, r"inputs differ from the plan's: missing \['extra'\], unknown \[\]"),
-     (change_tensor("logits", name="scores"), r"outputs .*: missing \['scores'\], unknown \['logits'\]"),
-     (change_tensor("logits", dtype="double"), "gives output 'logits' the dtype HALF, but the model says double"),
-     (change_tensor("key_cache.0", dtype="bfloat16"),
-      "gives input 'key_cache.0' the dtype HALF, but the model says bfl"),
-     (change_tensor("write_indices", shape=(4,)), r"input 'write_indices' the shape \[-1\], but the plan says \[4\]"),
-     (change_tensor("write_indices", shape=("a", 1)), r"input 'write_indices' the shape \[-1\], but the plan says"),
-     (change_tensor("logits", shape=("batch", "s", 7)),
-      "output 'logits' the shape .*, but the plan says .*7")])  # fmt: skip
+@pytest.mark.parametrize(("change", "message"), [
+    (drop_cache, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
+    (not_native, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
+    (add_cache, "has 4 KV-cache layers, but the plan has 5; missing: other_cache -> other_present"),
+    (swap_caches, "has 4 KV-cache layers, but the plan has 4; missing: key_cache.0 -> updated_value_cache.0"),
+    (add_input, r"inputs differ from the plan's: missing \['extra'\], unknown \[\]"),
+    (change_tensor("logits", name="scores"), r"outputs .*: missing \['scores'\], unknown \['logits'\]"),
+    (change_tensor("logits", dtype="double"), "gives output 'logits' the dtype HALF, but the model says double"),
+    (change_tensor("key_cache.0", dtype="bfloat16"),
+     "gives input 'key_cache.0' the dtype HALF, but the model says bfl"),
+    (change_tensor("write_indices", shape=(4,)), r"input 'write_indices' the shape \[-1\], but the plan says \[4\]"),
+    (change_tensor("write_indices", shape=("a", 1)), r"input 'write_indices' the shape \[-1\], but the plan says"),
+    (change_tensor("logits", shape=("batch", "s", 7)), "output 'logits' the shape .*, but the plan says .*7"),
+])  # fmt: skip
 def test_a_difference_is_named(parsed: tuple[Any, object, CachePlan], change: Callable[[CachePlan], CachePlan],
                                message: str) -> None:  # fmt: skip
     network, _, plan = parsed

@@ -32,13 +32,10 @@ def test_bad_shapes_are_refused(text: str) -> None:
         parse_shapes(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("4GiB", 4 << 30), ("4G", 4 << 30), ("512 MiB", 512 << 20), ("512m", 512 << 20), ("1.5KiB", 1536),
-        ("4GB", 4 * 10**9), ("7", 7), ("7B", 7), ("2TiB", 2 << 40),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), [
+    ("4GiB", 4 << 30), ("4G", 4 << 30), ("512 MiB", 512 << 20), ("512m", 512 << 20), ("1.5KiB", 1536),
+    ("4GB", 4 * 10**9), ("7", 7), ("7B", 7), ("2TiB", 2 << 40),
+])  # fmt: skip
 def test_sizes(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
@@ -93,16 +90,15 @@ def test_illegal_values_are_refused(arguments: dict[str, object], message: str) 
         BuildOptions(**arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("backend", "build", "message"),
-    [(RTX, BuildOptions(compute_capabilities=("sm90",)), "cannot build for sm90; give some of sm75, sm80, sm86"),
-     (RTX, BuildOptions(opt_level=5), "opt_level has no effect here: TensorRT for RTX 1.7.1.116 gives the same engine"),
-     (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
-     (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
-     (RTX, BuildOptions(refit="any", strip_plan=True), "refit and strip_plan: .* needs an NVIDIA GPU and driver"),
-     (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
-     (FULL, BuildOptions(compute_capabilities=("sm80",)),
-      r'compute_capabilities=\["sm80"\] is for TensorRT for RTX')])  # fmt: skip
+@pytest.mark.parametrize(("backend", "build", "message"), [
+    (RTX, BuildOptions(compute_capabilities=("sm90",)), "cannot build for sm90; give some of sm75, sm80, sm86"),
+    (RTX, BuildOptions(opt_level=5), "opt_level has no effect here: TensorRT for RTX 1.7.1.116 gives the same engine"),
+    (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
+    (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
+    (RTX, BuildOptions(refit="any", strip_plan=True), "refit and strip_plan: .* needs an NVIDIA GPU and driver"),
+    (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
+    (FULL, BuildOptions(compute_capabilities=("sm80",)), r'compute_capabilities=\["sm80"\] is for TensorRT for RTX'),
+])  # fmt: skip
 def test_options_that_a_backend_would_ignore_are_refused(backend: Backend, build: BuildOptions, message: str,
                                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     monkeypatch.setattr("trt_kvcache.engine.backend.driver_present", lambda: False)
@@ -138,16 +134,13 @@ def test_auto_needs_a_driver_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch) 
     assert choose_backend("auto") == Backend(Target.TENSORRT_RTX, "1.7.1")
 
 
-@pytest.mark.parametrize(
-    ("choice", "driver", "versions", "message"),
-    [
-        ("auto", True, {}, r"TensorRT for RTX is not installed; run: pip install 'trt-kvcache\[rtx\]'"),
-        ("tensorrt", True, {"rtx": "1.7"}, r"TensorRT is not installed; run: pip install 'trt-kvcache\[tensorrt\]'"),
-        ("tensorrt", True, {"full": "10.14.1.48"}, r"TensorRT 10.14.1.48 is too old, 10.15 or later is needed"),
-        ("tensorrt-rtx", False, {"rtx": "1.2"}, r"TensorRT for RTX 1.2 is too old, 1.7 or later is needed"),
-        ("tensorrt", False, {"full": "11.4"}, "needs an NVIDIA GPU and driver to build, and this machine has none"),
-    ],
-)
+@pytest.mark.parametrize(("choice", "driver", "versions", "message"), [
+    ("auto", True, {}, r"TensorRT for RTX is not installed; run: pip install 'trt-kvcache\[rtx\]'"),
+    ("tensorrt", True, {"rtx": "1.7"}, r"TensorRT is not installed; run: pip install 'trt-kvcache\[tensorrt\]'"),
+    ("tensorrt", True, {"full": "10.14.1.48"}, r"TensorRT 10.14.1.48 is too old, 10.15 or later is needed"),
+    ("tensorrt-rtx", False, {"rtx": "1.2"}, r"TensorRT for RTX 1.2 is too old, 1.7 or later is needed"),
+    ("tensorrt", False, {"full": "11.4"}, "needs an NVIDIA GPU and driver to build, and this machine has none"),
+])  # fmt: skip
 def test_backends_that_cannot_build_are_refused(choice: str, driver: bool, versions: dict[str, str], message: str,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     install(monkeypatch, driver=driver, **versions)

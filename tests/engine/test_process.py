@@ -82,19 +82,18 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [("os.kill(os.getpid(), signal.SIGFPE)",
-      r"the process of TensorRT for RTX .* was killed by SIGFPE while parsing the model, at node /layers.0/rope "
-      r"\[RotaryEmbedding\]; that is a crash inside TensorRT: change this part"),
-     ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
-     ("send(Stage(STAGES[4])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
-      r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)"),
-     ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
-     ("raise OutputError('disk full')", "^disk full$"),
-     ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
-     ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)",
-      r"ended with exit code 3 .* \(its last words: b; c\)")])  # fmt: skip
+@pytest.mark.parametrize(("body", "message"), [
+    ("os.kill(os.getpid(), signal.SIGFPE)",
+     r"the process of TensorRT for RTX .* was killed by SIGFPE while parsing the model, at node /layers.0/rope "
+     r"\[RotaryEmbedding\]; that is a crash inside TensorRT: change this part"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
+    ("send(Stage(STAGES[4])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
+     r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)"),
+    ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
+    ("raise OutputError('disk full')", "^disk full$"),
+    ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
+    ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)", r"ended with exit code 3 .* \(its last words: b; c\)"),
+])  # fmt: skip
 def test_the_death_of_the_child_is_an_error(model: Path, output: Path, child: Callable[[str], None], body: str,
                                             message: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """An error of our own keeps its class."""

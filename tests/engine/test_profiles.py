@@ -232,22 +232,20 @@ def test_shapes_narrow_known_axes() -> None:
     assert made["decode"].shapes["input_ids"] == ShapeRange((2, 1), (3, 1), (4, 1))
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [(BuildOptions(min_shapes={"ids": (1,)}),
-      "min_shapes names 'ids', which is not an input of the model; inputs: input_i"),
-     (BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
-      r"max_shapes gives 'input_ids' the shape \[1, 2, 3\], but .*: give"),
-     (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
-     (BuildOptions(max_shapes={"input_ids": (8, 64)}),
-      r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from max_batch"),
-     (BuildOptions(max_shapes={"input_ids": (2, 64)}),
-      r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from max_batch"),
-     (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from max_chunk"),
-     (BuildOptions(max_shapes={"attention_span": (257,)}), r"257 in dimension 0 \(span\); .* at most 256 \(the capac"),
-     (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"min_shapes gives 'input_ids' 0 in dimension 0"),
-     (BuildOptions(min_shapes={"attention_span": (99,)}, opt_shapes={"attention_span": (98,)}),
-      "must grow from min_shapes over opt_shapes to max_shapes; dimension 0 is 99, 98, 256")])  # fmt: skip
+@pytest.mark.parametrize(("build", "message"), [
+    (BuildOptions(min_shapes={"ids": (1,)}),
+     "min_shapes names 'ids', which is not an input of the model; inputs: input_i"),
+    (BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
+     r"max_shapes gives 'input_ids' the shape \[1, 2, 3\], but .*: give"),
+    (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
+    (BuildOptions(max_shapes={"input_ids": (8, 64)}), r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from max_batch"),
+    (BuildOptions(max_shapes={"input_ids": (2, 64)}), r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from max_batch"),
+    (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from max_chunk"),
+    (BuildOptions(max_shapes={"attention_span": (257,)}), r"257 in dimension 0 \(span\); .* at most 256 \(the capac"),
+    (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"min_shapes gives 'input_ids' 0 in dimension 0"),
+    (BuildOptions(min_shapes={"attention_span": (99,)}, opt_shapes={"attention_span": (98,)}),
+     "must grow from min_shapes over opt_shapes to max_shapes; dimension 0 is 99, 98, 256"),
+])  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(build: BuildOptions, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         profiles(PLAN, replace(build, max_batch=4, max_chunk=64))

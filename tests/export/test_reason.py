@@ -23,20 +23,16 @@ convert()
 """
 
 
-@pytest.mark.parametrize(
-    ("code", "reason"),
-    [
-        (TORCH, "DispatchError: No ONNX function found for <OpOverload(op='aten.unsqueeze')>. Failure message: none"),
-        ("try:\n    {}['rope']\nexcept KeyError:\n    raise ValueError('no rope here')", "ValueError: no rope here"),
-        ("assert 1 == 2", "AssertionError: without words, by 'assert 1 == 2'"),
-        ("assert 1 == 2, 'two\\n  lines'", "AssertionError: two lines"),
-        ("raise RuntimeError('x' * 900)", f"RuntimeError: {'x' * 382} ..."),
-        ("import sys; print('first', file=sys.stderr); sys.exit('no such architecture')", "no such architecture"),
-        ("1 +", "SyntaxError: invalid syntax"),
-        ("import sys; sys.exit(3)", ""),
-    ],
-    ids=range(8),
-)
+@pytest.mark.parametrize(("code", "reason"), [
+    (TORCH, "DispatchError: No ONNX function found for <OpOverload(op='aten.unsqueeze')>. Failure message: none"),
+    ("try:\n    {}['rope']\nexcept KeyError:\n    raise ValueError('no rope here')", "ValueError: no rope here"),
+    ("assert 1 == 2", "AssertionError: without words, by 'assert 1 == 2'"),
+    ("assert 1 == 2, 'two\\n  lines'", "AssertionError: two lines"),
+    ("raise RuntimeError('x' * 900)", f"RuntimeError: {'x' * 382} ..."),
+    ("import sys; print('first', file=sys.stderr); sys.exit('no such architecture')", "no such architecture"),
+    ("1 +", "SyntaxError: invalid syntax"),
+    ("import sys; sys.exit(3)", ""),
+], ids=range(8))  # fmt: skip
 def test_the_reason(code: str, reason: str, tmp_path: Path) -> None:
     """The reason is, of real traces, the first error of those that caused each other, else the last one."""
     script = tmp_path / "script.py"

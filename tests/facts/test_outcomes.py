@@ -166,15 +166,13 @@ def test_layers_of_updates() -> None:
 KINDS = tensorrt_rtx.CausalMaskKind
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"nonpad": True}, {"key_value_lengths": None, "mask": None}),
-     ({"is_causal": 1}, {"causal_kind": KINDS.UPPER_LEFT}),
-     ({"is_causal": 1, "nonpad": True}, {"causal_kind": KINDS.UPPER_LEFT, "key_value_lengths": None}),
-     ({"opset": 25, "left_window_size": 4}, {"causal_kind": KINDS.NONE, "mask": None}),
-     ({"opset": 25, "right_window_size": 0}, {"causal_kind": KINDS.NONE, "mask": None})],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"nonpad": True}, {"key_value_lengths": None, "mask": None}),
+    ({"is_causal": 1}, {"causal_kind": KINDS.UPPER_LEFT}),
+    ({"is_causal": 1, "nonpad": True}, {"causal_kind": KINDS.UPPER_LEFT, "key_value_lengths": None}),
+    ({"opset": 25, "left_window_size": 4}, {"causal_kind": KINDS.NONE, "mask": None}),
+    ({"opset": 25, "right_window_size": 0}, {"causal_kind": KINDS.NONE, "mask": None}),
+], ids=str)  # fmt: skip
 def test_silent_losses(options: dict[str, Any], expected: dict[str, Any]) -> None:
     """Lengths and windows are dropped, a causal mask is aligned to the upper left; all builds."""
     parsed = trt.parse(attention_model(**options))

@@ -63,20 +63,17 @@ def outcome(word: str, in_place: bool = True) -> net.Outcome:
     return net.Outcome("concat/plain", word, "facts", in_place, "reason")
 
 
-@pytest.mark.parametrize(
-    ("found", "promised", "fault"),
-    [
-        (outcome(net.EQUAL), {"concat/plain": False}, ""),
-        (outcome(net.EQUAL, in_place=False), {"concat/plain": True}, ""),
-        (outcome(net.EQUAL, in_place=False), {"concat/plain": False}, "promised in place, and copied: facts"),
-        (outcome(net.TAKEN), {"concat/plain": False}, "promised, and not verified: reason"),
-        (outcome(net.REFUSED), {"concat/plain": False}, "promised, and refused: facts"),
-        (outcome(net.REFUSED), {}, ""),
-        (outcome(net.TAKEN, in_place=False), {}, ""),
-        (outcome(net.WRONG), {}, "wrong: reason"),
-        (outcome(net.TRACE), {}, "trace: reason"),
-    ],
-)
+@pytest.mark.parametrize(("found", "promised", "fault"), [
+    (outcome(net.EQUAL), {"concat/plain": False}, ""),
+    (outcome(net.EQUAL, in_place=False), {"concat/plain": True}, ""),
+    (outcome(net.EQUAL, in_place=False), {"concat/plain": False}, "promised in place, and copied: facts"),
+    (outcome(net.TAKEN), {"concat/plain": False}, "promised, and not verified: reason"),
+    (outcome(net.REFUSED), {"concat/plain": False}, "promised, and refused: facts"),
+    (outcome(net.REFUSED), {}, ""),
+    (outcome(net.TAKEN, in_place=False), {}, ""),
+    (outcome(net.WRONG), {}, "wrong: reason"),
+    (outcome(net.TRACE), {}, "trace: reason"),
+])  # fmt: skip
 def test_a_broken_promise_is_named(found: net.Outcome, promised: dict[str, bool], fault: str) -> None:
     assert net.broken(found, promised, verified=True) == fault
 

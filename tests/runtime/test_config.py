@@ -19,51 +19,47 @@ from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
-        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, above max_new_tokens 8"),
-        ({"do_sample": 1}, "do_sample is 1; it must be True or False"),
-        ({"do_sample": True, "temperature": 0.0}, "for the most probable token do not sample"),
-        ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0; supported: above 0 and at most 1"),
-        ({"do_sample": True, "min_p": -0.1}, "min_p is -0.1"),
-        ({"temperature": 0.7}, r"temperature=0.7 has no effect without do_sample=True"),
-        ({"top_k": 3, "top_p": 0.5}, r"top_k=3, top_p=0.5 has no effect"),
-        ({"length_penalty": 2.0}, "length_penalty=2.0 has no effect without num_beams above 1"),
-        ({"early_stopping": "always"}, 'supported: True, False or "never"'),
-        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
-        ({"eos_token_id": -1}, "eos_token_id is -1"),
-        ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]"),
-        ({"stop_strings": ["a", ""]}, "stop_strings is .*; supported: texts of at least one character"),
-        ({"seed": -1}, "seed is -1"),
-        ({"num_beams": 0}, "num_beams is 0"),
-        ({"num_beams": 2, "do_sample": True}, "num_beams=2 cannot be combined with do_sample"),
-        ({"num_beams": 2, "do_sample": True, "top_k": 0, "top_p": 0.5}, "combined with top_k=0 and top_p=0.5, which"),
-        ({"num_beams": 2, "prompt_lookup_num_tokens": 3}, "cannot be combined with prompt_lookup_num_tokens"),
-        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
-        ({"min_length": -1}, "min_length is -1"),
-        ({"bad_words_ids": [5]}, r"bad_words_ids is \[5\]; supported: runs of token ids, such as \[\[5\], \[7, 8\]\]"),
-        ({"bad_words_ids": [[-5]]}, "supported: runs of token ids"),
-        ({"suppress_tokens": [-5]}, r"suppress_tokens is \[-5\]; supported: token ids, 0 or more"),
-        ({"forced_bos_token_id": [1]}, r"forced_bos_token_id is \[1\]; it must be a whole number"),
-        ({"forced_eos_token_id": -1}, "forced_eos_token_id is -1"),
-        ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"forced_eos_token_id \[2, 3\] is among"),
-        ({"exponential_decay_length_penalty": (0.5, 1.5)}, "exponential_decay_length_penalty is"),
-        ({"exponential_decay_length_penalty": (5, 0.0)}, "a factor above 0"),
-        ({"logits_processor": 5}, "logits_processor is 5; supported: a function, or several"),
-        ({"top_logprobs": 3}, "top_logprobs=3 has no effect without output_logprobs=True"),
-        ({"top_logprobs": -1, "output_logprobs": True}, "top_logprobs is -1; it must be at least 0"),
-        ({"presence_penalty": math.inf}, "presence_penalty is inf; it must be a finite number"),
-        ({"frequency_penalty": "1"}, "frequency_penalty is '1'; it must be a finite number"),
-        ({"renormalize_logits": True}, "renormalize_logits=True has no effect without num_beams above 1"),
-        ({"sequence_bias": {(): 1.0}}, "sequence_bias is"),
-        ({"sequence_bias": {1: math.inf}}, "sequence_bias is .*inf"),
-        ({"sequence_bias": [1, 2]}, "sequence_bias is"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
+    ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+    ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, above max_new_tokens 8"),
+    ({"do_sample": 1}, "do_sample is 1; it must be True or False"),
+    ({"do_sample": True, "temperature": 0.0}, "for the most probable token do not sample"),
+    ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0; supported: above 0 and at most 1"),
+    ({"do_sample": True, "min_p": -0.1}, "min_p is -0.1"),
+    ({"temperature": 0.7}, r"temperature=0.7 has no effect without do_sample=True"),
+    ({"top_k": 3, "top_p": 0.5}, r"top_k=3, top_p=0.5 has no effect"),
+    ({"length_penalty": 2.0}, "length_penalty=2.0 has no effect without num_beams above 1"),
+    ({"early_stopping": "always"}, 'supported: True, False or "never"'),
+    ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+    ({"eos_token_id": -1}, "eos_token_id is -1"),
+    ({"eos_token_id": [1, -1]}, r"eos_token_id is \[1, -1\]"),
+    ({"stop_strings": ["a", ""]}, "stop_strings is .*; supported: texts of at least one character"),
+    ({"seed": -1}, "seed is -1"),
+    ({"num_beams": 0}, "num_beams is 0"),
+    ({"num_beams": 2, "do_sample": True}, "num_beams=2 cannot be combined with do_sample"),
+    ({"num_beams": 2, "do_sample": True, "top_k": 0, "top_p": 0.5}, "combined with top_k=0 and top_p=0.5, which"),
+    ({"num_beams": 2, "prompt_lookup_num_tokens": 3}, "cannot be combined with prompt_lookup_num_tokens"),
+    ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
+    ({"min_length": -1}, "min_length is -1"),
+    ({"bad_words_ids": [5]}, r"bad_words_ids is \[5\]; supported: runs of token ids, such as \[\[5\], \[7, 8\]\]"),
+    ({"bad_words_ids": [[-5]]}, "supported: runs of token ids"),
+    ({"suppress_tokens": [-5]}, r"suppress_tokens is \[-5\]; supported: token ids, 0 or more"),
+    ({"forced_bos_token_id": [1]}, r"forced_bos_token_id is \[1\]; it must be a whole number"),
+    ({"forced_eos_token_id": -1}, "forced_eos_token_id is -1"),
+    ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"forced_eos_token_id \[2, 3\] is among"),
+    ({"exponential_decay_length_penalty": (0.5, 1.5)}, "exponential_decay_length_penalty is"),
+    ({"exponential_decay_length_penalty": (5, 0.0)}, "a factor above 0"),
+    ({"logits_processor": 5}, "logits_processor is 5; supported: a function, or several"),
+    ({"top_logprobs": 3}, "top_logprobs=3 has no effect without output_logprobs=True"),
+    ({"top_logprobs": -1, "output_logprobs": True}, "top_logprobs is -1; it must be at least 0"),
+    ({"presence_penalty": math.inf}, "presence_penalty is inf; it must be a finite number"),
+    ({"frequency_penalty": "1"}, "frequency_penalty is '1'; it must be a finite number"),
+    ({"renormalize_logits": True}, "renormalize_logits=True has no effect without num_beams above 1"),
+    ({"sequence_bias": {(): 1.0}}, "sequence_bias is"),
+    ({"sequence_bias": {1: math.inf}}, "sequence_bias is .*inf"),
+    ({"sequence_bias": [1, 2]}, "sequence_bias is"),
+], ids=str)  # fmt: skip
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         GenerationConfig(**settings)
@@ -181,15 +177,14 @@ def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
         settings_beside(model)
 
 
-@pytest.mark.parametrize(
-    ("config", "found"),
-    [({"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": 2}),
-     ({"eos_token_id": None, "text_config": {"eos_token_id": [1, 106]}}, {"eos_token_id": [1, 106]}),
-     ({"eos_token_id": 3, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}),
-     ({"decoder": {"eos_token_id": 2, "vocab_size": 9}, "text_config": []}, {"eos_token_id": 2}),
-     ({"forced_eos_token_id": 4, "bad_words_ids": [[5]]}, {"forced_eos_token_id": 4, "bad_words_ids": [[5]]}),
-     ({"model_type": "llama"}, {})],
-    ids=str)  # fmt: skip
+@pytest.mark.parametrize(("config", "found"), [
+    ({"model_type": "llama", "eos_token_id": 2, "bos_token_id": 1}, {"eos_token_id": 2}),
+    ({"eos_token_id": None, "text_config": {"eos_token_id": [1, 106]}}, {"eos_token_id": [1, 106]}),
+    ({"eos_token_id": 3, "text_config": {"eos_token_id": 2}}, {"eos_token_id": 3}),
+    ({"decoder": {"eos_token_id": 2, "vocab_size": 9}, "text_config": []}, {"eos_token_id": 2}),
+    ({"forced_eos_token_id": 4, "bad_words_ids": [[5]]}, {"forced_eos_token_id": 4, "bad_words_ids": [[5]]}),
+    ({"model_type": "llama"}, {}),
+], ids=str)  # fmt: skip
 def test_config_json_counts_where_there_is_no_generation_config(config: dict[str, Any], found: dict[str, Any],
                                                                 tmp_path: Path) -> None:  # fmt: skip
     """As in transformers; what onnxruntime-genai made of it counts more."""
@@ -202,12 +197,11 @@ def test_config_json_counts_where_there_is_no_generation_config(config: dict[str
     assert settings_beside(model) == {"eos_token_id": 8, "suppress_tokens": [5]}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
-     ({"max_length": 4096}, "max_length=4096 is ignored, because it counts the prompt, too; use max_new_tokens"),
-     ({"frobnicate": 1}, "frobnicate is not a setting of transformers")],
-    ids=str)  # fmt: skip
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
+    ({"max_length": 4096}, "max_length=4096 is ignored, because it counts the prompt, too; use max_new_tokens"),
+    ({"frobnicate": 1}, "frobnicate is not a setting of transformers"),
+], ids=str)  # fmt: skip
 def test_what_has_no_effect_is_said(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = written(tmp_path, settings)
     with pytest.warns(UserWarning, match="ignored") as said:

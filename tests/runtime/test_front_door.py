@@ -261,23 +261,20 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
         assert [one.tokens for one in several] == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"n": 2}, "'n' is not a generation setting: repeat the prompt in a list"),
-        ({"num_return_sequences": 2}, "repeat the prompt in a list"),
-        ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
-        ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
-        ({"use_cache": True}, "there are always caches"),
-        ({"max_tokens": 3}, "did you mean max_new_tokens"),
-        ({"config": {"max_new_tokens": 3}}, r"config is a dict; give its entries by name, as in generate\(prompt"),
-        ({"config": type("GenerationConfig", (), {"__module__": "transformers.x"})()}, "is of transformers; save it"),
-        ({"config": 3}, "config is int; give a GenerationConfig"),
-        ({"prompts": [1.0, 2.0]}, r"a prompt is float64 \[2\]; token ids are a flat list of whole numbers"),
-        ({"prompts": numpy.array([1.0, 2.0])}, r"a prompt is float64 \[2\]"),
-        ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "said"), [
+    ({"n": 2}, "'n' is not a generation setting: repeat the prompt in a list"),
+    ({"num_return_sequences": 2}, "repeat the prompt in a list"),
+    ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
+    ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
+    ({"use_cache": True}, "there are always caches"),
+    ({"max_tokens": 3}, "did you mean max_new_tokens"),
+    ({"config": {"max_new_tokens": 3}}, r"config is a dict; give its entries by name, as in generate\(prompt"),
+    ({"config": type("GenerationConfig", (), {"__module__": "transformers.x"})()}, "is of transformers; save it"),
+    ({"config": 3}, "config is int; give a GenerationConfig"),
+    ({"prompts": [1.0, 2.0]}, r"a prompt is float64 \[2\]; token ids are a flat list of whole numbers"),
+    ({"prompts": numpy.array([1.0, 2.0])}, r"a prompt is float64 \[2\]"),
+    ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
+])  # fmt: skip
 def test_what_other_libraries_take_names_what_to_do(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     write_decoder(tmp_path / "model.onnx", DecoderConfig(vocab=60, capacity=32, layers=1))
     with DecodeSession.open(tmp_path) as session, pytest.raises(TrtKvCacheError, match=said):

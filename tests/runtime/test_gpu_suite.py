@@ -38,15 +38,13 @@ GPU_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "words", "never"),
-    [({}, ["24 passed"], "failed"),
-     ({"FAKE_GPU_REFUSES": "unsupported SM 9.0"},
-      ["does not run on this GPU; in its own words: ", "unsupported SM 9.0", "24 skipped"], "failed"),
-     ({"FAKE_GPU_IS_LOST": "1"},
-      ["BackendError: CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS", "1 error in"], "skipped")],
-    ids=["pass", "refused", "lost"],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "words", "never"), [
+    ({}, ["24 passed"], "failed"),
+    ({"FAKE_GPU_REFUSES": "unsupported SM 9.0"},
+     ["does not run on this GPU; in its own words: ", "unsupported SM 9.0", "24 skipped"], "failed"),
+    ({"FAKE_GPU_IS_LOST": "1"},
+     ["BackendError: CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS", "1 error in"], "skipped"),
+], ids=["pass", "refused", "lost"])  # fmt: skip
 def test_gpu_tests_on_the_fake(fault: dict[str, str], words: list[str], never: str) -> None:
     """They pass, name what does not run, and are not skipped where the GPU fails."""
     output = run(*GPU_TESTS, PYTHONPATH=SITE, TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx", **fault).stdout

@@ -164,11 +164,10 @@ def test_a_mask_that_fails_ends_its_own_sequence(engine: Path, case: tuple[Any, 
             drain(session)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"grammar": 5}, r"grammar is 5; supported: a grammar that trt_kvcache.Grammars compiled"),
-     ({"grammar": Rule(4), "num_beams": 2}, "num_beams=2 cannot be combined with grammar")],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"grammar": 5}, r"grammar is 5; supported: a grammar that trt_kvcache.Grammars compiled"),
+    ({"grammar": Rule(4), "num_beams": 2}, "num_beams=2 cannot be combined with grammar"),
+])  # fmt: skip
 def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         GenerationConfig(**settings)

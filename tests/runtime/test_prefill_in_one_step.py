@@ -126,13 +126,10 @@ def own(*shape: int | str) -> Callable[[Graph], str]:
     return lambda g: g.input("mask", TensorProto.BOOL, shape)
 
 
-@pytest.mark.parametrize(
-    ("mask", "whole", "length"),
-    [
-        (causal, False, "S"), (added, False, "S"), (with_prefix, True, "S"), (of_types, True, "S"), (valid, True, "S"),
-        (valid, False, 1), (None, True, "S"), (own("B", 1, "S", 16), False, "S"), (own("B", 1, 1, 16), True, "S"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mask", "whole", "length"), [
+    (causal, False, "S"), (added, False, "S"), (with_prefix, True, "S"), (of_types, True, "S"), (valid, True, "S"),
+    (valid, False, 1), (None, True, "S"), (own("B", 1, "S", 16), False, "S"), (own("B", 1, 1, 16), True, "S"),
+])  # fmt: skip
 def test_masks_of_static_models_are_run(mask: Callable[[Graph], str] | None, whole: bool, length: int | str,
                                         tmp_path: Path) -> None:  # fmt: skip
     g, rng = Graph(), np.random.default_rng(0)

@@ -187,27 +187,23 @@ def test_biases_wait_for_their_run() -> None:
         processors.add_sequence_bias(scores, np.array([0]), (((4,), 1.0),))
 
 
-@pytest.mark.parametrize(
-    ("chosen", "prompt", "new", "left"),
-    [
-        ({"bad_words_ids": [[3], [0, 2], [1, 2]]}, 1, [0], {0, 1, 4}),
-        ({"bad_words_ids": [[3], [0, 2]], "eos_token_id": 3}, 1, [1], {0, 1, 2, 3, 4}),
-        ({"suppress_tokens": [1, 4, 99]}, 2, [0], {0, 2, 3}),
-        ({"begin_suppress_tokens": [1]}, 2, [], {0, 2, 3, 4}),
-        ({"begin_suppress_tokens": [1]}, 2, [0], {0, 1, 2, 3, 4}),
-        ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 1, [], {2}),
-        ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 1, [2], {0, 2, 3, 4}),
-        ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 2, [], {0, 2, 3, 4}),
-        ({"forced_bos_token_id": 2}, 2, [], {0, 1, 2, 3, 4}),
-        ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0, 0], {1, 3}),
-        ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0], {0, 1, 2, 3, 4}),
-        ({"min_length": 4, "eos_token_id": 1}, 2, [0], {0, 2, 3, 4}),
-        ({"min_length": 4, "eos_token_id": 1}, 3, [0], {0, 1, 2, 3, 4}),
-        ({"min_length": 9, "min_new_tokens": 1, "eos_token_id": 1}, 2, [], {0, 2, 3, 4}),
-        ({"min_length": 9, "min_new_tokens": 1, "eos_token_id": 1}, 2, [0], {0, 1, 2, 3, 4}),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("chosen", "prompt", "new", "left"), [
+    ({"bad_words_ids": [[3], [0, 2], [1, 2]]}, 1, [0], {0, 1, 4}),
+    ({"bad_words_ids": [[3], [0, 2]], "eos_token_id": 3}, 1, [1], {0, 1, 2, 3, 4}),
+    ({"suppress_tokens": [1, 4, 99]}, 2, [0], {0, 2, 3}),
+    ({"begin_suppress_tokens": [1]}, 2, [], {0, 2, 3, 4}),
+    ({"begin_suppress_tokens": [1]}, 2, [0], {0, 1, 2, 3, 4}),
+    ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 1, [], {2}),
+    ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 1, [2], {0, 2, 3, 4}),
+    ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 2, [], {0, 2, 3, 4}),
+    ({"forced_bos_token_id": 2}, 2, [], {0, 1, 2, 3, 4}),
+    ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0, 0], {1, 3}),
+    ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0], {0, 1, 2, 3, 4}),
+    ({"min_length": 4, "eos_token_id": 1}, 2, [0], {0, 2, 3, 4}),
+    ({"min_length": 4, "eos_token_id": 1}, 3, [0], {0, 1, 2, 3, 4}),
+    ({"min_length": 9, "min_new_tokens": 1, "eos_token_id": 1}, 2, [], {0, 2, 3, 4}),
+    ({"min_length": 9, "min_new_tokens": 1, "eos_token_id": 1}, 2, [0], {0, 1, 2, 3, 4}),
+], ids=str)  # fmt: skip
 def test_what_is_forced_and_forbidden(chosen: dict[str, Any], prompt: int, new: list[int], left: set[int]) -> None:
     config = GenerationConfig(**chosen)
     tokens = np.array([4] * prompt + new)

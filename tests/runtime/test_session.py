@@ -224,22 +224,19 @@ def test_a_failed_update_is_undone() -> None:
     assert int(logits[0].argmax()) == continued(runner, [1, 2, 3, 4], 1)[0]
 
 
-@pytest.mark.parametrize(
-    ("prompts", "error", "words"),
-    [
-        ([[]], PromptError, "prompt 0 is empty"),
-        ([[1], np.array([], np.int64)], PromptError, "prompt 1 is empty"),
-        ([[1, VOCAB]], PromptError, f"token id {VOCAB} is out of range; the model has 0 to {VOCAB - 1}"),
-        ([[1, -1]], PromptError, "token id -1 is out of range"),
-        ([[1, 10**20]], PromptError, "token id 100000000000000000000 is out of range"),
-        ([[1.5]], PromptError, "float64"),
-        ([[[1, 2]]], PromptError, "flat list of whole numbers"),
-        ([[[1, 2], [3]]], PromptError, "flat list of whole numbers"),
-        ("text", PromptError, "there is no tokenizer"),
-        (["text"], PromptError, "there is no tokenizer"),
-        ([[1] * 65], CapacityError, "prompt 0 has 65 tokens, but a sequence may have at most 64"),
-    ],
-)
+@pytest.mark.parametrize(("prompts", "error", "words"), [
+    ([[]], PromptError, "prompt 0 is empty"),
+    ([[1], np.array([], np.int64)], PromptError, "prompt 1 is empty"),
+    ([[1, VOCAB]], PromptError, f"token id {VOCAB} is out of range; the model has 0 to {VOCAB - 1}"),
+    ([[1, -1]], PromptError, "token id -1 is out of range"),
+    ([[1, 10**20]], PromptError, "token id 100000000000000000000 is out of range"),
+    ([[1.5]], PromptError, "float64"),
+    ([[[1, 2]]], PromptError, "flat list of whole numbers"),
+    ([[[1, 2], [3]]], PromptError, "flat list of whole numbers"),
+    ("text", PromptError, "there is no tokenizer"),
+    (["text"], PromptError, "there is no tokenizer"),
+    ([[1] * 65], CapacityError, "prompt 0 has 65 tokens, but a sequence may have at most 64"),
+])  # fmt: skip
 def test_bad_prompts(prompts: Any, error: type[Exception], words: str) -> None:
     runner = HashRunner()
     with DecodeSession(runner) as session:

@@ -295,15 +295,14 @@ def test_a_chat_becomes_a_prompt(template: Any, own: str | None, text: str, tmp_
     assert rendered(tmp_path, template, own) == text
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
-     ("{% for %}", "failed: TemplateSyntaxError"),
-     ("{{ messages.append(1) }}", "failed: SecurityError"),
-     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
-     ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
-     (None, "has no chat template")],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "message"), [
+    ("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
+    ("{% for %}", "failed: TemplateSyntaxError"),
+    ("{{ messages.append(1) }}", "failed: SecurityError"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
+    ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
+    (None, "has no chat template"),
+])  # fmt: skip
 def test_a_template_that_fails_or_breaks_out(template: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         rendered(tmp_path, template)

@@ -139,13 +139,12 @@ def test_numbers_that_are_none_end_their_sequence(engine: Path) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("way", "words"),
-    [("no NVRTC", r"not installed: pip install 'trt-kvcache\[plugin\]'"),
-     ("old driver", "this driver is for CUDA 12.8"),
-     ("unknown GPU", "NVRTC .* cannot compile for architecture 'sm_90'; give one of sm_1"),
-     ("no memory", "cuMemAlloc of .* failed")],
-)  # fmt: skip
+@pytest.mark.parametrize(("way", "words"), [
+    ("no NVRTC", r"not installed: pip install 'trt-kvcache\[plugin\]'"),
+    ("old driver", "this driver is for CUDA 12.8"),
+    ("unknown GPU", "NVRTC .* cannot compile for architecture 'sm_90'; give one of sm_1"),
+    ("no memory", "cuMemAlloc of .* failed"),
+])  # fmt: skip
 def test_without_the_kernel_the_host_chooses(engine: Path, way: str, words: str, fetched: list[int],
                                              monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     if way == "no NVRTC":
@@ -176,13 +175,11 @@ def test_without_the_kernel_the_host_chooses(engine: Path, way: str, words: str,
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [({"missing_candidates": 1}, "the GPU finds other highest scores"),
-     ({"wrong_tokens": 1}, "of 256 scores in float16 the GPU finds token .*, and the host token"),
-     ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE")],
-    ids=["incomplete", "wrong", "refused"],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "words"), [
+    ({"missing_candidates": 1}, "the GPU finds other highest scores"),
+    ({"wrong_tokens": 1}, "of 256 scores in float16 the GPU finds token .*, and the host token"),
+    ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE"),
+], ids=["incomplete", "wrong", "refused"])  # fmt: skip
 def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[str, Any], words: str) -> None:
     with pytest.warns(RuntimeWarning, match=f"the host chooses tokens, because the GPU cannot: .*{words}"):
         runner, gpu = opened(engine, **fault)

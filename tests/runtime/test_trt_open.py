@@ -191,13 +191,11 @@ def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:
     check_refused(UnsupportedModelError, "input 'position_ids' .* has no known role in decoding", engine)
 
 
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [({"max_batch": 4}, "max_batch is 4; this engine was built for 1 to 3: build it again with"),
-     ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
-     ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with max_chunk=9")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("limit", "words"), [
+    ({"max_batch": 4}, "max_batch is 4; this engine was built for 1 to 3: build it again with"),
+    ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+    ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with max_chunk=9"),
+], ids=str)  # fmt: skip
 def test_more_than_the_engine_was_built_for(engine: Path, limit: dict[str, int], words: str) -> None:
     check_refused(OptionError, words, engine, **limit)
 

@@ -111,22 +111,19 @@ def test_adapters_come_and_go(service: Service, wanted: dict[str, list[int]]) ->
     assert post(service, {"lora_name": "second"}, UNLOAD).status == 404
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "words"),
-    [
-        ({"lora_name": "x", "lora_path": "../.."}, 403, "adapters come from the server's own folder"),
-        ({"lora_name": "x", "lora_path": "/etc"}, 403, "adapters come from the server's own folder"),
-        ({"lora_name": "x", "lora_path": "\0"}, 400, "lora_path"),
-        ({"lora_name": "x", "lora_path": "cut"}, 400, "adapter_config.json is not JSON"),
-        ({"lora_name": "x", "lora_path": "x" * 300}, 400, "lora_path: no such folder"),
-        ({"lora_name": "none"}, 400, "lora_path: no such folder"),
-        ({"lora_name": "ann.merged"}, 400, "there is no adapter_config.json"),
-        ({"lora_name": "wide"}, 400, "has a rank of 9, but the model takes a rank of at most 4"),
-        ({"lora_name": "tiny", "lora_path": "ann"}, 400, "'tiny' is the model itself; give another name"),
-        ({"lora_path": "ann"}, 400, "missing required field `lora_name`"),
-        ({"lora_name": ""}, 400, "lora_name"),
-    ],
-)
+@pytest.mark.parametrize(("body", "status", "words"), [
+    ({"lora_name": "x", "lora_path": "../.."}, 403, "adapters come from the server's own folder"),
+    ({"lora_name": "x", "lora_path": "/etc"}, 403, "adapters come from the server's own folder"),
+    ({"lora_name": "x", "lora_path": "\0"}, 400, "lora_path"),
+    ({"lora_name": "x", "lora_path": "cut"}, 400, "adapter_config.json is not JSON"),
+    ({"lora_name": "x", "lora_path": "x" * 300}, 400, "lora_path: no such folder"),
+    ({"lora_name": "none"}, 400, "lora_path: no such folder"),
+    ({"lora_name": "ann.merged"}, 400, "there is no adapter_config.json"),
+    ({"lora_name": "wide"}, 400, "has a rank of 9, but the model takes a rank of at most 4"),
+    ({"lora_name": "tiny", "lora_path": "ann"}, 400, "'tiny' is the model itself; give another name"),
+    ({"lora_path": "ann"}, 400, "missing required field `lora_name`"),
+    ({"lora_name": ""}, 400, "lora_name"),
+])  # fmt: skip
 def test_what_is_not_loaded(body: dict[str, Any], status: int, words: str, service: Service) -> None:
     refused = post(service, body, LOAD)
     assert refused.status == status

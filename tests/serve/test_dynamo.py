@@ -144,23 +144,20 @@ def test_ends_are_those_of_the_request_and_of_the_model(engine: Any, session: De
     assert len(tokens_of(said)) == 512 - 505 + 1
 
 
-@pytest.mark.parametrize(
-    ("request_", "why"),
-    [
-        (asked([1], sampling_options={"n": 2}), "n: a request has one answer"),
-        (asked([1], sampling_options={"presence_penalty": 0.5}), "presence_penalty: use repetition_penalty"),
-        (asked([1], sampling_options={"guided_decoding": {"json": {}}}), "guided_decoding: structured output"),
-        (asked([1], sampling_options={"new_of_dynamo": 1}), "new_of_dynamo: it is not known here"),
-        (asked([1], sampling_options={"temperature": -1.0, "seed": 1}), "temperature|do_sample"),
-        (asked([1], sampling_options={"temperature": 1.0, "seed": -1}), "seed is -1"),
-        (asked([1], stop_conditions={"min_tokens": 3}), "min_tokens: it would start counting again on another worker"),
-        (asked([1], output_options={"logprobs": 0}), "logprobs: workers give no log-probabilities"),
-        (asked([]), "empty"),
-        (asked([300]), "300"),
-        (asked([1] * 600), "600"),
-        (asked([1]) | {"multi_modal_data": {"image_url": []}} | {"prompt_embeds": "x"}, "prompt_embeds: prompts are"),
-    ],
-)
+@pytest.mark.parametrize(("request_", "why"), [
+    (asked([1], sampling_options={"n": 2}), "n: a request has one answer"),
+    (asked([1], sampling_options={"presence_penalty": 0.5}), "presence_penalty: use repetition_penalty"),
+    (asked([1], sampling_options={"guided_decoding": {"json": {}}}), "guided_decoding: structured output"),
+    (asked([1], sampling_options={"new_of_dynamo": 1}), "new_of_dynamo: it is not known here"),
+    (asked([1], sampling_options={"temperature": -1.0, "seed": 1}), "temperature|do_sample"),
+    (asked([1], sampling_options={"temperature": 1.0, "seed": -1}), "seed is -1"),
+    (asked([1], stop_conditions={"min_tokens": 3}), "min_tokens: it would start counting again on another worker"),
+    (asked([1], output_options={"logprobs": 0}), "logprobs: workers give no log-probabilities"),
+    (asked([]), "empty"),
+    (asked([300]), "300"),
+    (asked([1] * 600), "600"),
+    (asked([1]) | {"multi_modal_data": {"image_url": []}} | {"prompt_embeds": "x"}, "prompt_embeds: prompts are"),
+])  # fmt: skip
 def test_what_cannot_be_done_is_a_bad_request(engine: Any, request_: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidArgument, match=why):
         asyncio.run(chunks(engine, request_))
