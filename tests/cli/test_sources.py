@@ -113,10 +113,7 @@ def test_build_says_where_the_encoder_is(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "m.encoder.engine: " in result.stdout
     assert "warning" not in result.stderr
-    for engine, words in (
-        ("m.engine", "encoder    m.encoder.engine"),
-        ("m.encoder.engine", "of one source at a time"),
-    ):
+    for engine, words in (("m.engine", "encoder    m.encoder.engine"), ("m.encoder.engine", "of one source at a time")):
         assert words in CliRunner().invoke(app, ["inspect", str(folder / engine)]).stdout
     refused = CliRunner().invoke(app, [*command, "--encoder=nowhere"])
     assert refused.exit_code == 1

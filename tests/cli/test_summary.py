@@ -88,10 +88,9 @@ def test_the_next_command_after_a_run_is_told_on_terminals(terminal: bool, tmp_p
     tell_next(Path("m.engine"), "serve", SessionPlanFlags())
     assert (
         told.getvalue().splitlines()
-        == [
-            "next       trt-kvcache build m.onnx -o m-engine/ --capacity 48",
-            "next       trt-kvcache serve m.engine",
-        ][: 2 * terminal]
+        == ["next       trt-kvcache build m.onnx -o m-engine/ --capacity 48", "next       trt-kvcache serve m.engine"][
+            : 2 * terminal
+        ]
     )
 
 

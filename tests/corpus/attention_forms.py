@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from concat_graphs import (
-    MASKS,
-    Build,
-    Decoder,
-    _masked,
-    beside_sinks,
-    decoders,
-    sink_column,
-    without_sinks,
-)
+from concat_graphs import MASKS, Build, Decoder, _masked, beside_sinks, decoders, sink_column, without_sinks
 from onnx import TensorProto, helper
 
 from corpus import Entry

@@ -185,11 +185,7 @@ def _nothing_new(graph: Graph, query: str, width: int) -> list[str]:
 
 
 def multi(
-    dtype: Any = np.float32,
-    bias: bool = False,
-    padding: bool = False,
-    score_bias: str = "",
-    **attrs: Any,
+    dtype: Any = np.float32, bias: bool = False, padding: bool = False, score_bias: str = "", **attrs: Any
 ) -> onnx.ModelProto:
     graph = Graph()
     code = TYPES[dtype]

@@ -12,13 +12,7 @@ from typer.testing import CliRunner
 import trt_kvcache.engine.inspection as inspect_module
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.inspection import (
-    EngineReport,
-    EngineTensor,
-    EngineView,
-    inspect_engine,
-    reconcile,
-)
+from trt_kvcache.engine.inspection import EngineReport, EngineTensor, EngineView, inspect_engine, reconcile
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, identify

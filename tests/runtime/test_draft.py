@@ -9,13 +9,7 @@ import numpy.typing as npt
 import pytest
 from numpy.typing import NDArray
 from runtime.engines import drain
-from runtime.hash_runner import (
-    HashRunner,
-    continued,
-    next_token,
-    with_encoder,
-    with_state,
-)
+from runtime.hash_runner import HashRunner, continued, next_token, with_encoder, with_state
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule

@@ -302,8 +302,7 @@ def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monk
     assert plan_model(tmp_path / "model.onnx", PLAN).attention[0].dtype == "float"
     monkeypatch.setattr(Reader, "read", lie)
     with pytest.raises(
-        UnsupportedModelError,
-        match="overflows only in the rewritten model, if|the rewritten model rounds",
+        UnsupportedModelError, match="overflows only in the rewritten model, if|the rewritten model rounds"
     ):
         plan_model(tmp_path / "model.onnx", PLAN)
 
