@@ -6,8 +6,7 @@ import onnx
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache import PlanOptions, plan_model
 
 
 def test_a_cache_that_grows_changes_into_a_buffer_of_the_capacity(tmp_path: Path) -> None:

@@ -10,10 +10,9 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, build_engine, plan_model, verify_model
+from trt_kvcache import DecodeSession, build_engine, export_checkpoint, plan_model, verify_model
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.export.run import export_checkpoint
 
 EXPORT = "export it first: trt-kvcache export"
 NAMES = {

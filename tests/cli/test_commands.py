@@ -8,9 +8,8 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from typer.testing import CliRunner, Result
 
-from trt_kvcache import BuildOptions, CachePlan, Manifest, PlanOptions, plan_model, verify_model
+from trt_kvcache import BuildOptions, CachePlan, Manifest, PlanOptions, load_manifest, plan_model, verify_model
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Sliding, Target
 from trt_kvcache.reports import EngineReport, VerifyReport
 

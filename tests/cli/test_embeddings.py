@@ -9,9 +9,8 @@ import pytest
 from runtime.embedded_models import MODELS, Forms, cut, embedding_model
 from typer.testing import CliRunner
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.cli.app import app
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
 
 CAPACITY = ["--capacity", "64"]
 

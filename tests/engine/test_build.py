@@ -13,12 +13,10 @@ import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 from onnx import helper, numpy_helper
 
-from trt_kvcache import GenerationConfig
+from trt_kvcache import BuildOptions, GenerationConfig, build_engine
 from trt_kvcache.engine import build_process as process
 from trt_kvcache.engine import engine_build as build_module
-from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.build_process import STAGES
-from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BuildError, InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify

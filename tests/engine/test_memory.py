@@ -12,11 +12,9 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from typer.testing import CliRunner
 
-from trt_kvcache import machine
+from trt_kvcache import BuildOptions, build_engine, machine
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine import engine_build
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import BuildError, OptionError
 from trt_kvcache.importer.plan import Target
 

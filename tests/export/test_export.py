@@ -16,6 +16,7 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from typer.testing import CliRunner
 
+from trt_kvcache import PlanOptions, plan_model
 from trt_kvcache.cli.app import app
 from trt_kvcache.compare import twin
 from trt_kvcache.compare.checkpoint import save_logits
@@ -26,8 +27,6 @@ from trt_kvcache.export import twins
 from trt_kvcache.export.interpreter import Interpreter
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.model_paths import is_checkpoint
 from trt_kvcache.progress import ProgressEvent, listening
 

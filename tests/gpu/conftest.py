@@ -16,9 +16,8 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from gpu_steps import built_for
 
+from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.engine.backend import installed_version
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import BackendError
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner

@@ -12,10 +12,7 @@ from gpu_steps import built_for
 from hybrids import WIDTH, cross_logits, cross_model, write
 from near_ties import check_greedy
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, build_engine
 from trt_kvcache.runtime.trt.cuda import DeviceArray
 
 pytestmark = pytest.mark.gpu

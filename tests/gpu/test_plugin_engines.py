@@ -13,9 +13,7 @@ import numpy as np
 import pytest
 from decoders import DecoderConfig
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
-from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache import BuildOptions, build_engine, load_manifest
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route
 from trt_kvcache.runtime.runner import StepBatch
 

@@ -14,11 +14,10 @@ from hostile.models import SMALL, spoil, write_model
 from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, Tokenizer
 from trt_kvcache.decoding import CpuOptions
 from trt_kvcache.engine.manifest import encode_manifest
 from trt_kvcache.files import identify
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
 def models(rng: random.Random, folder: Path) -> str:

@@ -7,9 +7,8 @@ import pytest
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto, helper
 
+from trt_kvcache import PlanOptions, plan_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 
 
 def stacked(model: onnx.ModelProto, batch_first: bool) -> onnx.ModelProto:

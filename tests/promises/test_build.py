@@ -7,8 +7,7 @@ import net
 import pytest
 from corpus import Entry, entries
 
-from trt_kvcache import BuildOptions, build_engine
-from trt_kvcache.importer import plan_model
+from trt_kvcache import BuildOptions, build_engine, plan_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 
 

@@ -14,8 +14,7 @@ import pytest
 from corpus import Entry, entries
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer import plan_model, rewrite_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache import PlanOptions, plan_model, rewrite_model
 from trt_kvcache.importer.protos import iter_tensors
 
 ENTRIES = entries()

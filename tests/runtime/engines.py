@@ -11,7 +11,7 @@ import pytest
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
-from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache import BuildOptions, DecodeSession
 from trt_kvcache.engine.engine_build import _bound_contracts, find_job
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
@@ -20,7 +20,6 @@ from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 ARGUMENTS = ("max_batch", "max_chunk", "device", "kernel_cache", "cuda_graphs")

@@ -15,12 +15,11 @@ from runtime.tokenizers_in_code import byte_level
 from serve.models import TEMPLATE, write_served
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache import DecodeSession, GenerationConfig, Tokenizer
 from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import TokenEvent
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.runtime.conversation import Conversation
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 FORGETFUL = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}"

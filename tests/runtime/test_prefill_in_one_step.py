@@ -13,11 +13,9 @@ from greedy import greedy
 from onnx import TensorProto
 from runtime.engines import drain
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, PlanOptions, plan_model
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 
 PROMPT = (3, 30, 2, 2, 11, 17, 8, 25, 11, 30, 6)
 HALF: dict[str, Any] = {"dtype": np.float16, "upcast": True}

@@ -17,11 +17,9 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 from runtime.tokenizers_in_code import byte_level
 
 import trt_kvcache
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, Tokenizer, score
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.runtime.scoring import score
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 TEXT = "the cache holds what the model has read of the text so far, and the rest is to come. " * 3
 

@@ -24,12 +24,11 @@ from runtime.hash_runner import VOCAB, HashRunner, continued, with_state
 from runtime.interrupts import interrupted
 from runtime.test_draft import Sometimes
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.streams import Streams
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))

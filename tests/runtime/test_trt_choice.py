@@ -12,12 +12,11 @@ from decoders import DecoderConfig, write_decoder
 from runtime.engines import drain, open_engine, write_engine
 from runtime.fake_cuda import Machine
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt import choice as trt_choice
 from trt_kvcache.runtime.trt.choice import DeviceChoice, open_choice
 from trt_kvcache.runtime.trt.cuda import Cuda

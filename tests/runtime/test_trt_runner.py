@@ -13,12 +13,11 @@ from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import Machine
 from runtime.interrupts import interrupted
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 BACKENDS = ("tensorrt-rtx", "tensorrt")

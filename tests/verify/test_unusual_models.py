@@ -9,11 +9,10 @@ import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 
+from trt_kvcache import rewrite_model, verify_model
 from trt_kvcache.compare.verify_report import VerifyReport
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer import rewrite_model
 from trt_kvcache.importer.steps.sessions import ReferenceSession
-from trt_kvcache.verify import verify_model
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
 CACHES = "float[B,2,32,16] kc, float[B,2,32,16] vc"
