@@ -88,7 +88,6 @@ def draw(tiny: Tiny, folder: Path, seed: int, *, rank: int = 4, targets: Sequenc
 
 
 def write(folder: Path, tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> None:
-    """Write a folder as peft does."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     plain = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8}

@@ -82,7 +82,6 @@ def _short_limits() -> Iterator[None]:
 
 
 def attempt(kind: str, seed: int, scratch: Path) -> Answer:
-    """One attempt, in this process."""
     temporary = scratch / "tmp"
     temporary.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=scratch))
@@ -146,11 +145,9 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Something fell."""
         return any(self.fell.values()) or self.growth > _GROWTH
 
     def lines(self) -> list[str]:
-        """The table."""
         made = [f"{'kind':12}{'tried':>8}{'held':>8}{'fell':>8}   came to"]
         for kind, count in self.tried.items():
             fell = len(self.fell.get(kind, []))
@@ -208,7 +205,6 @@ def _say(*lines: object) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first attempt of each kind")

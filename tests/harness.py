@@ -24,7 +24,6 @@ _NOT_IN_ORT = {TensorProto.BFLOAT16, TensorProto.FLOAT8E4M3FN, TensorProto.INT4,
 
 
 def imported(model: onnx.ModelProto, folder: Path, options: PlanOptions | None = None) -> ImportedModel:
-    """Write `model` and import it."""
     path = folder / "model.onnx"
     onnx.save(model, path)
     return import_model(path, options or PlanOptions())
@@ -106,7 +105,6 @@ def to_physical(cache: CacheUpdate, array: Array) -> Array:
 
 
 def to_logical(cache: CacheUpdate, array: Array) -> Array:
-    """The inverse of `to_physical`."""
     shape = [array.shape[0], *cache.logical_shape[1:]]
     if cache.layout is PhysicalLayout.HEADS_MAJOR:
         array = array.transpose(0, 2, 1, 3)

@@ -54,7 +54,6 @@ class Mixture:
 
     @property
     def op(self) -> str:
-        """The operator."""
         return "QMoE" if self.bits else "MoE"
 
     @property

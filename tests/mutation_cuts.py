@@ -207,7 +207,6 @@ class Miscut:
         return self._change(lambda regions: [replace(r, key="one") for r in regions])
 
     def _other_region(self) -> list[Fault]:
-        """A region has the parts of another."""
         one, two = self._random.sample(range(len(self._regions)), 2)
         name = next(iter(self._regions[one].joins), "")
         if name:
@@ -225,7 +224,6 @@ class Miscut:
         return _taken({name: f"taken:{name}"})
 
     def _other_tensor(self) -> list[Fault]:
-        """A tensor that counts as another."""
         types = types_of(self._right)
         pairs = [(a, b) for a, b in permutations(sorted(self._makes), 2) if alike(types.get(a), types.get(b))]
         one, two = self._random.choice(pairs)

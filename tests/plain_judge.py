@@ -181,8 +181,6 @@ def contract_of_nobody(plain: Plain, plan: CachePlan) -> str:
 
 
 class Caller:
-    """Feeds of one model."""
-
     def __init__(self, plain: Plain, rng: np.random.Generator, garbage: float) -> None:
         self.plain, self.rng, self.garbage = plain, rng, garbage
         self.values = {v.name: v for v in plain.model.graph.input}

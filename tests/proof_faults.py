@@ -82,7 +82,6 @@ class Subject:
         return TwinRunner(runner, self.imported.plan) if twin else runner
 
     def replay(self, runner: Any) -> Replay:
-        """The verdict on a runner, which is closed."""
         try:
             return replay(runner, self.proof)
         finally:
@@ -114,7 +113,6 @@ class TwinRunner:
 
 
 def _floats(plan: CachePlan) -> CachePlan:
-    """The plan of a float32 twin."""
     text = msgspec.json.encode(plan).decode().replace('"bfloat16"', '"float"')
     return msgspec.json.decode(text, type=CachePlan)
 
@@ -570,7 +568,6 @@ def alarms(subject: Subject, seeds: Sequence[int]) -> list[str]:
 
 
 def main() -> int:
-    """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=400, help="to plant, spread over all models")
     parser.add_argument("--seed", type=int, default=0)

@@ -63,7 +63,6 @@ def with_contract(cache: CacheUpdate) -> CacheUpdate:
 
 
 def sample_manifest(plan: CachePlan, engine: FileIdentity) -> Manifest:
-    """The manifest of an engine built from `plan` with one profile."""
     sizes = {"batch": (1, 4, 4), "sequence": (1, 64, 64), "span": (1, 128, 256), "kept": (1, 1, 64)}
     shapes = {t.name: ShapeRange(*zip(*(sizes.get(axis, (d,) * 3) for d, axis in zip(t.shape, t.axes, strict=False)),
                                       strict=True))

@@ -112,7 +112,6 @@ def rewritten(made: ImportedModel, batch: int) -> list[Array]:
 
 
 def judge(spelling: Spelling) -> Outcome:
-    """The fate of a model."""
     model = make(spelling)
     batch = 1 if model.graph.input and _fixed_batch(model) else 2
     try:

@@ -45,7 +45,6 @@ class Parsed:
         return found
 
     def attentions(self) -> list[trt.IAttention]:
-        """Every IAttention in the network."""
         return [layer.attention for layer in self.layers(trt.LayerType.ATTENTION_INPUT)]
 
     def updates(self) -> list[trt.IKVCacheUpdateLayer]:

@@ -55,7 +55,6 @@ LOGGER = TRT.Logger(TRT.Logger.INTERNAL_ERROR)
 
 
 def parsed(imported: ImportedModel, content: bytes) -> Parsed:
-    """Parse a rewritten model."""
     builder = TRT.Builder(LOGGER)
     network = builder.create_network(0)
     parser = TRT.OnnxParser(network, LOGGER)
@@ -64,7 +63,6 @@ def parsed(imported: ImportedModel, content: bytes) -> Parsed:
 
 
 def read(path: Path, capacity: int | None = None) -> tuple[ImportedModel, bytes]:
-    """Import a model for TensorRT."""
     imported = import_model(path, PlanOptions(capacity=capacity, beyond_length=True))
     assert not for_tensorrt(imported.model, imported.source.path.parent), "its weights are replaced"
     return imported, serialize_model(imported.model)
@@ -160,7 +158,6 @@ class Fault:
 
 
 def plant(imported: ImportedModel, content: bytes, seed: int) -> Fault | None:
-    """Plant one fault; None: it is none that runs."""
     rng, keep = np.random.default_rng(seed), []
     exact = parsed(imported, content)
     broken = parsed(imported, content)

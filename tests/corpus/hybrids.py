@@ -26,7 +26,6 @@ _FLOAT, _INT = TensorProto.FLOAT, TensorProto.INT64
 
 
 def weights(seed: int = 0) -> dict[str, Array]:
-    """The weights of both decoders."""
     rng = np.random.default_rng(seed)
     square = [f"{layer}.{part}" for layer in ("a", "l", "b", "c", "d") for part in "qkvo"] + ["conv.o"]
     made = {name: rng.normal(0, 0.3, (WIDTH, WIDTH)) for name in square}
@@ -248,7 +247,6 @@ def hybrid_logits(tokens: Sequence[int]) -> Array:
 
 
 def greedy(logits: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` likeliest tokens after a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(logits(tokens).argmax()))
@@ -256,7 +254,6 @@ def greedy(logits: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def write(path: Path, model: onnx.ModelProto) -> Path:
-    """Save a model."""
     onnx.save(model, path)
     return path
 

@@ -48,7 +48,6 @@ class Decoder(Graph):
 
     def finish(self, hidden: str, positions: str | None = None, indices: str | None = None, lengths: str | None = None,
                mask: str = "", logits: bool = True) -> Decoder:  # fmt: skip
-        """Append the layer and the logits."""
         positions = self.ids("position_ids") if positions is None else positions
         indices = self.input("write_indices", INT64, [self.batch]) if indices is None else indices
         if lengths is None:

@@ -30,12 +30,10 @@ class NodeCase:
 
     @property
     def node(self) -> onnx.NodeProto:
-        """The node under test."""
         return self.model.graph.node[0]
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Its attributes."""
         return {a.name: helper.get_attribute_value(a) for a in self.node.attribute}
 
     @property

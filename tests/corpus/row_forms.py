@@ -164,8 +164,6 @@ def rows_by_number(g: Build, rows: str, own: str) -> str:
 
 
 def ring(mask: Visible, length: Dim) -> Decoder:
-    """Circular caches."""
-
     def places(g: Build) -> str:
         return g.once("pos", lambda: g.input("pos", TensorProto.INT64, [length]))
 

@@ -164,12 +164,10 @@ class _Maker(Graph):
 
 
 def scatter_plain(seed: int) -> Plain:
-    """The model of a seed."""
     return _Maker(seed).make()
 
 
 def entries() -> Iterator[Entry]:
-    """Some of each kind."""
     for seed in range(8):
         plain = scatter_plain(seed)
         yield from built("scatter", {str(seed): lambda plain=plain: plain.model}, **vars(plain.options))

@@ -25,7 +25,6 @@ def count_of(tensor: Change) -> Change:
 
 
 def ones(size: Change) -> Change:
-    """As many ones as a size says."""
     return lambda g, x: g.Expand(g.constant(1), g.Unsqueeze(size(g, x), [0]))
 
 

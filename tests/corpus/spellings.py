@@ -230,7 +230,6 @@ def _layout(s: Spelling) -> tuple[list[Dim], int]:
 
 
 def make(s: Spelling) -> onnx.ModelProto:
-    """The model, checked by ONNX."""
     g = _Build(s)
     width = s.heads * s.size
     batch: Dim = 1 if "gemm" in (s.spelled["scores"], s.spelled["values"]) else "batch"

@@ -13,7 +13,6 @@ GROWS = ("optimum/*", "mobius/*_dynamic_*", "ort-genai/*", "transformers/*", "to
 
 
 def options(name: str) -> dict[str, Any]:
-    """Options of the plan of an export."""
     return {"capacity": 40} if any(fnmatch.fnmatch(name, p) for p in GROWS) else {}
 
 

@@ -26,8 +26,6 @@ def with_input(name: str, shape: tuple[Dim, ...], axes: tuple[str, ...]) -> Cach
 
 
 def with_fixed(symbol: str, size: int) -> CachePlan:
-    """The sample plan with one of its symbols fixed."""
-
     def fix(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         return tuple(size if d == symbol else d for d in shape)
 

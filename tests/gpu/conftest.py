@@ -42,7 +42,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def backends() -> list[str]:
-    """Those to test."""
     asked = os.environ.get("TRT_KVCACHE_GPU_BACKENDS")
     if asked:
         return asked.split(",")
@@ -59,12 +58,10 @@ class Workshop:
     opened: list[Any] = field(default_factory=list)
 
     def model(self, config: DecoderConfig) -> Path:
-        """The decoder as ONNX."""
         path = self.folder / f"{abs(hash(config)):x}.onnx"
         return path if path.exists() else write_decoder(path, config)
 
     def engine(self, config: DecoderConfig, options: PlanOptions | None = None) -> TensorRTRunner:
-        """An opened engine of the decoder."""
         key = (config, options)
         if key not in self.built:
             output = self.folder / f"{len(self.built)}.engine"
@@ -74,17 +71,14 @@ class Workshop:
         return self.open(self.built[key])
 
     def open(self, engine: Path, **arguments: Any) -> TensorRTRunner:
-        """Open an engine that was built."""
         runner = TensorRTRunner(engine, **arguments)
         self.opened.append(runner)
         return runner
 
     def reference(self, config: DecoderConfig, options: PlanOptions | None = None) -> OnnxRuntimeRunner:
-        """The decoder on ONNX Runtime."""
         return OnnxRuntimeRunner(self.model(config), options, max_batch=MAX_BATCH, max_chunk=MAX_CHUNK)
 
     def close(self) -> None:
-        """Close what was opened."""
         while self.opened:
             self.opened.pop().close()
 

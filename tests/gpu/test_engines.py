@@ -44,7 +44,6 @@ class Walk:
         self.lengths = np.zeros(rows, np.int64)
 
     def step(self, first: int, rows: int, length: int, keep: int = 1) -> StepBatch:
-        """The next step on these rows."""
         tokens = self._rng.integers(0, self._vocab, (rows, length))
         batch = StepBatch(first, tokens, self.lengths[first : first + rows].copy(), keep)
         self.lengths[first : first + rows] += length

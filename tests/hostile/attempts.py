@@ -42,7 +42,6 @@ def models(rng: random.Random, folder: Path) -> str:
 
 
 def manifests(rng: random.Random, folder: Path) -> str:
-    """Manifests by `inspect`."""
     engine = folder / "model.engine"
     engine.write_bytes(b"engine" * 100)
     good = encode_manifest(sample_manifest(sample_plan(rng.choice([1, 2])), identify(engine)))

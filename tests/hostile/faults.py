@@ -68,7 +68,6 @@ def _catches(pid: int) -> bool:
 
 @cache
 def _usual(command: str) -> float:
-    """Seconds that a command takes."""
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("ATTACK_SCRATCH")))
     try:
         process = _start(random.Random(0), folder, command)

@@ -52,7 +52,6 @@ def judge(status: int, stdout: str, stderr: str) -> None:
 
 
 def refused(call: Callable[[], Any]) -> Any:
-    """The result of a call; None if it is refused."""
     with suppress(TrtKvCacheError):
         return call()
     return None

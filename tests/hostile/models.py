@@ -176,7 +176,6 @@ def _attribute(proto: ModelProto, rng: random.Random) -> None:
 
 
 def _nested(proto: ModelProto, rng: random.Random) -> None:
-    """Branches in branches."""
     go = _constant(proto, "hostile_if", TensorProto.BOOL, [], [True])
     body = helper.make_graph([helper.make_node("Constant", [], ["deep"],
                                                value=helper.make_tensor("v", TensorProto.FLOAT, [], [0.0]))], "deep",

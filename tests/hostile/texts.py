@@ -9,7 +9,6 @@ PATTERNS = ["(a+)+$", "(a|aa)+$", "(" * 10_000 + ")" * 10_000, "(a?){500}a{500}"
 
 
 def roles(rng: random.Random) -> bytes:
-    """A role config."""
     texts = [
         *(json.dumps({"roles": {"tokens": pattern}}) for pattern in PATTERNS),
         "roles: {tokens: [" + "(" * 10_000 + "]}", "[" * 10_000, "{" * 10_000, "- " * 5_000,

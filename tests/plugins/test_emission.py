@@ -43,7 +43,6 @@ def function_model(operator: Operator, feeds: Feeds) -> onnx.ModelProto:
 
 
 def test_a_model_that_has_the_node_already_is_refused(tmp_path: Path) -> None:
-    """Only rewritten models have it."""
     graph = Graph()
     for name, dims in (("cache_0", ["B", 2, 6, 4]), ("update_0", ["B", 2, "S", 4]), ("write_indices", ["B"])):
         graph.input(name, TensorProto.INT64 if name == "write_indices" else TensorProto.INT8, dims)

@@ -105,7 +105,6 @@ def check_refused(
 
 
 def edit(engine: Path, change: Callable[[Manifest], Manifest]) -> None:
-    """Change what an engine's manifest says."""
     save_manifest(change(load_manifest(engine)), manifest_path(engine))
 
 

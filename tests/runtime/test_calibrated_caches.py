@@ -180,7 +180,6 @@ def test_files_say_their_scales(tmp_path: Path) -> None:
 
 
 def _changed(path: Path, name: str, value: float) -> Path:
-    """The model with other values in a weight."""
     model = onnx.load(path)
     for tensor in model.graph.initializer:
         if tensor.name == name:

@@ -192,7 +192,6 @@ def test_chat_goes_on_after_an_error(folder: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next message is answered."""
     say = Conversation.say
 
     def interrupted(self: Conversation, text: str, config: GenerationConfig) -> Generator[TokenEvent]:

@@ -29,8 +29,6 @@ LAYOUTS = {"hidden": ("hidden", {}, None), "keys of the encoder": ("keys", {"key
 
 
 class Words:
-    """A tokenizer of numbers."""
-
     eos_token_id = None
 
     def encode(self, text: str) -> list[int]:

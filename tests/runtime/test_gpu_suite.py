@@ -390,7 +390,6 @@ def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_the_step(tmp_path: Path) -> None:
-    """As from `timeout`."""
     code = f"""
 import gpu_check, sys
 sleeps = "import os, time; print(os.getpid()); time.sleep(60)"

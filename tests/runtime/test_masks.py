@@ -48,8 +48,6 @@ class Rule:
 
 
 class Only:
-    """A grammar from a function."""
-
     def __init__(self, mask: Any) -> None:
         self.mask = mask
 

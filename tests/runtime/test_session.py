@@ -433,7 +433,6 @@ def test_a_failing_stream_leaves_other_streams_alone() -> None:
 
 
 def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
-    """As where the step collects it as garbage."""
     runner = HashRunner()
     session = DecodeSession(runner)
     left = session.stream([[9], [8, 7]], config(9))
@@ -656,7 +655,6 @@ def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dic
 
 @pytest.mark.parametrize("before", [None, b"old"])
 def test_an_interrupted_offload_to_a_file_leaves_no_other_file(before: bytes | None, tmp_path: Path) -> None:
-    """The file is there whole, or as it was."""
     for line in count(1):
         folder = tmp_path / str(line)
         folder.mkdir()

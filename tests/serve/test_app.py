@@ -515,7 +515,6 @@ def test_the_reason_of_a_refusal_is_logged_without_the_text(tmp_path: Path) -> N
 
 
 def test_messages_that_the_template_does_not_write_are_refused(service: Service) -> None:
-    """Its template knows no calls."""
     reply = post(service, called("{}") | {"max_tokens": 1}, CHAT)
     assert (reply.status, reply.error["param"]) == (400, "messages")
     assert "does not write messages[1] (assistant, its call of 'w'), so the model would" in reply.error["message"]

@@ -136,7 +136,6 @@ WRONG: list[tuple[Any, int, str]] = [
 
 
 def test_a_row_in_error_is_written_with_its_error(tmp_path: Path, rows: DecodeSession) -> None:
-    """And the next one is computed."""
     for line, status, message in WRONG:
         good = {"id": "good", "prompt": "x", "max_tokens": 1}
         output = tmp_path / "out.jsonl"

@@ -30,7 +30,6 @@ from trt_kvcache.cli.app import app
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server and its URL."""
     command = [sys.executable, "-m", "trt_kvcache", "serve", str(folder), "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

@@ -53,8 +53,6 @@ class InferenceResponse:
 
 @dataclass
 class Request:
-    """A request and its response sender."""
-
     inputs: dict[str, Any]
     responses: list[InferenceResponse] = field(default_factory=list)
     cancelled: bool = False

@@ -74,8 +74,6 @@ def no_mask(model: ModelProto) -> None:
 
 
 def attention(name: str, value: float) -> Mistake:
-    """Another attribute of every attention."""
-
     def mistake(model: ModelProto) -> None:
         for node in nodes(model, "Attention"):
             set_attribute(node, name, value)

@@ -312,7 +312,6 @@ def with_extra_input(dtype: int) -> ModelProto:
 
 
 def test_unexplained_inputs(tmp_path: Path) -> None:
-    """They are drawn, or given."""
     onnx.save(with_extra_input(TensorProto.FLOAT), tmp_path / "model.onnx")
     verify_model(tmp_path / "model.onnx", verify=REWRITTEN).check()
     onnx.save(with_extra_input(TensorProto.INT64), tmp_path / "model.onnx")

@@ -584,7 +584,6 @@ def test_a_mask_that_takes_all_memory_is_refused(tmp_path: Path) -> None:
 
 
 def endless(graph: Graph, query: str) -> str:
-    """A Loop of 10^15 steps."""
     count = graph.constant(10**15)
     go = graph.constant(True, np.bool_)
     start = graph.Cast(graph.ReduceMin(graph.Shape(query), keepdims=0), to=TensorProto.FLOAT)

@@ -76,8 +76,6 @@ def _straight(model: onnx.ModelProto) -> None:
 
 
 def _fed(output: str, op: str, place: int, tensor: str) -> m.Mistake:
-    """Another tensor in the place of one that makes an output."""
-
     def mistake(model: onnx.ModelProto) -> None:
         node = next(n for n in model.graph.node if output in n.output)
         assert node.op_type == op

@@ -83,7 +83,6 @@ def one_zero_point(values: Any) -> None:
 
 
 def after(node: onnx.NodeProto, model: onnx.ModelProto, *chain: tuple[str, list[str], dict[str, Any]]) -> None:
-    """Put nodes after one."""
     result = node.output[0]
     node.output[0] = last = f"{result}/right"
     place = [n.output[0] for n in model.graph.node].index(last) + 1
@@ -188,7 +187,6 @@ class Experts:
         return g.MatMul(g.Identity(wide, out="mixed"), g.weight(self.hidden, 16))
 
     def put(self, model: onnx.ModelProto) -> None:
-        """Put the mixture there."""
         node = next(n for n in model.graph.node if n.output[0] == "mixed")
         inputs = [node.input[0], "router"]
         zeros = []

@@ -144,7 +144,6 @@ def rotations(dtype: Any) -> Iterator[Case]:
 
 
 def attentions(dtype: Any) -> Iterator[Case]:
-    """Attention without a cache."""
     if dtype == np.float16:
         return
     heads, size, names = 4, 16, "q k v b mask bias"
