@@ -54,9 +54,6 @@ KINDS: dict[str, Callable[[random.Random, Path], str]] = {
 }
 
 
-# --- the process that attempts run in
-
-
 @dataclass
 class Answer:
     """The outcome of an attempt.
@@ -114,9 +111,6 @@ def _memory() -> int:
 def work(scratch: Path) -> None:
     """Answer requests, each a kind and a seed, until stdin ends."""
     serve(lambda request, *_: attempt(*request, scratch), tuple[str, int])
-
-
-# --- the driver
 
 
 @dataclass

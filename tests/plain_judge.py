@@ -44,9 +44,6 @@ class Step:
     valid: tuple[int, ...]
 
 
-# The interpreter.
-
-
 def evaluate(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
     """All outputs of a model, each node in NumPy: products, softmax and sums in float64."""
     values: dict[str, Any] = {"": None}
@@ -111,9 +108,6 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
     "TensorScatter": lambda p, u, w=None, axis=-2, mode=b"linear": tensor_scatter(p, u, w, axis, mode.decode()),
     "Transpose": lambda x, perm: np.transpose(x, perm),
     "Unsqueeze": lambda x, axes: np.expand_dims(x, tuple(int(a) for a in axes)), "Where": np.where}  # fmt: skip
-
-
-# A caller's inputs.
 
 
 def episodes(plain: Plain, plan: CachePlan, rng: np.random.Generator) -> Iterator[tuple[Step, ...]]:
@@ -254,9 +248,6 @@ class Caller:
             return np.where(seen, self.rng.integers(-2, 2, shape), -30).astype(dtype)
         bias = self.rng.uniform(-1, 1, shape)
         return np.where(seen, bias, -np.inf if self.plain.seed % 2 else -1e4).astype(dtype)
-
-
-# The comparison.
 
 
 class _DiffersError(Exception):

@@ -51,9 +51,6 @@ DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat1
 CAPACITY, BATCH, CHUNK, LOGITS = 40, 4, 8, 4
 
 
-# --- right engines
-
-
 @dataclass
 class Subject:
     """A model with its proof.
@@ -190,8 +187,6 @@ def decoders() -> Iterator[tuple[str, Callable[[Path], Subject]]]:
 def _decoder(name: str, config: DecoderConfig, folder: Path) -> Subject:
     return subject(name, write_decoder(folder / "model.onnx", config), PlanOptions())
 
-
-# --- faults in models
 
 Edit = Callable[[ModelProto], None]
 
@@ -436,9 +431,6 @@ def _short_span(model: ModelProto) -> None:
     model.graph.node.insert(0, helper.make_node("Slice", ["attention_span", *ends], ["fault/span"], "fault/short"))
 
 
-# --- faults in runners
-
-
 class FaultyRunner:
     """A runner of which one thing is wrong."""
 
@@ -514,9 +506,6 @@ RUNNER_FAULTS = (
     "chunk: all positions are the last", "third step: garbage", "cache: a stale row, of the last layer",
     "cache: writes of one layer lost, of the last layer",
 )  # fmt: skip
-
-
-# --- trials
 
 
 def faults(subject: Subject, seed: int) -> list[tuple[str, Edit | None]]:

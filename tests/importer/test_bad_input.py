@@ -167,9 +167,6 @@ def test_ambiguous_role_names_the_way_out(tmp_path: Path) -> None:
     assert (role.name, role.found_by) == ("x", "config: roles.yaml")
 
 
-# --- damaged files
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")

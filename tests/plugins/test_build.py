@@ -134,9 +134,6 @@ def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
     assert _with_refusals(job, "TensorRT cannot parse the model", []) == "TensorRT cannot parse the model"
 
 
-# The parsed network.
-
-
 class Layer:
     def __init__(self, kind: str, inputs: list[str], outputs: list[str]) -> None:
         self.type, self.name, self.num_outputs = kind, "layer", len(outputs)

@@ -177,9 +177,6 @@ def test_different_write_indices_are_two_nodes(tmp_path: Path) -> None:
     assert operators_of(imported(model, tmp_path, FULL)) == ["KVCacheUpdateCircular"] * 2
 
 
-# Quantization on write.
-
-
 def quantized_model(scales: int = 1, cache: int = TensorProto.INT8, source: int = TensorProto.FLOAT16,
                     scale_type: Any = np.float32, zero: int | None = 0, axis: int = 1, packed: bool = False,
                     extra_output: bool = False) -> onnx.ModelProto:  # fmt: skip
@@ -304,8 +301,6 @@ def test_other_quantization_stays_a_node(what: str, tmp_path: Path) -> None:
                     "write_indices": np.array([4, 13])}  # fmt: skip
     np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], run(model, feeds)["present"])
 
-
-# Packed updates.
 
 BEFORE_11 = PlanOptions(target=Target.TENSORRT, packed_native=False)
 

@@ -95,9 +95,6 @@ def test_refusals(session: DecodeSession) -> None:
             call()
 
 
-# Files.
-
-
 def metadata_of(path: Path) -> dict[str, str]:
     with safe_open(path, "numpy") as file:
         return dict(file.metadata())

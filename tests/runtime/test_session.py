@@ -316,9 +316,6 @@ def test_after_close() -> None:
             call()
 
 
-# Failures and interrupts.
-
-
 class Breaks:
     """A logits processor that raises once."""
 

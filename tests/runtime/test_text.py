@@ -148,9 +148,6 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert [watch.push(text) for text in ("go ST", "AY", " S", "TO", "P now", "x")] == ["go ", "STAY", " ", "", "", ""]
 
 
-# --- files
-
-
 def saved(folder: Path, settings: object = None, template: str | None = None) -> Path:
     path = folder / "tokenizer.json"
     byte_level().save(str(path))
@@ -258,8 +255,6 @@ def test_bad_files(name: str, text: str | bytes | None, message: str, tmp_path: 
     with pytest.raises(OptionError, match=message):
         Tokenizer.load(tmp_path)
 
-
-# --- chats
 
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}

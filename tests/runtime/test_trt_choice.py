@@ -188,9 +188,6 @@ def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[s
     assert gpu.launched == tried
 
 
-# The trial itself.
-
-
 def choice_on(gpu: Machine, dtype: Any, vocab: int, positions: int) -> tuple[DeviceChoice | None, str]:
     cuda = Cuda(0, gpu.bindings())
     size = positions * vocab * np.dtype(dtype).itemsize

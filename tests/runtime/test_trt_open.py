@@ -79,9 +79,6 @@ def test_engine_of_another_version_or_for_another_gpu(engine: Path, words: str, 
     check_refused(BackendError, words, engine, Machine(**gpu), **{"refuse": "no such kernel", **faults})
 
 
-# Memory.
-
-
 def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 caches of 8 KiB for each of 3 rows, the engine file of about half a megabyte, 128 MiB in reserve.
     machine = Machine(total=RESERVE + engine.stat().st_size + 2 * 32768 + 1000)

@@ -224,9 +224,6 @@ def test_what_cannot_be_done_is_an_invalid_argument(model: Any, inputs: dict[str
     assert len(request.responses) == 1
 
 
-# --- the repository
-
-
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["deploy", "triton", *map(str, arguments)])
 
