@@ -16,7 +16,7 @@ from onnx import TensorProto, helper
 
 Array = NDArray[Any]
 CROSS = (("a", "c"), ("b", "d"))
-_FLOAT, _INT, _HALF = TensorProto.FLOAT, TensorProto.INT64, TensorProto.FLOAT16
+_FLOAT, _INT = TensorProto.FLOAT, TensorProto.INT64
 
 
 def heard(length: int, seed: int) -> Array:

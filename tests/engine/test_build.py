@@ -159,7 +159,7 @@ def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("output", "message"),
-                         [(".", "this folder holds the model model.onnx; give another folder"),
+                         [(".", "this folder holds the model model.onnx; give another folder, or the name"),
                           ("model.onnx", "is a file of the model"),
                           ("model.onnx.data", "is a file of the model"),
                           ("engine.json", "ends in .json is for manifests"),

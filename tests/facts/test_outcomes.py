@@ -18,7 +18,6 @@ from onnx import TensorProto, helper
 
 Make = Callable[[], onnx.ModelProto]
 NO_ONNX_TYPE = "Failed to convert ONNX date type to TensorRT data type"
-NOT_A_CACHE_TYPE = "but must have type Float, Half, or BFloat16"
 NOT_A_MULTIPLE = "CHECK(op->input_layouts().size() > idx) failed"
 PADDED = "The update tensor is required to be 4D for padded form, got 3D"
 BROADCAST = "mask must be broadcastable"

@@ -86,12 +86,6 @@ def test_bad_config(model: Path, tmp_path: Path, content: str, said: str) -> Non
     assert "\n" not in str(caught.value)
 
 
-def test_missing_config(model: Path, tmp_path: Path) -> None:
-    for name, said in (("no.yaml", r"no\.yaml: the role config cannot be read \(No such file"), ("", "cannot be read")):
-        with pytest.raises(OptionError, match=said):
-            plan_model(model, PlanOptions(config=str(tmp_path / name)))
-
-
 def test_shipped_patterns_agree_with_each_other() -> None:
     """A plain name in one file must not have another role in another file."""
     for pattern in shipped_patterns():

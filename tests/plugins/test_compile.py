@@ -132,11 +132,6 @@ def test_a_damaged_file_is_compiled_again(folder: Path, damage: str) -> None:
     assert compile_kernel(PLAIN, "sm_80") == again, "the file is whole again"
 
 
-def test_an_unknown_architecture_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"NVRTC .* cannot compile for architecture 'sm_12'; give one of .*sm_90"):
-        compile_kernel(PLAIN, "sm_12")
-
-
 def test_the_compilers_log_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "kernel_source", lambda config: "no program")
     with pytest.raises(BackendError, match=rf"NVRTC_ERROR_COMPILATION: kernel {PLAIN.name} with .*sm_80.*error"):

@@ -17,7 +17,7 @@ from runtime.engines import check_refused, edit, open_engine, write_engine
 from runtime.fake_cuda import Machine, Status
 from runtime.fake_tensorrt import VERSIONS, Invalidity, fake_module
 
-from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
+from trt_kvcache.engine.manifest import Manifest, load_manifest
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role, Target
 from trt_kvcache.runtime.runner import StepBatch
@@ -161,24 +161,10 @@ def test_aliases_are_reconciled(engine: Path) -> None:
     check_refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
 
 
-def first_cache(**changes: Any) -> Callable[[Manifest], Manifest]:
-    def change(m: Manifest) -> Manifest:
-        first, *others = m.plan.caches
-        return replace(m, plan=replace(m.plan, caches=(replace(first, **changes), *others)))
-
-    return change
-
-
 def tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Manifest], Manifest]:
     return lambda m: replace(
         m, plan=replace(m.plan, tensors=tuple(change(t) if t.name == name else t for t in m.plan.tensors))
     )
-
-
-def test_manifest_edited_by_hand(engine: Path) -> None:
-    path = manifest_path(engine)
-    path.write_text(path.read_text().replace('"max_batch": 3', '"max_batch": 9'))
-    check_refused(ManifestError, "engine.json: the manifest was edited or damaged .*; build the engine again", engine)
 
 
 def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:

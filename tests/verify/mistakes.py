@@ -105,10 +105,6 @@ def write_one_early(model: ModelProto) -> None:
         insert(model, node, 2, "Abs")
 
 
-def clear_unused_rows(model: ModelProto) -> None:
-    insert(model, nodes(model, "TensorScatter")[0], 0, "Mul", constant(model, 0.0, np.float32))
-
-
 def rows(op: str, number: int) -> Mistake:
     """Circular updates written linearly, at other rows."""
 
