@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke
 from runtime.embedded_models import MODELS, Forms, cut, embedding_model
-from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.cli.app import app
 
 CAPACITY = ["--capacity", "64"]
 
@@ -26,9 +25,7 @@ def forms(tmp_path: Path) -> Forms:
 
 
 def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*arguments, *CAPACITY])
-    assert result.exit_code == code, result.output
-    return result
+    return invoke(*arguments, *CAPACITY, code=code)
 
 
 def tokens(*arguments: str) -> list[list[int]]:

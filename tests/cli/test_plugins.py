@@ -8,6 +8,7 @@ from typing import Any
 import onnx
 import pytest
 from cases import packed_model
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from graphs import Graph, scatter_model
 from needs import needs_nvrtc
@@ -15,9 +16,8 @@ from onnx import TensorProto
 from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import fake_module
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from trt_kvcache.cli.app import app
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.plugins import compile as compiling
@@ -29,9 +29,7 @@ NEXT = ["next"] if can_build(Target.TENSORRT) else []
 
 
 def run(*arguments: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, ["plugins", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    return done
+    return invoke("plugins", *arguments, code=code)
 
 
 def listed(*arguments: object) -> list[Any]:

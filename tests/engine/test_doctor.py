@@ -3,9 +3,8 @@ import types
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
-from trt_kvcache.cli.app import app
 from trt_kvcache.engine import diagnosis
 from trt_kvcache.engine.diagnosis import Diagnosis, Gpu, diagnose, find_gpus
 from trt_kvcache.importer.plan import Route
@@ -60,11 +59,11 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in answers.items():
         monkeypatch.setattr(driver, name, answer)
     assert find_gpus() == ("13.2", (Gpu("NVIDIA L4", "8.9", 24 << 30),), "")
-    result = CliRunner().invoke(app, ["doctor"])
+    result = invoke("doctor", code=None)
     assert "GPU: NVIDIA L4, compute capability 8.9, 24.0 GiB, driver for CUDA 13.2" in result.stdout
     assert "newer NVIDIA driver" not in result.stdout
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (ok, 12080))
-    result = CliRunner().invoke(app, ["doctor"])
+    result = invoke("doctor", code=None)
     assert "a newer NVIDIA driver: this one is for CUDA 12.8, and tensorrt-rtx-cu13 needs 13" in result.stdout
 
 
@@ -123,9 +122,8 @@ def test_what_a_gpu_and_its_driver_need(capability: str, nvrtc: str | None, plug
 
 
 def test_the_command_prints_tables_and_json() -> None:
-    text = CliRunner().invoke(app, ["doctor"])
-    assert text.exit_code == 0
+    text = invoke("doctor")
     for part in ("tensorrt-rtx", "native", "packed", "functional", "TensorRT for RTX takes no plugins"):
         assert part in text.stdout
-    data = CliRunner().invoke(app, ["doctor", "--json"])
+    data = invoke("doctor", "--json", code=None)
     assert msgspec.json.decode(data.stdout, type=Diagnosis) == diagnose()

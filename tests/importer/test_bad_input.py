@@ -9,13 +9,12 @@ from pathlib import Path
 import onnx
 import pytest
 from cases import decoder_attention
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from graphs import scatter_model
 from onnx import TensorProto
-from typer.testing import CliRunner
 
 from trt_kvcache import plan_model, rewrite_model
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.plan import PlanOptions, Role
 
@@ -109,7 +108,7 @@ def test_commands_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
 
 def check_refusal(command: Sequence[object], said: str) -> None:
     """Run a command: exit code 1, nothing on stdout, one line on stderr with these words."""
-    result = CliRunner().invoke(app, [str(part) for part in command])
+    result = invoke(*command, code=None)
     assert isinstance(result.exception, SystemExit), (command, result.exception)
     assert result.exit_code == 1
     assert result.stdout == ""

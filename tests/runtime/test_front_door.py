@@ -23,17 +23,16 @@ import pytest
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import onnx
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 from serve.models import write_served
-from typer.testing import CliRunner
 
 import trt_kvcache
 from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
-from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import CpuOptions, GpuOptions, Settings
 from trt_kvcache.engine.build_options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
@@ -53,8 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said_by_command(folder: Path, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["generate", str(folder), *arguments, "--json"])
-    assert result.exit_code == 0, result.output
+    result = invoke("generate", folder, *arguments, "--json")
     found: dict[str, Any] = json.loads(result.stdout)["sequences"][0]
     return found
 

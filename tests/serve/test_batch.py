@@ -14,15 +14,14 @@ import pytest
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: batch)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from typer.testing import CliRunner
+from commands import invoke
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError, OutputError, SessionError
 from trt_kvcache.plan import CacheDtype
 from trt_kvcache.serve.batch_job import Answered, BatchDone, Journal, Row, RowRunner, run_batch
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TEXT = "/v1/completions"
 
 
 def compute(session: DecodeSession, most: int | None = None, computed: list[int] | None = None) -> Callable[..., None]:
@@ -360,13 +359,12 @@ def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 def test_the_command(tmp_path: Path, folder: Path) -> None:
     file = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, {"id": 2, "prompt": "y", "top_k": "no"}])
     command = ["batch", str(folder), str(file), "-o", str(tmp_path / "out.jsonl")]
-    done = CliRunner().invoke(app, [*command, "--defaults", '{"max_tokens": 3}', "--max-batch", "2"])
+    done = invoke(*command, "--defaults", '{"max_tokens": 3}', "--max-batch", "2", code=None)
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out.jsonl'}: 2 rows; 1 in error\n")
     assert read(tmp_path / "out.jsonl")[0]["response"]["body"]["usage"]["completion_tokens"] == 3
     for flags, message in ((("--defaults", "[]"), "give a JSON object"),
                            (("--defaults", "{"), "give a JSON object"),
                            (("--workers", "2"),
                             "--workers 2 has no effect without --ray; add that, or give --max-batch")):  # fmt: skip
-        done = CliRunner().invoke(app, [*command, *flags])
-        assert done.exit_code == 1
+        done = invoke(*command, *flags, code=1)
         assert message in done.output

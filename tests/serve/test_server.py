@@ -22,10 +22,9 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 import openai
 import psutil
-from typer.testing import CliRunner
+from commands import invoke
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.cli.app import app
 
 
 @contextmanager
@@ -114,8 +113,7 @@ def test_a_signal_right_after_the_start(folder: Path) -> None:
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["serve", *arguments])
-    assert result.exit_code == 1, result.output
+    result = invoke("serve", *arguments, code=1)
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
     return line
 
