@@ -55,19 +55,15 @@ def _check_standard(model: bytes) -> None:
     onnx.checker.check_model(model, full_check=True)
 
 
-def run_rewritten(result: ImportedModel, feeds: Feeds, spans: Mapping[str, int] | None = None) -> Feeds:
-    """Outputs of the rewritten model, for feeds and with caches in the original's layout.
-
-    `spans` gives the length of each span input; the capacity where it does not, and logits of all positions.
-    """
+def run_rewritten(result: ImportedModel, feeds: Feeds) -> Feeds:
+    """Outputs of the rewritten model, for feeds and with caches in the original's layout; spans are the capacity."""
     _check_standard(result.model.SerializeToString())
     inputs = {value.name: value for value in result.model.graph.input}
     physical = dict(feeds)
     for span in result.plan.spans:
-        physical[span.name] = np.arange((spans or {}).get(span.name, span.capacity), dtype=np.int64)
+        physical[span.name] = np.arange(span.capacity, dtype=np.int64)
     if result.plan.logits_span is not None:
-        name = result.plan.logits_span.name
-        physical[name] = np.arange((spans or {}).get(name, 64))  # more than a step has: of all
+        physical[result.plan.logits_span.name] = np.arange(64)  # more than a step has: of all
     for cache in result.plan.caches:
         if cache.past in feeds:
             physical[cache.past] = to_physical(cache, feeds[cache.past])

@@ -15,9 +15,9 @@ from trt_kvcache.cli.summary import advice, command_line, next_line, plan_lines,
 from trt_kvcache.importer.plan import CachePlan, Fallback, Target
 
 
-def shown(plan: CachePlan, width: int = 80, *, built: bool = False) -> list[str]:
-    out = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
-    print_lines(out, f"model.onnx: {plan.in_place_text}", plan_lines(plan, 4, built=built))
+def shown(plan: CachePlan) -> list[str]:
+    out = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
+    print_lines(out, f"model.onnx: {plan.in_place_text}", plan_lines(plan, 4))
     print_next(out, "trt-kvcache build model.onnx -o model.engine")
     text = out.file.getvalue()  # type: ignore[attr-defined]
     return str(text).splitlines()

@@ -3,7 +3,6 @@
 import gc
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,6 @@ from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptE
 from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
 from trt_kvcache.runtime.trt.cuda import DeviceArray
-
-Open = Callable[..., DecodeSession]
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
 from runtime.engines import open_engine, write_engine
-from runtime.fake_cuda import Machine
 from runtime.interrupts import interrupted
 
 from trt_kvcache import DecodeSession, GenerationConfig
@@ -53,8 +52,8 @@ class Pair:
             self.check_step(0, 3, 1)
 
 
-def pair_of(engine: Path, machine: Machine | None = None, **arguments: Any) -> Pair:
-    runner = open_engine(engine, machine, **arguments)
+def pair_of(engine: Path) -> Pair:
+    runner = open_engine(engine)
     return Pair(runner, OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=runner.max_batch))
 
 

@@ -56,9 +56,9 @@ def verdicts(imported: ImportedModel, model: onnx.ModelProto, join: str) -> list
         return [judge.verdict(region) for region in regions]
 
 
-def of_head(model: onnx.ModelProto, op: str, place: int = 0) -> onnx.NodeProto:
+def of_head(model: onnx.ModelProto, op: str) -> onnx.NodeProto:
     """A node of the last product."""
-    return [n for n in model.graph.node if n.op_type == op and "logits" in n.output[0]][place]
+    return next(n for n in model.graph.node if n.op_type == op and "logits" in n.output[0])
 
 
 def middle(change: Callable[[Any], None]) -> m.Mistake:
