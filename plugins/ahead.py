@@ -1,4 +1,4 @@
-"""Compile the kernels of one model or engine before a build or a session needs them."""
+"""Compiles the kernels of one model or engine before a build or a session needs them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class KernelReport:
 
 
 def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
-    """Return the kernel of every form of cache update in a rewritten model, in the order of its nodes.
+    """Return the kernels of all cache updates in a rewritten model, each once, in the order of its nodes.
 
     Raises:
         OptionError: no kernel supports the types of a node.
@@ -64,9 +64,9 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 
 
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
-    """Return the kernels with which a session chooses tokens.
+    """Return the kernels with which a session chooses tokens on the GPU.
 
-    For logits of other types there are none: an empty tuple.
+    The result is empty if there are none for the type of the model's logits.
     """
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
@@ -74,7 +74,7 @@ def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
 
 
 def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[KernelReport]:
-    """Compile all kernels for each architecture in turn, several kernels at the same time.
+    """Compile all kernels for each architecture in turn, several at the same time; yield a report on each.
 
     Raises:
         OptionError: NVRTC does not know an architecture; nothing was compiled.

@@ -1,4 +1,4 @@
-"""Source, launch and results of kernels that find the best tokens in logits. The host then chooses among these.
+"""The kernels that find the best tokens in logits: source, launch and results. The host chooses among these tokens.
 
 The runtime launches them after an engine, without TensorRT. See ``choice.cu``.
 """
@@ -59,12 +59,12 @@ class ChoiceKernels:
 
 
 def choice_source(dtype: str) -> str:
-    """Return one CUDA C++ translation unit, without includes, with all kernels for logits of this type."""
+    """Return the CUDA C++ source of all kernels for logits of this type, as one translation unit without includes."""
     return f"{choice_family()}\n{choice_entries(dtype)}"
 
 
 def choice_family() -> str:
-    """Return the source that all entry functions share."""
+    """Return the CUDA C++ source that the kernels for all types of logits share."""
     constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def choice_family() -> str:
 
 
 def choice_entries(dtype: str, suffix: str = "") -> str:
-    """Return the entry functions for logits of this type, with a suffix in their names."""
+    """Return the CUDA C++ source of the entry functions for logits of this type. Their names end with `suffix`."""
     scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, masks, keep, vocab, blocks, pitch);"
     begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
     sizes = "int keep, int vocab, int blocks, long long pitch"
@@ -94,7 +94,7 @@ def choice_entries(dtype: str, suffix: str = "") -> str:
 
 
 def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = None) -> CompiledKernel:
-    """Compile to a cubin for this architecture. A driver for the same major version of CUDA can load it.
+    """Compile the kernels for this type of logits to a cubin. Any driver of the same major CUDA version can load it.
 
     Raises:
         OptionError, BackendError: see `compile_source`.
@@ -103,17 +103,17 @@ def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = No
 
 
 def blocks_per_row(vocab: int, itemsize: int) -> int:
-    """Return the number of blocks that share a row, so that each thread makes a few accesses."""
+    """Return the number of CUDA blocks for a row of scores, so that each thread makes a few accesses."""
     return max(1, -(-vocab * itemsize // BLOCK_BYTES))
 
 
 def sets_per_row(vocab: int, itemsize: int) -> int:
-    """Return how many maxima `set_maxima` writes for each row."""
+    """Return into how many sets the kernel `set_maxima` divides a row; it writes the maximum of each."""
     return blocks_per_row(vocab, itemsize) * (THREADS // 32) * SETS
 
 
 def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Return uint32 numbers that have the same order as the scores, as the kernels compute them."""
+    """Convert scores to uint32 numbers with the same order, in the same way as the kernels."""
     kind = np.dtype(f"u{logits.itemsize}").type
     bits = logits.view(kind)
     sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
@@ -124,7 +124,7 @@ def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
-    """Invert `ordered`, as float32.
+    """Convert numbers from `ordered` back to float32 scores.
 
     The bits of NaN and the sign of 0 are lost. 0 stands for "no score" and becomes ``-inf``.
     """
@@ -136,13 +136,13 @@ def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.flo
 
 
 def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return the tokens and scores of keys from the kernels."""
+    """Split the keys that a kernel returned into tokens and scores."""
     tokens = (~keys & 0xFFFFFFFF).astype(np.int64)
     return tokens, read_scores((keys >> np.uint64(32)).astype(np.uint32), dtype)
 
 
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Return tokens ``[n, N]``, ascending, and their scores, from the lists ``[n, 1 + CANDIDATES]`` of `candidates`.
+    """Convert the lists ``[n, 1 + CANDIDATES]`` of `candidates` to tokens ``[n, N]``, ascending, and their scores.
 
     N is the length of the longest list, at least 1. A shorter list ends with tokens of -1, whose scores are ``-inf``.
     """

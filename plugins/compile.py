@@ -100,14 +100,14 @@ class CompiledKernel:
 def compile_kernel(
     config: KernelConfig, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
-    """Compile a cache-update kernel: see `compile_source`."""
+    """Compile a cache-update kernel to PTX or a cubin for an architecture; `compile_source` explains the arguments."""
     return compile_source(kernel_source(config), config.name, arch, ptx=ptx, driver=driver)
 
 
 def compile_source(
     source: str, name: str, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
-    """Compile a kernel, or take it from the cache on disk.
+    """Compile a kernel to PTX or a cubin, or take it from the cache on disk.
 
     The cache's key is the source, the options, the architecture and NVRTC's version; files are written completely or
     not at all. If the cache cannot be written, the next call compiles again; nothing else changes.
@@ -140,7 +140,7 @@ def compile_source(
 
 
 def kernel_folder() -> Path:
-    """Return the folder of compiled kernels; it need not exist yet."""
+    """Return the folder in which compiled kernels are cached; it need not exist yet."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -148,11 +148,7 @@ def kernel_folder() -> Path:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Return NVRTC's major and minor version.
-
-    Raises:
-        BackendError: NVRTC is not installed.
-    """
+    """Return NVRTC's major and minor version; raise `BackendError` if NVRTC is not installed."""
     from cuda.pathfinder import DynamicLibNotFoundError
 
     try:
@@ -174,7 +170,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Check that NVRTC knows an architecture, and that a driver accepts its code; see `compile_source`.
+    """Check that NVRTC can compile for an architecture, and that a driver accepts its code; see `compile_source`.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
@@ -222,7 +218,7 @@ def _nvrtc() -> Any:
 
 
 def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
-    """Return the results of an NVRTC call without its status: an empty tuple, one value, or several."""
+    """Return the results of an NVRTC call: an empty tuple, one value, or several. Raise an error if the call failed."""
     status, *values = result
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")
@@ -230,7 +226,7 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """Return a cached kernel, or None if there is no complete one."""
+    """Return the compiled kernel in a file of the cache; None if the file is missing or incomplete."""
     try:
         digest, content = (data := path.read_bytes())[:32], data[32:]
         if blake3(content).digest() != digest:

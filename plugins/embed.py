@@ -1,4 +1,4 @@
-"""Compiles kernels for the GPU of this machine. TensorRT embeds them in the engine that it builds here."""
+"""Compiles plugin kernels for the GPU of this machine. TensorRT embeds them in the engine that it builds here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
-    """Return a compiler for one GPU, to PTX, which later GPUs accept as well.
+    """Return a function that compiles kernels for one GPU, to PTX, which later GPUs accept as well.
 
     TensorRT accepts no cubin: the documentation of ``aot_impl`` asks for PTX, and the runtime passes the code on as
     text that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4).
@@ -43,11 +43,7 @@ def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
 
 
 def this_gpu() -> tuple[str, tuple[int, int]]:
-    """Return the architecture of the first GPU, and the CUDA version of its driver.
-
-    Raises:
-        BackendError: there is no driver, or no GPU.
-    """
+    """Return architecture and CUDA version of the first GPU and its driver; raise `BackendError` if one is missing."""
     from cuda.bindings import driver
 
     names = driver.CUdevice_attribute

@@ -31,7 +31,7 @@ CACHE_BITS = {
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: its inputs and outputs, and how the update is written into the cache.
+    """One operator of the plugin: its inputs and outputs, and how the update is written into the cache.
 
     Attributes:
         form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
@@ -47,7 +47,7 @@ class Operator:
 
     @property
     def packed(self) -> bool:
-        """True for packed updates."""
+        """True if the update is packed, ``[T, N, H]`` with cumulative lengths; False if it is padded."""
         return self.form is UpdateForm.PACKED_NHD
 
     @property
@@ -79,7 +79,7 @@ class Operator:
         return self.config({**types, "cache_1": "int8", "update_1": types["update_0"], "lengths": "int64"})
 
     def config(self, types: Mapping[str, str], *, per_head: bool = False) -> KernelConfig:
-        """Return the kernel for tensors of these types.
+        """Return the kernel configuration for tensors of these types.
 
         Args:
             types: the ONNX type name of each input, by the operator's input names.
@@ -113,7 +113,7 @@ class Operator:
         )
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
-        """Check the ranks of inputs, and their sizes against each other where both are known.
+        """Check the ranks of an operator's inputs, and their sizes against each other where both are known.
 
         The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 
@@ -153,7 +153,6 @@ class Operator:
                               "both must have the same number")  # fmt: skip
 
     def _sizes(self, name: str) -> tuple[str, ...]:
-        """Return the names of an input's dimensions."""
         kind, _, i = name.rpartition("_")
         if kind == "cache":
             return ("B", "N", "S_max", f"H_{i}")

@@ -28,7 +28,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Registration:
-    """The operators in TensorRT's registry.
+    """The plugin's operators, after they were registered with TensorRT.
 
     Attributes:
         names: names of the operators.
@@ -40,7 +40,7 @@ class Registration:
 
 
 def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool = False) -> Registration:
-    """Register every operator in this process, before a network is parsed.
+    """Register every operator of the plugin with TensorRT, in this process. Call this before a network is parsed.
 
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
@@ -69,7 +69,7 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
 
 
 def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
-    """Return the function that describes an operator's outputs: ``present_i`` has the type and shape of ``cache_i``."""
+    """Return the function that describes an operator's outputs: ``present_i`` has type and shape of ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
         tensors = dict(zip(operator.inputs, inputs, strict=True))
@@ -116,7 +116,7 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 
 
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
-    """Return the function with this signature. If a call raises an error, the error is appended to `errors`."""
+    """Return `function` with this signature; errors that it raises are also appended to `errors`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -130,13 +130,13 @@ def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Sign
 
 
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
-    """Return the kernel for these tensors. The number of scales is known once the shapes are known."""
+    """Return the kernel configuration for these tensors. The number of scales is known once the shapes are known."""
     types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
     return operator.config(types, per_head=operator.quantized and _per_head(operator, tensors))
 
 
 def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
-    """Return True if there is a scale for each head; False while there are no shapes."""
+    """Return True if each head has its own scale; False while TensorRT has not computed shapes."""
     for i in range(operator.caches):
         count = tensors[f"scale_{i}"].shape_expr[0]
         if _open(count) or (_constant(count) not in (None, 1) and _open(tensors["cache_0"].shape_expr[1])):
@@ -146,7 +146,7 @@ def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
 
 
 def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
-    """Check that rows of 4-bit elements end at a full byte."""
+    """Refuse cache rows of 4-bit elements that do not end at a full byte."""
     for i in range(operator.caches):
         size = tensors[f"cache_{i}"].shape_expr[3]
         if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):

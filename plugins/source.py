@@ -1,4 +1,4 @@
-"""The source of a kernel: the shared files, and one entry function for a configuration."""
+"""Generates the CUDA source of a cache-update kernel: shared files, and one entry function for a configuration."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TYPES = {
 
 
 def kernel_source(config: KernelConfig) -> str:
-    """Return one CUDA C++ translation unit, without includes, whose entry function is ``config.name``."""
+    """Return the CUDA C++ source of one kernel, a translation unit without includes. Its entry is ``config.name``."""
     return family_source() + "\n" + entry_source(config)
 
 
 def family_source() -> str:
-    """Return the source that all entry functions share."""
+    """Return the CUDA C++ source that all cache-update kernels share."""
     constants = {"THREADS": THREADS, "BLOCKS": BLOCKS_PER_MULTIPROCESSOR, "IN_FLIGHT": VECTORS_PER_THREAD}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     for name in _FILES:
@@ -32,9 +32,9 @@ def family_source() -> str:
 
 
 def entry_source(config: KernelConfig) -> str:
-    """Return the entry function of one configuration.
+    """Return the CUDA C++ source of the entry function of one kernel.
 
-    It passes its arguments, which come in TensorRT's order, to the code that all kernels share.
+    The entry function passes its arguments, which come in TensorRT's order, to the code that all kernels share.
     """
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")

@@ -1,4 +1,4 @@
-"""The kernel of a cache update, the order of its arguments, and its launch: plain data.
+"""Describes a cache-update kernel as plain data: its configuration, the order of its arguments, and its launch.
 
 The plugin's registration and the kernel's source both follow this file. Shapes are those of the canonical view: caches
 ``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N, H]`` (packed).
@@ -70,7 +70,7 @@ class Quantization:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """One member of the kernel family.
+    """The properties that distinguish one cache-update kernel from the others.
 
     Attributes:
         element_bits: bits of a cache element; without quantization, also of an element of the update. The kernel moves
@@ -141,7 +141,7 @@ class Arguments:
 
 
 def arguments(config: KernelConfig) -> Arguments:
-    """Name the arguments of a configuration's entry function, in order."""
+    """Return the names of the arguments that a kernel's entry function takes, in order."""
 
     def each(name: str) -> list[str]:
         return [f"{name}_{i}" for i in range(config.caches)]
@@ -161,7 +161,7 @@ def arguments(config: KernelConfig) -> Arguments:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes of one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
+    """The sizes of the tensors in one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
 
     The code uses only operators that both have.
 
@@ -179,7 +179,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """The launch of a kernel.
+    """The launch parameters of a kernel: blocks, threads and scalar arguments.
 
     Attributes:
         grid: number of blocks (x; y and z are 1).
@@ -193,7 +193,7 @@ class LaunchParams:
 
 
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
-    """Return the launch, whose numbers are expressions of the sizes.
+    """Return the launch parameters of a kernel for tensors of these sizes, as expressions of the sizes.
 
     The kernel is correct with any grid, and fast with this one.
 

@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _encode(stream: TextIO) -> None:
-    """Make a stream accept every character, so that none ends a run with an error or is lost in a file."""
+    """Make a stream accept every character: a character must not end a run with an error, or get lost in a file."""
     if isinstance(stream, io.TextIOWrapper):
         if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
             stream.reconfigure(encoding="utf-8")  # as JSON requires; files on Windows allow 256 characters by default
@@ -62,7 +62,7 @@ def _encode(stream: TextIO) -> None:
 
 
 def _keep_stdout() -> None:
-    """Keep stdout for results: output of libraries that bypasses Python, as of TensorRT's logger, goes to stderr."""
+    """Keep stdout for results: what libraries write without Python, such as TensorRT's logger, goes to stderr."""
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and os.name == "posix":
         line = 1 if stream.line_buffering else -1
@@ -71,7 +71,7 @@ def _keep_stdout() -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process after all cleanup, without waiting for other threads that still compute."""
+    """End the process after all cleanup, without waiting for threads that still compute."""
     sys.stderr.flush()
     os._exit(status)
 

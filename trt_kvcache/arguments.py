@@ -1,4 +1,4 @@
-"""Checks values from callers of public functions, and shows them in messages."""
+"""Checks the values that callers give to public functions, and shows values in messages."""
 
 from __future__ import annotations
 
@@ -43,10 +43,9 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
-    """Return a caller's whole number as an int: NumPy's small integers overflow, and JSON cannot write them.
+    """Return a caller's whole number as an int; raise `error` for other values.
 
-    Raises:
-        OptionError: it is not a whole number; or `error`.
+    NumPy's small integers become ints, too, because they overflow, and JSON cannot write them.
     """
     if not is_whole(value):
         raise error(f"{what} is {shown(value)}; it must be a whole number{unit}")
@@ -54,22 +53,14 @@ def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheErr
 
 
 def as_switch(value: object, what: str) -> bool:
-    """Return a caller's switch. Other values are refused, because most, such as ``"off"``, would count as True.
-
-    Raises:
-        OptionError: it is neither True nor False.
-    """
+    """Return a caller's True or False. Raise `OptionError` for other values: ``"off"`` would count as True."""
     if not isinstance(value, bool):
         raise OptionError(f"{what} is {shown(value)}; it must be True or False")
     return value
 
 
 def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
-    """Return a caller's path.
-
-    Raises:
-        OptionError: it is not a path, or no file can have this path; or `error`.
-    """
+    """Return a caller's path as a Path; raise `error` if it is not a path, or no file can have this path."""
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
         if isinstance(path, str) and path and b"\0" not in os.fsencode(path):
@@ -80,11 +71,7 @@ def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError
 
 
 def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
-    """Return a caller's list, from any iterable except text and mappings.
-
-    Raises:
-        OptionError: it is not a list; or `error`.
-    """
+    """Return a caller's list, from any iterable except text and mappings; raise `error` for other values."""
     try:
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
             return list(value)
@@ -94,11 +81,7 @@ def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError]
 
 
 def as_options(value: object, kind: type[_Options], what: str) -> _Options:
-    """Return a caller's options, after a check of their type.
-
-    Raises:
-        OptionError: the options are not of type `kind`.
-    """
+    """Return a caller's options; raise `OptionError` if they are not of type `kind`."""
     if not isinstance(value, kind):
         raise OptionError(f"{what} is {shown(value)}; give {kind.__name__}(...)")
     return value

@@ -1,14 +1,14 @@
 """Runs work on untrusted files in child processes, because it may need unlimited time and memory, or crash.
 
 One protocol for all: requests and answers are data classes, each followed by bytes. If the child raises an error of
-this package, the caller raises it, too. Nothing from a child is unpickled. The frames::
+this package, the caller raises it, too. Nothing from a child is unpickled. The messages, called frames, begin with::
 
     caller to child   >  a request, or the answer to a question
-    .  the caller keeps the files of the child
+                      .  the caller keeps the files of the child
     child to caller   +  news, any number of them
-    ?  a question
-    =  the answer
-    !  an error
+                      ?  a question
+                      =  the answer
+                      !  an error
 
 Each frame has the sizes of its parts on one line, and then the parts; the first part is JSON. A child ends when its
 stdin ends, which happens however the caller ends.
@@ -55,15 +55,15 @@ _Answer = TypeVar("_Answer")
 
 
 class ChildError(Exception):
-    """Raised if the child gave no answer; the text gives the user the reason."""
+    """Raised if a child process gave no answer. The text gives the user the reason."""
 
 
 class ChildLateError(ChildError):
-    """Raised if the child took longer than allowed."""
+    """Raised if a child process took longer than allowed."""
 
 
 class Begun(NamedTuple):
-    """The clocks at the beginning of a request.
+    """The clocks of a child process at the beginning of a request.
 
     Attributes:
         at: `time.monotonic`.
@@ -75,7 +75,7 @@ class Begun(NamedTuple):
 
 
 class _Failure(msgspec.Struct):
-    """An error: the name of a class of `trt_kvcache.errors`, ``"MemoryError"``, or "" (the message is a trace)."""
+    """An error from a child: a class of `trt_kvcache.errors`, ``"MemoryError"``, or "" for a bug (message: a trace)."""
 
     kind: str
     message: str
@@ -95,7 +95,7 @@ def _write(stream: IO[bytes], kind: int, *parts: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> _Frame | None:
-    """Return the next frame; None at the end. Other lines are skipped: Python printed them while it started."""
+    """Return the next frame of a stream; None at its end. Other lines are skipped: Python printed them at its start."""
     for line in stream:
         if match := _HEAD.fullmatch(line):
             parts = []
@@ -148,7 +148,7 @@ class Child:
 
     @property
     def status(self) -> int:
-        """The exit code; below 0: minus the number of the signal that killed it."""
+        """Exit code of the process. A negative number is the number of the signal that killed it."""
         return self._process.wait()
 
     def _listen(self) -> None:
@@ -159,7 +159,7 @@ class Child:
         self._frames.put(None)
 
     def send(self, content: Any, parts: Sequence[bytes] = ()) -> None:
-        """Send a request, or the answer to a question, followed by bytes."""
+        """Send a request to the child, or the answer to its question, followed by bytes."""
         self._write(_REQUEST, msgspec.json.encode(content), *parts)
 
     def _write(self, kind: int, *parts: bytes) -> None:
@@ -182,7 +182,7 @@ class Child:
         told: Callable[[bytes], None] = lambda _: None,
         asked: Callable[[str], bytes] | None = None,
     ) -> _Answer:
-        """Return the answer to the request that was sent.
+        """Wait for the child's answer to the request that was sent, and return it.
 
         Args:
             kind: type of the answer.
@@ -226,12 +226,12 @@ class Child:
         raise RuntimeError(f"a child process failed:\n{failure.message}")
 
     def ask(self, content: Any, kind: type[_Answer], seconds: float, parts: Sequence[bytes] = ()) -> _Answer:
-        """`send` a request, and return the `answer`."""
+        """Send a request to the child, and return its answer; `send` and `answer` explain the arguments."""
         self.send(content, parts)
         return self.answer(kind, seconds)
 
     def begin(self) -> Begun:
-        """Return the state of the clocks at the beginning of a request."""
+        """Return the clocks of the child now, at the beginning of a request."""
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
@@ -249,7 +249,6 @@ class Child:
                     raise
 
     def _worked(self) -> float:
-        """Return the child's processor time in seconds; infinite if it has ended."""
         try:
             used = psutil.Process(self._process.pid).cpu_times()
         except psutil.Error:
@@ -257,7 +256,7 @@ class Child:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End the process; within `grace` seconds it may end by itself."""
+        """End the child. For `grace` seconds, it may end by itself."""
         if self._owner == os.getpid():
             assert self._process.stdin is not None
             if self._grace:
@@ -277,14 +276,14 @@ class Child:
 
 
 def how_ended(status: int) -> str:
-    """Return in words how a process ended."""
+    """Return a text that says how a process ended: its exit code or its signal."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit code {status:{'#x' if status > 255 else ''}}"
 
 
 class Caller:
-    """The calling process, from the child's side."""
+    """The process that started this child, as the child sees it."""
 
     def __init__(self, abandoned: Callable[[], None]) -> None:
         self._out = os.fdopen(os.dup(1), "wb")
@@ -304,20 +303,20 @@ class Caller:
         os._exit(0 if keep else 1)  # without unwinding: that may take long, or crash
 
     def next(self) -> _Frame:
-        """Wait for the next request."""
+        """Wait for the caller's next request, and return it."""
         return self._frames.get()
 
     def send(self, kind: int, content: Any) -> None:
-        """Write a frame; the caller may have ended."""
+        """Write a frame to the caller, which may have ended."""
         with self._lock, _unless_ended():
             _write(self._out, kind, msgspec.json.encode(content))
 
     def tell(self, news: Any) -> None:
-        """Send news before the answer."""
+        """Send news, such as progress, to the caller before the answer."""
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
-        """Ask the caller for the data under a name."""
+        """Ask the caller for the data that belong to a name, and return them."""
         self.send(_QUESTION, question)
         return self.next().parts[0]
 
@@ -325,7 +324,7 @@ class Caller:
 def serve(
     work: Callable[[Any, list[bytes], Caller], Any], requests: Any, abandoned: Callable[[], None] = lambda: None
 ) -> NoReturn:
-    """Run in the child: answer requests until stdin ends, within `Child`'s memory limit, without core dumps.
+    """Answer requests in a child process until stdin ends, within `Child`'s memory limit, without core dumps.
 
     If the machine runs out of memory, Linux ends this process first. Windows has no memory limit.
 
@@ -374,7 +373,7 @@ def is_broken(error: OSError) -> bool:
 
 @contextmanager
 def _unless_ended() -> Iterator[None]:
-    """Write to the other process; it is no error if that process has ended."""
+    """A block that writes to the other process. If that process has ended, the block ends without an error."""
     try:
         yield
     except OSError as error:

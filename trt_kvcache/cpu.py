@@ -1,4 +1,4 @@
-"""Opens and runs models in ONNX Runtime on the CPU, and turns its errors into errors of this package."""
+"""Opens and runs models in ONNX Runtime on the CPU for comparisons, with time limits and one-line errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 1800.0
 
 
 class RunError(Exception):
-    """Raised if a model or a step cannot run; the text is that of ONNX Runtime or of ONNX's evaluator, on one line."""
+    """Raised if a model or a step cannot run. The text is the first line of ONNX Runtime's or ONNX's own error."""
 
 
 def one_line(error: Exception) -> str:
@@ -40,21 +40,21 @@ def one_line(error: Exception) -> str:
 
 
 def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Open a session that prints nothing: errors come as exceptions."""
+    """Open a session of ONNX Runtime on the CPU that prints nothing: errors come as exceptions."""
     options.log_severity_level = 4
     ort.set_default_logger_severity(4)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], **more)
 
 
 def quiet_run() -> ort.RunOptions:
-    """Return options for a run that prints nothing: the options of the session do not apply to runs with options."""
+    """Return options for a run that prints nothing: a run with options ignores those of its session."""
     options = ort.RunOptions()
     options.log_severity_level = 4
     return options
 
 
 def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a session. A signal interrupts it: constant folding may never end.
+    """Open a session of ONNX Runtime. A signal interrupts the call, because constant folding may never end.
 
     Raises:
         RunError: ONNX Runtime refuses the model.
@@ -64,7 +64,7 @@ def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.Infere
 
 
 def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
-    """Return the outputs of a session. A signal interrupts the run: a model may never end.
+    """Run a session of ONNX Runtime, and return its outputs. A signal interrupts the run, which may never end.
 
     Raises:
         RunError: the step cannot run.
@@ -99,7 +99,7 @@ def _in_time(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
 
 
 class UnfusedSession:
-    """Runs a model in ONNX Runtime node by node: fusions would hide differences.
+    """Runs a model in ONNX Runtime node by node, without fusions, which would hide differences.
 
     Attributes:
         backend: name and version.
@@ -121,7 +121,7 @@ class UnfusedSession:
         self._options = quiet_run()
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Return all outputs by name; feeds are converted to the types of the inputs."""
+        """Run the model and return all outputs by name. The feeds are converted to the types of the inputs."""
         inputs = {name: _as(feeds[name], kind) for name, kind in self._types.items()}
         try:
             values = self._session.run(self._outputs, inputs, self._options)

@@ -38,7 +38,7 @@ _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suf
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """A file by name, size in bytes and BLAKE3 digest (hex) of its content."""
+    """The identity of a file: name, size in bytes and BLAKE3 digest (hex) of its content."""
 
     name: str
     size: int
@@ -84,11 +84,7 @@ def read_file(path: Path, limit: int = SETTINGS) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Raises:
-        OSError: the file cannot be opened, or is not a regular file; `strerror` gives the reason.
-    """
+    """Open a regular file for reading; raise `OSError` for others, such as pipes. `strerror` gives the reason."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
     descriptor = os.open(path, flags)
     try:
@@ -104,10 +100,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
-    """Read a JSON object.
+    """Read a file that holds a JSON object, and return the object.
 
     Raises:
-        OSError: see `read_file`.
+        OSError: the file cannot be read, see `read_file`.
         ValueError: the file holds no object; the text gives the reason.
     """
     data = read_file(path, limit)
@@ -121,9 +117,9 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 
 
 def stamp(file: Path | int) -> tuple[int, ...]:
-    """Return values that change with a file: device, inode, size, and the times of content and inode in ns.
+    """Return values by which a later change of a file is noticed: device, inode, size, and times in ns.
 
-    The time of the inode also changes if a file is moved away and back.
+    The times are those of the content and of the inode; the latter also changes if a file is moved away and back.
 
     Args:
         file: path of the file, or the descriptor of the open file.
@@ -136,23 +132,23 @@ def stamp(file: Path | int) -> tuple[int, ...]:
 
 
 def is_text(path: Path) -> bool:
-    """Return True if a path is UTF-8, as manifests, models and ONNX Runtime require."""
+    """Return True if the path itself can be written as UTF-8, as manifests, models and ONNX Runtime require."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
 
 
 def is_inside(name: str) -> bool:
-    """Return False for a file name in a config that leads out of the config's folder."""
+    """Return True if a file name in a config stays inside the config's folder."""
     return "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def export_suffix(model: Path) -> str:
-    """Return the suffix that all files of one export by optimum share, such as ``_fp16``; or ""."""
+    """Return the suffix that all files of one export by optimum share, such as ``_fp16``; "" if there is none."""
     part = _PART.fullmatch(model.stem)
     return (part["suffix"] or "") if part is not None and model.suffix == ".onnx" else ""
 
 
 def check_output(path: str | os.PathLike[str]) -> Path:
-    """Return the real path to write to: absolute, symbolic links followed.
+    """Check a path for an output file. Return the real path: absolute, with symbolic links followed.
 
     Raises:
         OutputError: a file cannot be written there, as far as this is known before writing.
@@ -178,14 +174,15 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def temporary_file(final: Path) -> Iterator[Path]:
-    """Create an empty file in the folder of `final`, to be filled and moved there; if it exists at the end, remove it.
+    """Create an empty temporary file in the folder of `final`; the block fills it and moves it there.
 
-    It is in the same folder, because a file can be moved in one step only within a file system. It is locked as long as
-    this process lives; unlocked ones, left behind by killed processes, are removed. On Windows, where an open file
-    cannot be moved, it is neither kept open nor locked, and files of killed processes stay.
+    The file is in the same folder, because a file can be moved in one step only within a file system. If it still
+    exists at the end, it is removed. It is locked as long as this process lives; unlocked ones, left behind by killed
+    processes, are removed. On Windows, where an open file cannot be moved, it is neither kept open nor locked, and
+    files of killed processes stay.
 
     Raises:
-        OutputError: it cannot be created.
+        OutputError: the file cannot be created.
     """
     _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
@@ -206,7 +203,7 @@ def temporary_file(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Lock an open file if the system can, and close it at the end."""
+    """Lock an open file within the block, if the system can, and close it at the end."""
     if sys.platform == "win32":
         os.close(descriptor)
         yield
@@ -220,7 +217,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove temporary files of ended processes; on Windows, where this is unknown, do nothing."""
+    """Remove temporary files that ended processes left behind. On Windows, do nothing: it cannot be known there."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
         if sys.platform != "win32":
             with suppress(OSError):
@@ -237,8 +234,7 @@ def _remove_abandoned(final: Path) -> None:
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Yield a binary file that replaces `path` when the block ends without an exception.
 
-    Raises:
-        OutputError: the file cannot be written.
+    Raises `OutputError` if the file cannot be written.
     """
     final = check_output(path)
     with temporary_file(final) as temporary:
@@ -252,7 +248,7 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until the content is on disk; otherwise a rename may survive a power cut while the content is lost."""
+    """Wait until the content is on disk. Otherwise a rename may survive a power cut while the content is lost."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -283,7 +279,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
 
 
 def _keep_aside(path: Path) -> Path | None:
-    """Give a file another name, under which it can be restored; None: there is no file."""
+    """Give a file a second name, under which it can be restored; None if there is no file."""
     if not path.exists():
         return None
     former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

@@ -1,4 +1,4 @@
-"""Computes inputs of a step that follow from its lengths: positions, write indices, valid lengths, masks.
+"""Computes the inputs of a step that follow from its lengths: positions, write indices, valid lengths, masks.
 
 Sessions and comparisons of models use it. Values have named axes; `place` brings them into a tensor's shape.
 """
@@ -32,12 +32,14 @@ _ORDER = {
 
 
 def axis_sizes(rows: int, length: int) -> dict[str, int]:
-    """Return the sizes of a step of `length` tokens in each row, by the names of axes in a plan."""
+    """Return the axis sizes of a step of `length` tokens in each of `rows` rows, by the names of axes in a plan."""
     return {"batch": rows, "sequence": length, "tokens": rows * length, "batch+1": rows + 1}
 
 
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
-    """Return the values of an input that follow from the lengths of the rows; None for other roles.
+    """Return the values of an input that follow from the lengths of the rows: positions, write indices, valid lengths.
+
+    None if the role of the input is another.
 
     Args:
         role: role of the input.
@@ -59,14 +61,14 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
 
 
 def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
-    """Return the token in each cache row after a step, ``[R, 1, keys]``, and each new token, ``[R, S, 1]``.
+    """Return the tokens from which a mask follows: in each cache row after a step, and the new ones.
 
-    Rows without a token hold -1 or less, or a token that is yet to come: a new token sees a row whose token is from 0
-    up to itself.
+    The first array is ``[R, 1, keys]``. Cache rows without a token hold -1 or less, or a token that is yet to come. The
+    second array is ``[R, S, 1]``. A new token sees a cache row whose token is from 0 up to itself.
 
     Args:
-        starts: see `from_lengths`.
-        length: see `from_lengths`.
+        starts: int64 ``[R]``: tokens of each row before the step.
+        length: new tokens of each row.
         keys: number of cache rows.
         ring: capacity of a circular cache; None for linear ones.
     """
@@ -79,14 +81,14 @@ def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = No
 
 
 def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
-    """Return the caches that attention reads with these lengths or this mask; empty if the plan does not tell."""
+    """Return the caches that attention reads with input `name`, lengths or a mask; empty if the plan does not tell."""
     geometries = {g.name for g in plan.masks if name in (g.lengths, g.mask)}
     read = {past for a in plan.attention if a.mask in geometries for past in a.caches}
     return [c for c in plan.caches if c.past in read]
 
 
 def by_token(values: Array, tensor: TensorRole) -> Named:
-    """Return values ``[R, S, ...]`` for a tensor with the axes batch and sequence, or one axis for all tokens."""
+    """Name the axes of values ``[R, S, ...]`` for a tensor. If it has one axis for all tokens, join R and S."""
     if "tokens" in tensor.axes:
         return values.reshape(-1, *values.shape[2:]), ("tokens",)
     return values, ("batch", "sequence")
@@ -113,7 +115,7 @@ def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
 
 
 def fixed_rows(plan: CachePlan) -> int | None:
-    """Return the batch size that the model's caches, states and constants are fixed at, or None.
+    """Return the batch size at which the model's caches, states and constants are fixed; None if it is dynamic.
 
     Raises:
         UnsupportedModelError: the model fixes them at different sizes.
@@ -130,13 +132,13 @@ def fixed_rows(plan: CachePlan) -> int | None:
 
 
 def fixed_length(plan: CachePlan) -> int | None:
-    """Return the number of tokens per row and step that the model's updates are fixed at, or None."""
+    """Return the number of tokens per row and step at which the model's updates are fixed; None if it is dynamic."""
     lengths = {c.update_length for c in plan.caches if c.carried and isinstance(c.update_length, int)}
     return min(lengths, default=None)
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with a name for each axis that is fixed at the plan's batch or update length, except 1."""
+    """Return the tensor with a name for each axis whose size is the plan's fixed batch or update length, except 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width
@@ -157,7 +159,7 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
 
 
 def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
-    """Return the axes of positions ``[planes, B, S]`` or ``[B, planes, S]``, with the planes' axis named."""
+    """Return the axes of a positions input ``[planes, B, S]`` or ``[B, planes, S]``, with "planes" as a name."""
     fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
     planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the smaller fixed axis is a batch of 1
     return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

@@ -46,7 +46,7 @@ _ENDS = 4  # most names in a message
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The adapter's part for one module.
+    """The change that an adapter makes to one module of the checkpoint.
 
     Attributes:
         name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
@@ -64,11 +64,11 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraFolder:
-    """An adapter in its folder, checked.
+    """The opened folder of an adapter that is supported.
 
     Attributes:
         modules: the changed modules, ordered by name.
-        digest: digest of all values that it computes with.
+        digest: digest of all values that the adapter computes with.
     """
 
     path: Path
@@ -79,16 +79,16 @@ class LoraFolder:
 
     @property
     def rank(self) -> int:
-        """The largest rank of all modules."""
+        """Largest rank of the adapter's modules."""
         return max(module.rank for module in self.modules)
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The last parts of the modules' names, each once."""
+        """The kinds of modules that the adapter changes, such as ``"q_proj"``: the last parts of their names."""
         return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
 
     def read(self, module: LoraModule) -> tuple[Array, Array]:
-        """Return A ``[inputs, rank]`` and B ``[rank, outputs]``, both float32; B includes the scale."""
+        """Read A ``[inputs, rank]`` and B ``[rank, outputs]`` of a module, both float32; B includes the scale."""
         a, b = (self._tensors.read(name) for name in self._names[module.name])
         return a.astype(np.float32).T, b.astype(np.float32).T * np.float32(module.scale)
 
@@ -134,7 +134,7 @@ def module_key(name: str) -> tuple[str, ...] | None:
 
 
 def _check(settings: Mapping[str, Any], path: Path) -> None:
-    """Refuse settings that change the computation in unsupported ways."""
+    """Refuse an adapter whose settings change the computation in ways that are not supported."""
     if settings.get("peft_type") != "LORA":
         raise OptionError(f"{path}: the adapter is of kind {shown(settings.get('peft_type'))}; only LORA is supported")
     if settings.get("bias") not in (None, "none"):
@@ -155,7 +155,7 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of the tensors A and B, by module."""
+    """Return the names of the tensors A and B of each module."""
     sides: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         match = _MODULE.fullmatch(tensor)
@@ -188,7 +188,7 @@ def _module(
 
 
 def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any], path: Path) -> float:
-    """Return a number for a module: from the first pattern that fits its name, as in peft; otherwise from `default`."""
+    """Return a setting of a module, such as its rank: of the first pattern that fits its name, else `default`."""
     import re2
 
     quiet = re2.Options()
@@ -220,6 +220,6 @@ def _digest(modules: tuple[LoraModule, ...], names: Mapping[str, tuple[str, str]
 
 
 def list_names(names: list[str]) -> str:
-    """Return some names for a message."""
+    """Return a few of these names as text for a message."""
     more = f" and {len(names) - _ENDS} more" if len(names) > _ENDS else ""
     return ", ".join(f"'{name}'" for name in names[:_ENDS]) + more

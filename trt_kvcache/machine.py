@@ -13,7 +13,7 @@ _ROOT = "/sys/fs/cgroup"
 
 
 def memory() -> int:
-    """Return the bytes of memory of the machine, or of the part that the process may use."""
+    """Return the bytes of memory of the machine, or of the part that a container allows this process."""
     return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
 
 
@@ -31,7 +31,7 @@ def free_memory(*, swap: bool = False) -> int:
 
 
 def shortage(need: int) -> str:
-    """Return what is free, as words for a refusal, if that is less than `need` bytes; else "".
+    """Return a text that says how much memory is free, if that is less than `need` bytes; else "".
 
     A process that runs out of memory is ended by the system without a message.
     """
@@ -40,7 +40,7 @@ def shortage(need: int) -> str:
 
 
 def peak_memory() -> int:
-    """Return the largest memory of this process so far, in bytes."""
+    """Return the largest memory that this process has used so far, in bytes."""
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     else:  # noqa: RET505 - mypy looks at one of the two
@@ -54,7 +54,7 @@ _bounded: list[bool] = []
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Limit this process to the memory that is free now: larger requests fail. It has no effect outside of Linux.
+    """Within the block, limit this process to the memory that is free now: larger requests fail. Only Linux does this.
 
     Read-only mapped files do not count. All threads are limited, so use it only in processes of this package.
     """
@@ -76,7 +76,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def allow_memory(size: int) -> None:
-    """Raise the limit of `bounded_memory`, if there is one, for memory that may never be used."""
+    """Raise the limit of `bounded_memory`, if there is one, by `size` bytes of memory that may never be used."""
     if sys.platform == "linux" and _bounded:
         import resource
 
@@ -85,7 +85,7 @@ def allow_memory(size: int) -> None:
 
 
 def _limits() -> Iterator[tuple[int, int]]:
-    """Yield the limits of Linux' nested control groups around this process, and how much each group uses.
+    """Yield the memory limit and the use of each of Linux' nested control groups around this process, in bytes.
 
     In a container the innermost group is the root of the file system, independent of its name on the host.
     """

@@ -1,4 +1,4 @@
-"""Writes options in messages as arguments of Python or as flags; also sizes as text, and visible control characters.
+"""Converts options in messages from flags to Python arguments and back; shows sizes and control characters as text.
 
 Messages are written with flags, such as ``--capacity 256``, because no other text looks like a flag. `as_arguments`
 turns this into ``capacity=256``. `as_flags` does the reverse, for messages that name arguments.
@@ -59,7 +59,7 @@ def as_arguments(message: str) -> str:
 
 
 def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
-    """Return a message with its arguments as the flags of a command: ``max_batch is 0`` becomes ``--max-batch is 0``.
+    """Return a message with its arguments as flags of a command: ``max_batch is 0`` becomes ``--max-batch is 0``.
 
     Names count as arguments only before ``is``, ``are``, ``above`` or ``=``. Messages about a file, ``FILE.json: ...``,
     are not changed.
@@ -95,7 +95,7 @@ def human_bytes(count: int) -> str:
 
 
 def visible(text: str, allowed: str = "") -> str:
-    """Return a text with its control characters as Python's escapes.
+    """Return a text in which control characters are visible, as Python's escapes.
 
     Args:
         text: any text.

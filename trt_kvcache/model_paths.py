@@ -1,4 +1,4 @@
-"""Finds the file that a MODEL, ENGINE or CHECKPOINT argument means.
+"""Finds the file that an argument MODEL, ENGINE or CHECKPOINT of a command means.
 
 The name of a model on the hub becomes its folder in the local cache of huggingface_hub, if it is there. For weights or
 files of other tools, the error says what the file is, and which command fits.
@@ -35,13 +35,13 @@ _PYTORCH = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def engine_in(path: Path) -> Path:
-    """Return the engine in an engine's folder; other paths unchanged."""
+    """Return the path of the engine in an engine's folder; any other path is returned unchanged."""
     engine = path / ENGINE
     return engine if engine.is_file() and not models_in(path) else path
 
 
 def is_model(path: Path) -> bool:
-    """Return True for an ``.onnx`` file, or its folder; all other paths are taken for engines."""
+    """Return True for an ``.onnx`` file, or its folder. Every other path counts as an engine."""
     return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
 
 
@@ -55,12 +55,12 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """Return the ``.onnx`` files in a folder, by name."""
+    """Return the ``.onnx`` files in a folder, sorted by name."""
     return sorted(folder.glob("*.onnx")) if folder.is_dir() else []
 
 
 def model_named(path: Path) -> Path:
-    """Return the path that a MODEL argument means.
+    """Return the path of the model that an argument MODEL means.
 
     Raises:
         InvalidModelError: the path is not a model; the message says what it is, and what to do.
@@ -76,17 +76,17 @@ def model_named(path: Path) -> Path:
 
 
 def runnable_named(path: Path) -> Path:
-    """Return the path that an ENGINE|MODEL argument means; errors as in `model_named`."""
+    """Return the path of the engine or model that an argument ENGINE|MODEL means; errors as in `model_named`."""
     return _checked(path, to_run=True)
 
 
 def checkpoint_named(path: Path) -> Path:
-    """Return the path that a CHECKPOINT argument means; errors as in `model_named`."""
+    """Return the path of the checkpoint that an argument CHECKPOINT means; errors as in `model_named`."""
     return _checked(path, to_run=False)
 
 
 def engine_named(path: Path) -> Path:
-    """Return the path that an ENGINE argument means; errors as in `model_named`."""
+    """Return the path of the engine that an argument ENGINE means; errors as in `model_named`."""
     path = _checked(path, to_run=True)
     if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(
@@ -111,10 +111,9 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """Return the folder in the hub's cache for a name on the hub; other paths unchanged.
+    """Return the folder in the local cache for a name on the hub; raise `InvalidModelError` if it is not there.
 
-    Raises:
-        InvalidModelError: the model is not in the cache.
+    Any other path is returned unchanged.
     """
     name = typed.as_posix()
     local = typed.exists() or typed.parent.exists() or typed.suffix.lower() in _OWN
@@ -191,7 +190,7 @@ def _foreign(path: Path) -> str | None:
 
 
 def _below(path: Path) -> str | None:
-    """Describe models that lie one folder deeper; None if there are none."""
+    """Describe the models one folder below `path`, for an error message; None if there are none."""
     if not path.is_dir() or models_in(path) or (path / ENGINE).exists() or is_checkpoint(path):
         return None
     inner = sorted((path / "onnx").glob("*.onnx"))

@@ -1,4 +1,4 @@
-"""Makes signals interrupt calls into native code, which a model may make endless, but not changes of state.
+"""Lets signals interrupt long calls into native code (a model may never end), but not changes of state.
 
 Python handles a signal between two of its own steps, so not while the main thread is in native code. If a daemon thread
 is in native code when the interpreter ends, C++ aborts the process.
@@ -27,7 +27,7 @@ _ending: list[bool] = []
 
 
 class Endable:
-    """Use ``with endable:`` around a call; one call at a time.
+    """A call into native code that another thread can end: use ``with endable:`` around it, one call at a time.
 
     Args:
         stop: makes the call return soon; another thread calls it.
@@ -47,12 +47,12 @@ class Endable:
 
 
 def calls_under_way() -> dict[Endable, int]:
-    """Return the running calls, each with its own number."""
+    """Return the calls into native code that are running now, each with its own number."""
     return dict(_calls)
 
 
 def end_calls(calls: dict[Endable, int]) -> None:
-    """Make these calls return soon, if they are still running."""
+    """Make those of these calls return soon that are still running."""
     for call, number in calls.items():
         if _calls.get(call) == number:
             call.stop()
@@ -60,7 +60,7 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all calls before the interpreter ends. Threads that Python waits for have ended already."""
+    """End all calls before the interpreter ends. Threads for which Python waits have ended already."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:

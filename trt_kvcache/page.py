@@ -52,13 +52,13 @@ align-items:stretch}.step>span{transform:rotate(90deg);align-self:center}}
 
 
 class Html(str):
-    """A text that is HTML already; `tag` escapes all other texts."""
+    """A text that is already HTML, so that `tag` does not escape it."""
 
     __slots__ = ()
 
 
 class Point(NamedTuple):
-    """A point of a chart; `low` and `high` are the ends of its spread."""
+    """A point of a chart: x, y, and the ends `low` and `high` of its spread."""
 
     x: float
     y: float
@@ -67,7 +67,7 @@ class Point(NamedTuple):
 
 
 def tag(element: str, *inside: object, **attributes: object) -> Html:
-    """Return an element: texts and attributes are escaped, and control characters in them become visible.
+    """Return an HTML element. Texts and attributes are escaped, and control characters in them become visible.
 
     Args:
         element: name of the element.
@@ -87,14 +87,14 @@ def _breaking(cell: object) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Return a table. Long names in it break at their parts; a table that is too wide scrolls by itself."""
+    """Return an HTML table. Long names in it break at their parts; a table that is too wide can be scrolled."""
     head = tag("tr", *(tag("th", column) for column in columns))
     body = [tag("tr", *(tag("td", _breaking(cell)) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
 
 
 def page(title: str, *sections: Html) -> Html:
-    """Return a whole page; it loads nothing and runs nothing."""
+    """Return a whole HTML page, which loads no other files and runs no code."""
     meta = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
@@ -112,7 +112,7 @@ def chart(
     binary: bool = False,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Html:
-    """Return lines over logarithmic axes, with a legend if there are several.
+    """Return an SVG chart: lines over logarithmic axes, with a legend if there are several lines.
 
     Args:
         title: title of the chart, with the unit of its values.
@@ -164,7 +164,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, color: str = "currentColor
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a function from values to places on a logarithmic axis; a single value lies in the middle."""
+    """Return a function from values to coordinates on a logarithmic axis; a single value lies in the middle."""
     span = math.log(high / low)
     return lambda value: (start + end) / 2 if span == 0 else start + (end - start) * math.log(value / low) / span
 

@@ -1,4 +1,4 @@
-"""Reports the progress of long work to the function given to `listening`, if there is one.
+"""Reports the progress of long work to the listener (a function given to `listening`), if there is one.
 
     with phase("decoding with the original", len(steps)) as done:
         for step in steps:
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """Progress of one phase of a build, or of other long work; phases nest.
+    """The progress of one phase of a build, or of other long work. Phases nest.
 
     Attributes:
         phase: name of the phase. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
@@ -40,13 +40,13 @@ _parent: ContextVar[str | None] = ContextVar("trt_kvcache_phase", default=None)
 
 
 def listener() -> Listener | None:
-    """Return the function that receives progress, if any."""
+    """Return the function that receives progress now; None if there is none."""
     return _listener.get()
 
 
 @contextmanager
 def listening(heard: Listener) -> Iterator[None]:
-    """Call `heard` with the events of all phases within the block."""
+    """Within the block, call `heard` with the progress events of all phases."""
     token = _listener.set(heard)
     try:
         yield
@@ -55,7 +55,7 @@ def listening(heard: Listener) -> Iterator[None]:
 
 
 def tell(event: ProgressEvent) -> None:
-    """Report an event of another process or library; a phase without a parent becomes part of the running phase."""
+    """Report a progress event of another process or library. Without a parent, its phase belongs to the running one."""
     _send(event if event.parent else replace(event, parent=_parent.get()))
 
 

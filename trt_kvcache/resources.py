@@ -9,7 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource_dir(name: Literal["configs", "plugins"]) -> Path:
-    """Return the folder of shipped files with this name.
+    """Return the path of a folder that ships with the package, ``configs`` or ``plugins``.
 
     In a wheel it lies inside the package. In a source tree (and so in an editable install) it lies beside the package,
     and a symbolic link in the package leads to ``plugins``, so that its Python modules can be imported.

@@ -1,4 +1,4 @@
-"""Defines the text, limits and flag of an option's field once, for checks, flags and the reference."""
+"""Lets a dataclass of options define each option once: its text, limits and flag, for checks, commands and docs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
 
 
 def described(options: _Class) -> _Class:
-    """Write the texts of a class's settings into its docstring, as its attributes."""
+    """Write the texts of a dataclass's settings into its docstring, in the section Attributes; return the class."""
     lines = [
         f"    {name}: {as_arguments(f'{setting.help} {setting.more}'.strip())}"
         for name, (_, _, setting) in settings_of(options).items()
@@ -88,7 +88,7 @@ def described(options: _Class) -> _Class:
 
 
 def check_settings(options: Any) -> None:
-    """Convert the caller's values to plain ones: enums, Python's numbers, paths as text.
+    """Check the values of a dataclass of options, and make them plain: enums, Python's numbers, paths as text.
 
     Raises:
         OptionError: a value has another type, is not a choice, or is out of range.

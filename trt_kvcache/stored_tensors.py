@@ -27,7 +27,7 @@ _HEADER = 100_000_000  # most bytes of the header, from the format's definition
 
 
 class StoredTensors:
-    """The floating-point tensors of one file.
+    """The floating-point tensors of one safetensors file.
 
     Args:
         path: path of the file.

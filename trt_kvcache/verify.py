@@ -1,4 +1,4 @@
-"""One decode, compared at every station: from the model as exported to TensorRT's own network.
+"""Verifies a rewrite: decodes the same texts at several stations (runners of a form of the model), and compares logits.
 
     model as exported -> rewritten model -> its caches quantized -> the session on the CPU
                                          -> the network that TensorRT parsed
@@ -81,7 +81,7 @@ def verify_model(
     verify: VerifyOptions = _VERIFY,
     rewritten: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
-    """Decode the same texts at every station, and report how far their logits are apart.
+    """Decode the same texts at every station (below), and report how far their logits are apart.
 
     The model as exported decodes each text alone in ONNX Runtime: its presents become its pasts by name, unchanged. It
     computes in float32, and continues the texts greedily. Then other stations decode the same tokens:
@@ -132,7 +132,7 @@ def verify_model(
 def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
-    """Verify a model; `file` replaces its rewritten form."""
+    """Verify a model. If `file` is given, it is the rewritten model to compare."""
     options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None
@@ -177,7 +177,7 @@ def verify_import(
 
 @dataclass
 class _Verification:
-    """One verification: the decode of the model as exported, and data that the stations share."""
+    """One verification: the decode of the model as exported, the stations that repeat it, and data that they share."""
 
     imported: ImportedModel
     verify: VerifyOptions
@@ -217,7 +217,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Run a station. If it cannot run on this machine, its note says why, and it counts as passed."""
+        """Run one station. If it cannot run on this machine, its note says why, and it counts as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -246,17 +246,17 @@ class _Verification:
 
     @cached_property
     def dtype(self) -> str:
-        """The narrowest floating-point type in which the model as exported computes."""
+        """Narrowest floating-point type in which the model as exported computes."""
         return rounding_dtype(self.imported.source.proto)
 
     @cached_property
     def large(self) -> bool:
-        """True if the weights are so large that each run of the model takes long."""
+        """True if the model's weights are so large that each run takes long."""
         return sum(byte_size(t) or 0 for t in iter_tensors(self.imported.source.proto)) > _LARGE
 
     @cached_property
     def limits(self) -> IndexLimits:
-        """Limits of token ids and positions."""
+        """Limits of the token ids and positions that the texts may use."""
         return index_limits(self.imported.model, self.imported.plan)
 
     @cached_property
@@ -266,13 +266,13 @@ class _Verification:
 
     @cached_property
     def given(self) -> dict[str, Array]:
-        """Values of inputs that do not follow from the text: the same at all stations."""
+        """Values of the inputs that do not follow from the text. They are the same at all stations."""
         plan, values = self.imported.plan, load_inputs(self.verify.inputs)
         check_values(values, plan)
         return draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed) | values
 
     def _hidden(self, reference: Exported) -> float:
-        """Return the largest garbage in unused rows of fixed-length caches that the model as exported hides."""
+        """Return the largest number that may fill unused cache rows without an effect on the model as exported."""
         original = self.imported.plan.original
         if original and not any(t.role is OriginalRole.FIXED_CACHE for t in original):
             return GARBAGE  # caches that grow have no rows without a token
@@ -287,7 +287,7 @@ class _Verification:
         return 0.0
 
     def _counted(self, steps: Iterator[Array], title: str = "") -> Iterator[Array]:
-        """Yield the logits of each step, and show their number as progress."""
+        """Yield the logits of each step, and report the number of steps as progress."""
         with phase(title or self.title, len(self.decode.pieces)) as advance:
             for logits in steps:
                 advance()
@@ -297,12 +297,12 @@ class _Verification:
 
     @cached_property
     def copies(self) -> Float32Copies:
-        """Float32 copies of all models: shared weights are converted once."""
+        """Makes float32 copies of models; weights that several models share are converted once."""
         return Float32Copies(self.scratch)
 
     @cached_property
     def wide(self) -> tuple[ModelProto, Path]:
-        """The rewritten model in float32, and the folder of its data."""
+        """The rewritten model in float32, and the folder of its external data."""
         return self._widened(self.imported.model, self.folder)
 
     def _widened(self, model: ModelProto, folder: Path | None = None) -> tuple[ModelProto, Path]:
@@ -325,7 +325,7 @@ class _Verification:
         return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
 
     def _measured(self, unit: float) -> float:
-        """Return the largest effect of rounding on the logits of the model as exported, on the same texts."""
+        """Return how much rounding to `unit` changes the logits of the model as exported on the same texts, at most."""
         runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
         steps = self._counted(self.decode.steps(runner), "what rounding makes")
         return compare(self.decode, steps, np.inf).largest
@@ -339,7 +339,7 @@ class _Verification:
         )
 
     def _first_layer(self, found: Difference) -> str:
-        """Find the first layer of the rewritten model that differs, in the piece and the text that differ."""
+        """Return text that names the first layer of the rewritten model that differs, where `found` differs; or ""."""
         model, folder = self.wide
         names = {name for node in model.graph.node for name in node.output}
         wanted, had = dict[str, Array](), dict[str, Array]()
@@ -370,7 +370,7 @@ class _Verification:
 
     @cached_property
     def rounded(self) -> Decode:
-        """The same texts, decoded by the rewritten model; its cache rows are rounded as in quantized caches."""
+        """The decode of the rewritten model with cache rows rounded as in quantized caches, on the same texts."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
@@ -379,7 +379,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """How far the rounding of `rounded` moves the logits of the rewritten model."""
+        """Difference between the logits of `rounded` and those of the rewritten model without rounding."""
         return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:
@@ -443,7 +443,7 @@ class _Verification:
         self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
-        """Compare a station with `decode`; rounding is measured only if there is a difference to explain."""
+        """Compare a station with `decode`. Rounding is measured only if there is a difference to explain."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         results, again = tee(self._counted(decode.steps(runner)))
 
@@ -486,11 +486,11 @@ def _finite(value: float) -> float | None:
 
 
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
-    """Return the parts of two tensors that belong to one text; None if they cannot be compared.
+    """Return the parts of a tensor, in two models, that belong to one text; None if they cannot be compared.
 
     Args:
-        values: a tensor of the model as exported, whose batch holds the text `batch` times.
-        batch: see `values`.
+        values: the tensor in the model as exported, whose batch holds the text `batch` times.
+        batch: how many times the batch of `values` holds the text.
         others: the same tensor of the rewritten model.
         place: index of the text in the rewritten model's step, and the number of texts there.
     """

@@ -88,11 +88,11 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
      r"\[RotaryEmbedding\]; that is a crash inside TensorRT: change this part"),
     ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
     ("send(Stage(STAGES[4])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
-     r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)"),
-    ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last words: no python\)"),
+     r"killed by SIGABRT while building the engine; .* \(its last output: no kernel; printed\)"),
+    ("import sys; sys.exit('no python')", r"exit code 1 while loading TensorRT \(its last output: no python\)"),
     ("raise OutputError('disk full')", "^disk full$"),
     ("print('hello', flush=True)", "killed by SIGABRT while parsing the model"),
-    ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)", r"ended with exit code 3 .* \(its last words: b; c\)"),
+    ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)", r"ended with exit code 3 .* \(its last output: b; c\)"),
 ])  # fmt: skip
 def test_the_death_of_the_child_is_an_error(model: Path, output: Path, child: Callable[[str], None], body: str,
                                             message: str, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

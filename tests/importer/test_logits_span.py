@@ -44,7 +44,7 @@ def test_odd_tails_compute_all_logits(name: str, tmp_path: Path) -> None:
     onnx.save(ODD[name](), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx")
     assert plan.logits_span is None
-    assert any("'logits' still has the logits of all positions of a step: after the last" in n for n in plan.notes)
+    assert any("'logits' still has the logits of all positions of a step: the last product is" in n for n in plan.notes)
 
 
 def test_what_is_read_elsewhere_is_not_cut(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def test_weights_that_are_written_anew_are_not_copied_as_well(tmp_path: Path) ->
     changed = after.copy()
     changed[np.flatnonzero(needed)[-1]] ^= 1
     copy.write_bytes(changed.tobytes())
-    with pytest.raises(OutputError, match="is another file than the data file that must be copied"):
+    with pytest.raises(OutputError, match="this file exists and differs from the data file that must be copied"):
         rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
 
 

@@ -322,7 +322,7 @@ def test_save_refuses_to_replace_a_different_data_file(stored: Path, tmp_path: P
     (target / "weights").mkdir(parents=True)
     (target / "weights" / "a.bin").write_bytes(bytes(128))
     source = load_source(stored)
-    with pytest.raises(OutputError, match="is another file than the data file that must be copied"):
+    with pytest.raises(OutputError, match="this file exists and differs from the data file that must be copied"):
         save_model(source.proto, target / "out.onnx", source)
     assert listing(target) == {"weights/a.bin": bytes(128)}
 

@@ -173,7 +173,7 @@ def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
         first.name += "/other"
 
     _edit(made, edit)
-    with pytest.raises(InvalidModelError, match=r"out\.onnx: defines KVCacheUpdateCircularPair differently from"):
+    with pytest.raises(InvalidModelError, match=r"out\.onnx: the function KVCacheUpdateCircularPair differs from"):
         _verify(source, made)
 
 
@@ -201,5 +201,5 @@ def test_another_interface_is_refused(tmp_path: Path) -> None:
 def test_options_of_the_caller_must_agree(tmp_path: Path) -> None:
     source, made = _written(tmp_path, PlanOptions(attention_span=False))
     _verify(source, made).check()
-    with pytest.raises(OptionError, match="was rewritten with cache_layout auto, and preserve is asked for"):
+    with pytest.raises(OptionError, match="was rewritten with cache_layout auto, but the option now is preserve"):
         verify_model(source, PlanOptions(cache_layout=CacheLayout.PRESERVE), SHORT, made)

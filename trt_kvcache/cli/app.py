@@ -1,4 +1,4 @@
-"""The root command: collects the commands, and prints this package's errors on one line."""
+"""The root command ``trt-kvcache``: collects the commands, and prints this package's errors on one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trt_kvcache.files import read_file
 
 
 class _Commands(TyperGroup):
-    """Turns errors of this package into one line and an exit code; bugs keep their trace."""
+    """The group of all commands. Turns errors of this package into one line and an exit code; bugs keep their trace."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         if args[:1] in (["version"], ["-V"]):
@@ -137,11 +137,7 @@ def _root(
 
 
 def _options_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the options of each command in a file.
-
-    Raises:
-        OptionError: the file cannot be read, or does not consist of options by command.
-    """
+    """Return the options of each command from a TOML file; raise `OptionError` if it has another form."""
     names = [command.__name__ for command in _COMMANDS]
     try:
         tables = tomllib.loads(read_file(file, 1 << 20).decode())

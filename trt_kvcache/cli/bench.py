@@ -34,7 +34,7 @@ _ROW = "{:<8}{:>7}{:>8}{:>12}{:>22}{:>12}"
 
 @dataclass(frozen=True)
 class MeasureFlags:
-    """Flags that choose the measurements."""
+    """The flags of `bench` that choose what is measured: lengths, positions, batches and repeats."""
 
     lengths: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens of prompts to prefill.")] = None
     positions: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens in the cache while decoding.")] = None
@@ -113,7 +113,7 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure; return the report, and True if Ctrl-C ended the run. Print each row at once if `rows` is set."""
+    """Measure a model; return the report, and True if Ctrl-C ended the run. With `rows`, print each row at once."""
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.measure import bench_session, default_sizes, report
@@ -173,7 +173,6 @@ def _print_row(t: Timing) -> None:
 
 
 def _print(results: Results) -> None:
-    """Print complete results, as tables and notes."""
     from trt_kvcache.cli.output import console, table
 
     if len(results) == 1:
@@ -192,7 +191,6 @@ def _print(results: Results) -> None:
 
 
 def _beside(median: float | None, first: float | None) -> str:
-    """Return a time as text, with its ratio to the first time."""
     if median is None:
         return "-"
     return f"{median:.2f}" if first in (None, median) else f"{median:.2f} ({median / first:.2f}x)"

@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 @flags_of(BuildOptions)
 class BuildFlags(Flags):
-    """Flags of a build; see `BuildOptions`."""
+    """The flags of a build, one for each setting of `BuildOptions`."""
 
     def options(self) -> BuildOptions:
-        """Return the `BuildOptions` that the flags ask for.
-
-        Raises:
-            OptionError: a value is illegal.
-        """
+        """Return the `BuildOptions` that the flags ask for; raise `OptionError` if a value is illegal."""
         if self.decode_weights == "own" and self.max_batch is not None and self.max_batch > 1:
             raise OptionError(
                 f"--decode-weights own is for a batch of one, and --max-batch is {self.max_batch}; leave one out"

@@ -88,11 +88,7 @@ def chat(
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the messages that are typed or come from a pipe, one after the other.
-
-    Raises:
-        OptionError: stdin is a terminal, and prompt_toolkit is not installed.
-    """
+    """Yield the user's messages, one after the other, from a pipe or a terminal (this needs prompt_toolkit)."""
     read = _line_editor() if sys.stdin.isatty() else _piped_line
     while (message := read("> ")) is not None:
         if message.startswith(_SEVERAL):
@@ -135,13 +131,12 @@ def _line_editor() -> Callable[[str], str | None]:
 
 
 def _piped_line(_prompt: str) -> str | None:
-    """Return the next line of a file or pipe; None at its end."""
     line = sys.stdin.readline()
     return line.strip() if line else None
 
 
 def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
-    """Return how tokens are chosen, as text."""
+    """Return a text that says how tokens are chosen: greedily, or by sampling with which settings."""
     if not config.do_sample:
         return "greedy decoding"
     own = {name: getattr(config, name) for name in session.sampling} == session.sampling
@@ -149,7 +144,7 @@ def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
 
 
 class _Chat:
-    """A conversation in the terminal, with counts and times so far."""
+    """A conversation in the terminal: runs slash commands, prints answers, and counts tokens and time."""
 
     def __init__(self, session: DecodeSession, talk: Conversation, config: GenerationConfig) -> None:
         self._session, self._talk, self._config = session, talk, config
@@ -157,7 +152,6 @@ class _Chat:
         self._seconds = 0.0  # seconds after the first token, over all answers
 
     def command(self, line: str) -> None:
-        """Run a command line that begins with a slash."""
         word, _, rest = line.partition(" ")
         rest, talk = rest.strip(), self._talk
         if word == "/help":
@@ -179,7 +173,7 @@ class _Chat:
             _tell(f"{word} is no command; /help lists them")
 
     def answer(self, line: str | None) -> None:
-        """Print the answer to a line as it comes, and its counts on stderr; None: answer the last message again."""
+        """Print the answer to a user's line as it comes, then counts on stderr; None: answer the last line again."""
         from trt_kvcache.runtime.events import FinishReason
 
         talk, config = self._talk, self._config

@@ -1,4 +1,4 @@
-"""Formats the help of commands for 80 columns, and answers flags of other tools with what to type instead."""
+"""The commands' base class: formats help for 80 columns, and explains flags of other tools."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Command(TyperCommand):
                     )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments.
+        """Read the arguments of the command.
 
         Raises:
             OptionError: an argument is a flag of another tool, or a number like ``4k``; the message says what to type.
@@ -78,7 +78,7 @@ class Command(TyperCommand):
             raise
 
     def _check_options(self, given: dict[str, Any] | None) -> None:
-        """Refuse options from a file that the command does not have."""
+        """Refuse options from the file of ``--options`` that the command does not have."""
         names = {str(parameter.name) for parameter in self.params if parameter.param_type_name == "option"}
         if unknown := sorted({*(given or {})} - names):
             raise OptionError(

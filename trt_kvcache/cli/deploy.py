@@ -12,7 +12,7 @@ from trt_kvcache.model_paths import runnable_named
 
 
 class Server(str, Enum):
-    """The server to write for."""
+    """The server whose files `deploy` writes."""
 
     TRITON = "triton"
 

@@ -14,7 +14,7 @@ from trt_kvcache.model_paths import checkpoint_named
 
 
 class ExporterChoice(str, Enum):
-    """The exporter to run."""
+    """The exporter that `export` runs; auto tries several."""
 
     AUTO = "auto"
     MOBIUS = "mobius"

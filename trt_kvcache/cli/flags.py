@@ -1,4 +1,4 @@
-"""Makes the flags of commands from fields of dataclasses; options such as `PlanOptions` define flags and help once."""
+"""Makes the flags of commands from fields of dataclasses. Options such as `PlanOptions` define flag and help once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANY = 1_000  # the help does not show limits from here on
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of some flags of a command; each flag is a field."""
+    """Base of the dataclasses whose fields are flags of a command."""
 
     switches: ClassVar[tuple[str, ...]] = ()
     """Names of flags whose value is ``on`` or ``off``."""
@@ -33,7 +33,7 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...
 
     def values(self, *leave: str) -> dict[str, Any]:
-        """Return the flags that have a value, by name: enums as their text, switches as bools.
+        """Return the flags that have a value, by field name: enums as their text, switches as bools.
 
         Args:
             leave: names of flags to leave out.
@@ -48,7 +48,7 @@ class Flags:
 def flags_of(
     options: type, *names: str, leave: Sequence[str] = (), unset: Sequence[str] | None = (), group: str | None = None
 ) -> Callable[[_Flags], _Flags]:
-    """Return a decorator for a class of flags: it adds a flag for each setting of a dataclass of options.
+    """Return a class decorator that adds a flag for each setting of a dataclass of options, such as `PlanOptions`.
 
     Args:
         options: the dataclass of options, see `Setting`.
@@ -79,7 +79,7 @@ def flags_of(
 
 
 def _as_text(default: Any, setting: Setting) -> Any:
-    """Return a default in the form of the flag: a tuple as one text, a switch as ``on`` or ``off``."""
+    """Return the default of a setting in the form of its flag: a tuple as one text, a switch as ``on`` or ``off``."""
     if isinstance(default, bool) and setting.choices:
         return "on" if default else "off"
     if isinstance(default, tuple):
@@ -114,7 +114,7 @@ def _option(name: str, kind: Any, default: Any, setting: Setting, group: str | N
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that takes every field of its dataclasses as a flag.
+    """Return a command in which each field of its dataclass parameters is a flag.
 
     Args:
         command: a function whose parameters have typer's annotations, or are dataclasses whose fields have them.
@@ -150,7 +150,7 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _flags_of(context: typer.Context) -> dict[str, tuple[str, str | None]]:
-    """Return the long flags of a command by argument, each with its negative flag, or None if it takes a value."""
+    """Return, for each parameter of a command, its long flag and its negative flag (None if the flag takes a value)."""
     flags: dict[str, tuple[str, str | None]] = {}
     for option in context.command.params:
         if option.param_type_name == "option":

@@ -41,7 +41,7 @@ _FOR_BATCHES = ("num_beams", "length_penalty", "early_stopping", "output_logprob
 
 @flags_of(GenerationConfig, leave=_FOR_BATCHES, unset=None)
 class GenerationFlags(Flags):
-    """Flags of a generation. If a flag is not given, the model's files decide."""
+    """The flags of a generation, as in `GenerationConfig`. If a flag is not given, the model's files decide."""
 
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel="When a sequence ends")] = False
     generation_config: Annotated[
@@ -58,7 +58,7 @@ class GenerationFlags(Flags):
     def config(
         self, model: Path, tokenizer: Tokenizer | None, sampling: Mapping[str, Any] | None = None
     ) -> GenerationConfig:
-        """Return the settings of a generation: flags override the named config file, or else the model's end tokens.
+        """Return the settings of a generation: flags override the config file, or else the model's end tokens.
 
         Args:
             model: path of the model or engine, as typed.
@@ -112,7 +112,7 @@ class GenerationFlags(Flags):
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return the default sampling of a session and its source, as text."""
+    """Return a text that names the default sampling of a session and where it comes from."""
     from trt_kvcache.runtime.open import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
@@ -122,12 +122,12 @@ def sampling_text(session: DecodeSession) -> str:
 
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
-    """Flags of a generation, including flags that `chat` does not have."""
+    """The flags of a generation in `generate`, including those that `chat` does not have."""
 
 
 @dataclass(frozen=True)
 class GrammarFlags:
-    """Flags that restrict the form of the text: JSON, a regular expression, a grammar."""
+    """Flags that restrict the form of the generated text: to JSON, a regular expression or a grammar."""
 
     json_schema: Annotated[
         str | None, _form_flag(metavar="FILE|JSON", help="Generate only JSON that matches this schema.")
@@ -145,7 +145,7 @@ class GrammarFlags:
     ] = None
 
     def check(self) -> None:
-        """Raise `OptionError` if several of these flags are given."""
+        """Raise `OptionError` if more than one of these flags is given."""
         if len(names := [name for name, value in vars(self).items() if value is not None]) > 1:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(f"{flags} restrict the same text; use one of them")
@@ -173,7 +173,7 @@ class GrammarFlags:
 
 @dataclass(frozen=True)
 class RunFlags(Flags):
-    """Flags of `DecodeSession.open`."""
+    """The flags of a session, for parameters of `DecodeSession.open`."""
 
     device: DeviceOption = "auto"
     check: CheckOption = "first"
@@ -213,11 +213,7 @@ class RunFlags(Flags):
     ] = None
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of `DecodeSession.open`.
-
-        Raises:
-            OptionError: a size is malformed.
-        """
+        """Return these flags as keyword arguments of `DecodeSession.open`; raise `OptionError` for a malformed size."""
         from trt_kvcache.engine.build_options import parse_bytes
         from trt_kvcache.runtime.open import Schedule
 
@@ -233,11 +229,11 @@ class AdapterFlags:
     adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of `DecodeSession.open`."""
+        """Return the adapter, if given, as keyword arguments of `DecodeSession.open`."""
         return {"adapters": named_folders([self.adapter], "--adapter")} if self.adapter else {}
 
     def config(self, config: GenerationConfig) -> GenerationConfig:
-        """Return the settings with the adapter, if there is one."""
+        """Return `config` with the adapter's name, if an adapter is given."""
         return replace(config, adapter=next(iter(self.options()["adapters"]))) if self.adapter else config
 
 
@@ -251,11 +247,7 @@ class LoraFlags:
     ] = None
 
     def options(self, model: str) -> dict[str, Any]:
-        """Return the arguments of `DecodeSession.open`.
-
-        Args:
-            model: name of the model; no adapter may have the same name.
-        """
+        """Return the adapters as keyword arguments of `DecodeSession.open`. None may have the name of the model."""
         folders = named_folders(self.lora or [], "--lora")
         if model in folders:
             raise OptionError(f"--lora {model}=...: the model has this name; give another one, or --name")

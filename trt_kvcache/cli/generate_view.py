@@ -23,7 +23,7 @@ from trt_kvcache.runtime.session import DecodeSession
 
 @dataclass
 class Run:
-    """The record of a run.
+    """The record of one run of `generate`: sequences, times and counts.
 
     Attributes:
         runs_on: the runner and its device.
@@ -49,12 +49,12 @@ class Run:
 
     @property
     def count(self) -> int:
-        """New tokens of all sequences."""
+        """Number of new tokens in all sequences."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first one (beam search gives all at its end); None without tokens."""
+        """New tokens per second after the first token; None without tokens. Beam search gives all tokens at its end."""
         if self.config.num_beams > 1:
             return self.count / self.total if self.total else None
         later = self.total - (self.first or 0.0)
@@ -69,13 +69,13 @@ def run(
     beside: Callable[[DecodeSession], Mapping[str, Any]],
     grammar: Callable[[DecodeSession], Grammar | None] = lambda _: None,
 ) -> bool:
-    """Continue the prompts.
+    """Continue prompts with a session, and show the tokens as they come.
 
     Args:
         open_session: opens the session that runs the prompts.
         prompts: token ids of each.
         config: settings of the generation.
-        view: the user's view.
+        view: shows the tokens to the user.
         beside: makes the other arguments of `DecodeSession.stream`.
         grammar: makes the grammar of the texts from the session; None: no grammar.
 
@@ -127,7 +127,7 @@ def run(
 
 
 class JsonView:
-    """A view that prints one JSON object at the end.
+    """Shows a run as one JSON object at the end.
 
     Args:
         text: True if there is a tokenizer.
@@ -137,10 +137,10 @@ class JsonView:
         self._text = text
 
     def show(self, event: TokenEvent, run: Run) -> None:
-        """Show nothing yet."""
+        """Ignore the event: the object is printed at the end."""
 
     def end(self, run: Run) -> None:
-        """Print everything."""
+        """Print the JSON object of the run."""
         print_json(
             {
                 "runs_on": run.runs_on,
@@ -168,7 +168,7 @@ class JsonView:
 
 
 class LiveView:
-    """A view that prints text, or token ids, as they come; with several prompts, it prints each one at its end.
+    """Shows a run as text, or token ids, as they come. Of several prompts, each is shown when it ends.
 
     Args:
         text: True if there is a tokenizer.
@@ -189,7 +189,7 @@ class LiveView:
             self._whole(event.sequence, sequence)
 
     def end(self, run: Run) -> None:
-        """Print the sequences that were cut off, and a summary on stderr."""
+        """Print the sequences that Ctrl-C cut off, and a summary on stderr."""
         if len(run.sequences) == 1:
             self._write("\n")
         else:
@@ -235,5 +235,5 @@ def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dic
 def _events(
     session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, beside: Mapping[str, Any]
 ) -> Generator[TokenEvent]:
-    """Yield from `DecodeSession.stream`, as a generator, which can be closed."""
+    """Yield the events of `DecodeSession.stream`; as a generator, this can be closed."""
     yield from session.stream(prompts, config, **beside)

@@ -1,4 +1,4 @@
-"""Tables of commands and flags of other tools, with their replacements here."""
+"""Advice for users of other tools: tables of those tools' commands and flags, with their replacements here."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ _SPELLED = {
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return the arguments, with values of other tools in the spelling of this one."""
+    """Return the arguments of a command line, with values that other tools spell differently in this one's spelling."""
     changed = list(args)
     for at, arg in enumerate(changed):
         flag, equals, value = arg.partition("=")
@@ -201,7 +201,7 @@ def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
 
 
 def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
-    """Return what to type if there is an argument too many, or if a value is illegal; "" without advice.
+    """Return what to type after an argument too many, or after an illegal value; "" without advice.
 
     Args:
         command: name of the command.

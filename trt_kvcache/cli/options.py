@@ -1,4 +1,4 @@
-"""Flags that several commands share: each is declared once, in a dataclass that returns the options for the API."""
+"""Flags that several commands share. Each is declared once, in a dataclass that converts flags to API options."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now, for a model that runs on the CPU; not for an engine."""
+    """Return a context that limits memory to what is free now, for a model on the CPU; no effect for an engine."""
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
@@ -97,7 +97,7 @@ _FOR_BUILDS = ("cache_layout", "attention_span", "fallback")
 
 @flags_of(PlanOptions, leave=(*_FOR_BUILDS, "packed_native", "target"), unset=("window_chunk",), group=PLANNED)
 class SessionPlanFlags(Flags):
-    """Flags that plan a model for a session on the CPU."""
+    """The flags that plan a model for a session on the CPU."""
 
     calibrate: Annotated[
         Path | None,
@@ -110,11 +110,7 @@ class SessionPlanFlags(Flags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for.
-
-        Raises:
-            OptionError: a flag has no effect without another.
-        """
+        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another one."""
         if self.window_chunk is not None and self.sliding is not Sliding.CIRCULAR:
             raise OptionError(
                 f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
@@ -127,7 +123,7 @@ class SessionPlanFlags(Flags):
         return PlanOptions(**self.values("calibrate", "adapter"))
 
     def options_for(self, model: Path) -> PlanOptions:
-        """Return the `PlanOptions` for a model. A missing file is reported here, before slow imports.
+        """Return the `PlanOptions` that the flags ask for. A missing model file is reported here, before slow imports.
 
         Raises:
             OptionError: a flag has no effect without another.
@@ -148,7 +144,7 @@ class SessionPlanFlags(Flags):
             return replace(options, cache_ranges=calibrate_caches(model, prompts, options))
 
     def options_for_file(self, path: Path) -> PlanOptions | None:
-        """Return the `PlanOptions` for a model; None for an engine.
+        """Return the `PlanOptions` that the flags ask for if `path` is a model; None if it is an engine.
 
         Raises:
             OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
@@ -167,10 +163,9 @@ class SessionPlanFlags(Flags):
         return None
 
     def session_options(self, path: Path) -> dict[str, Any]:
-        """Return the keyword arguments for `DecodeSession.open`: none if no flag is given.
+        """Return the flags as keyword arguments of `DecodeSession.open`; empty if no flag is given.
 
-        Raises:
-            OptionError, InvalidModelError: see `options_for_file`.
+        Raises what `options_for_file` raises.
         """
         options = self.options_for_file(path)
         return {} if self == SessionPlanFlags() else {"plan_options": options}
@@ -178,7 +173,7 @@ class SessionPlanFlags(Flags):
 
 @flags_of(PlanOptions, *_FOR_BUILDS, group=PLANNED)
 class BuildPlanFlags(SessionPlanFlags):
-    """Flags that plan a model for a build; all other options of the plan follow from the builder."""
+    """The flags that plan a model for a build. The builder determines all other options of the plan."""
 
     adapter: Annotated[
         list[str] | None,
@@ -189,7 +184,7 @@ class BuildPlanFlags(SessionPlanFlags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """See `SessionPlanFlags.options`; given adapters determine rank and modules that the model takes."""
+        """Return the `PlanOptions` that the flags ask for, with rank and modules of the given adapters."""
         options = super().options()
         if not self.adapter:
             return options
@@ -200,19 +195,18 @@ class BuildPlanFlags(SessionPlanFlags):
 
 @flags_of(PlanOptions, "packed_native", group=PLANNED)
 class TensorRTPlanFlags(BuildPlanFlags):
-    """Flags that plan a model for TensorRT; it need not be installed."""
+    """Flags that plan a model for TensorRT, which need not be installed."""
 
 
 @flags_of(PlanOptions, "target", group=PLANNED)
 class PlanFlags(TensorRTPlanFlags):
-    """Flags that plan a model for a chosen builder; it need not be installed."""
+    """Flags that plan a model for the builder that one of them chooses. The builder need not be installed."""
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Read ``NAME=FOLDER``, or FOLDER, whose last part is then the name; return the folders by name.
+    """Return the folders in texts ``NAME=FOLDER`` or ``FOLDER`` by name; without a name, it is the folder's last part.
 
-    Raises:
-        OptionError: a name is missing, or comes twice.
+    Raises `OptionError` if a name is missing, or comes twice.
     """
     folders: dict[str, Path] = {}
     for text in values:

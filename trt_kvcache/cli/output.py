@@ -53,7 +53,7 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """Return an empty table: a line under its header, cells folded as by `wrapped`, never cut."""
+    """Return an empty table: a line under its header. Cells that are too long are folded as by `wrapped`, never cut."""
     from rich import box
     from rich.containers import Lines
     from rich.table import Table
@@ -82,7 +82,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Return the lines of a text. A name that is longer than a line breaks at a dot, slash or underscore."""
+    """Break a text into lines of at most `width` columns. A longer name breaks at a dot, slash or underscore."""
     words = []
     for word in text.split():
         while len(word) > width:
@@ -116,13 +116,13 @@ def print_error(message: str) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Write a line ``warning: ...`` to stderr for each message; those that differ in a layer's number are merged."""
+    """Write a line ``warning: ...`` to stderr for each message; merge messages that differ only in a layer's number."""
     for (message,), _ in group_rows(((one_line(message),) for message in messages), 1):
         print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 
 
 def one_line(message: str) -> str:
-    """Join the lines of a message (TensorRT's own words come in several) into one, without control characters."""
+    """Join the lines of a message, such as TensorRT's own words, into one line without control characters."""
     return visible(" ".join(message.split()))
 
 
@@ -135,7 +135,7 @@ _NUMBER = re.compile(r"(\d+)")
 
 
 def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], list[int]]]:
-    """Merge rows that differ only in one number of their names.
+    """Merge table rows whose names differ only in one number, such as the number of the layer.
 
     Args:
         rows: cells, all rows of one length.
@@ -159,7 +159,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Return one row for all members, or None if the first number in which they differ is not unique."""
+    """Merge rows of the same form into one row; None if the first number in which they differ occurs twice."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first
@@ -175,7 +175,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as ``0..3,8,10..11``; an even step of 2 or more over at least three is ``0..30 step 2``."""
+    """Return numbers as text, such as ``0..3,8,10..11``; with one step of 2 or more between all, ``0..30 step 2``."""
     ordered = sorted(set(numbers))
     step = ordered[1] - ordered[0] if len(ordered) > 2 else 1
     if step > 1 and all(b - a == step for a, b in pairwise(ordered)):

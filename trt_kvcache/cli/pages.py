@@ -27,11 +27,7 @@ _GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80
 
 
 def save_page(path: Path, page: Html) -> None:
-    """Write a page to a file, completely or not at all.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a page to a file, completely or not at all; raise `OutputError` if it cannot be written."""
     from trt_kvcache.files import atomic_file
 
     with atomic_file(path) as file:
@@ -72,7 +68,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
 
 
 def verify_page(model: str, report: VerifyReport) -> Html:
-    """Return the page of a verification: the largest difference at each station."""
+    """Return the page of a verification, with the largest difference at each station (runner)."""
     verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
     said = [(s.name, text) for s in report.stations for text in (s.failure, s.note) if text]
     notes = [*said, *(("note", note) for note in report.notes)]
@@ -90,7 +86,7 @@ def verify_page(model: str, report: VerifyReport) -> Html:
 
 
 def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
-    """Return the page of measurements, each with its name."""
+    """Return the page with charts and tables of these measurements, each with its name."""
     from trt_kvcache.runtime.measure import COLUMNS
 
     rows = [
@@ -129,7 +125,7 @@ def _plan(plan: CachePlan) -> Iterable[Html]:
 
 
 def shown(part: Part) -> Iterable[Html]:
-    """Return a part of an answer as HTML; see `print_parts`."""
+    """Return a part of a command's output (title, table, notes) as HTML; `print_parts` prints it as text."""
     if part.rows:
         yield tag("h2", part.title)
         yield table(part.columns, part.rows)
@@ -162,7 +158,7 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """Return the plan with `capacity` for the linear caches whose capacity is `most`."""
+    """Return the plan with another `capacity` for those linear caches whose capacity is `most`."""
 
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis
@@ -175,7 +171,7 @@ def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
 
 
 def _around(plan: CachePlan) -> Iterable[Html]:
-    """Draw boxes (before and after) for each group of caches that differ only in their layer."""
+    """Draw the graph around the caches, before and after the rewrite; caches of different layers share a drawing."""
     before = {tensor.name: tensor for tensor in plan.original}
     masks = {mask.name: mask_text(mask) for mask in plan.masks}
     readers: dict[str, list[AttentionPlan]] = {}
@@ -319,7 +315,7 @@ PANELS = (
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """Draw the difference as a share of the allowed difference."""
+    """Draw the difference in a row of the table as a bar: its share of the allowed difference."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

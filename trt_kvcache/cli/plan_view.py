@@ -1,4 +1,4 @@
-"""Describes plans and manifests as parts: a title, a table, notes. `print_parts` and HTML pages show them."""
+"""Describes plans and manifests as parts (a title, a table, notes), which `print_parts` and HTML pages show."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Facts = Mapping[str, str]
 
 
 class Part(NamedTuple):
-    """A part of an answer: a table with notes below it, or notes alone."""
+    """A part of a command's output: a table with notes below it, or notes alone."""
 
     title: str
     columns: Sequence[str]
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def print_parts(out: Console, parts: Iterable[Part]) -> None:
-    """Print the parts of an answer."""
+    """Print parts of a command's output: titles, tables and notes."""
     for part in parts:
         out.print()
         if part.rows:
@@ -66,7 +66,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth:
 
 
 def plan_parts(plan: CachePlan) -> Iterator[Part]:
-    """Yield the parts of a plan that are not empty."""
+    """Yield the parts that describe a plan, such as the tables of caches and attentions; empty ones are left out."""
     changes = [{"old": c.old or "-", "new": c.new or "-", "why": c.why, "io": c.io} for c in plan.changes]
     columns = {"": "{io}", "as exported": "{old}", "here": "{new}", "why": "{why}"}
     yield from _part("What changes for the caller", columns, changes, ("old", "new", "why"))
@@ -117,7 +117,7 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
 
 
 def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
-    """Yield a table with the bytes of a decode step, if they were counted.
+    """Yield a table of the bytes that a decode step reads and writes, if they were counted.
 
     Args:
         plan: the plan.
@@ -141,7 +141,7 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
 
 
 def limit_text(bandwidth: float) -> str:
-    """Return a note that explains the limit in tokens per second."""
+    """Return a note that explains the column with the limit in tokens per second."""
     return (
         f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's L2"
     )
@@ -165,12 +165,12 @@ def _part(
     kind: str = "",
     more: Sequence[str] = (),
 ) -> Iterator[Part]:
-    """Yield a table with one row for each group of items that differ only in a layer's number; nothing without items.
+    """Yield a table of items, such as caches. Items that differ only in a layer's number share a row.
 
     Args:
         title: title of the table.
         columns: by title, the template of the cells: names of facts in braces, ``{many}`` for the number of layers.
-        facts: the facts of each item.
+        facts: the facts of each item; without items, nothing is yielded.
         names: names of the facts that may contain the number of a layer.
         kind: first words of the notes that give the fact ``why``; empty: no such notes.
         more: further notes.
@@ -192,7 +192,7 @@ def _part(
 
 
 def plan_data(plan: CachePlan, batch: int, bandwidth: float | None = None) -> dict[str, Any]:
-    """Return the plan as plain data (it decodes as `CachePlan`), with bytes of caches and steps beside its fields."""
+    """Return a plan as plain data for JSON, which decodes as `CachePlan`. Bytes of caches and steps are added."""
     import msgspec
 
     costs = [step_cost(plan, tokens, batch) for tokens in usual_tokens(plan)]
@@ -228,7 +228,7 @@ def bytes_of(plan: CachePlan, batch: int) -> tuple[int, int]:
 
 
 def shared_caches(plan: CachePlan) -> str | None:
-    """Return the caches that several layers read, and how many layers; None if no cache is shared."""
+    """Return a line about caches that several layers read; None if there are none."""
     counts = Counter(node.caches for node in plan.attention if node.caches)
     shared = [f"{caches[0]} by {count}" for caches, count in counts.items() if count > 1]
     if not shared:
@@ -238,7 +238,7 @@ def shared_caches(plan: CachePlan) -> str | None:
 
 
 def cache_facts(cache: CacheUpdate) -> dict[str, str]:
-    """Return the facts of a cache for tables."""
+    """Return the texts about a cache that tables show, by name."""
     longest = cache.contract.max_update_length if cache.contract else None
     bound = f", at most {longest} tokens per update" if longest else ""
     return {
@@ -256,7 +256,7 @@ def cache_facts(cache: CacheUpdate) -> dict[str, str]:
 
 
 def attention_facts(node: AttentionPlan) -> dict[str, str]:
-    """Return the facts of an attention for tables."""
+    """Return the texts about an attention that tables show, by name."""
     same = node.head_size == node.value_head_size
     return {
         "node": node.node,
@@ -271,7 +271,7 @@ def attention_facts(node: AttentionPlan) -> dict[str, str]:
 
 
 def mask_text(mask: Mask) -> str:
-    """Return the conditions of a mask in words, over key j and query i."""
+    """Return in words which keys j a query i sees under this mask."""
     offset = f" + {mask.lengths} - S_q" if mask.lengths else ""
     terms = [f"j < {mask.lengths}"] if mask.lengths else []
     terms += [f"j <= i{offset}"] if mask.causal else []
@@ -298,7 +298,7 @@ def _spans(plan: CachePlan) -> Iterator[str]:
 
 
 def adapters_text(plan: CachePlan) -> str:
-    """Return slots, rank, modules and bytes of the adapters that a model takes."""
+    """Return a line about the adapters (LoRA) that a model takes: slots, rank, modules and bytes."""
     adapters = plan.adapters
     if adapters is None:
         return "none"
@@ -347,7 +347,6 @@ def manifest_lines(manifest: Manifest) -> list[tuple[str, str]]:
 
 
 def _few(tokens: object) -> str:
-    """Return a token id, or the first of several, as text."""
     if not isinstance(tokens, list) or len(tokens) <= _FEW:
         return str(tokens)
     return f"{str(tokens[:_FEW])[:-1]}, ...] ({len(tokens)})"

@@ -63,7 +63,7 @@ def plugins(
 
 
 def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:
-    """Return the kernels of a model for full TensorRT, or of an engine, which carries its updates."""
+    """Return the kernels that a session needs for an engine, or that full TensorRT needs for a model."""
     from trt_kvcache import load_manifest
     from trt_kvcache.plan import Target
 
@@ -97,7 +97,6 @@ def _print_list(chosen: Sequence[Kernels]) -> None:
 
 
 def _print_compiled(reports: Sequence[KernelReport], archs: list[str]) -> None:
-    """Print one row for each kernel, over all architectures."""
     from trt_kvcache.cli.output import console, table
     from trt_kvcache.plugins.compile import kernel_folder, nvrtc_version
 

@@ -35,7 +35,7 @@ def show_progress() -> Iterator[None]:
 
 
 class ProgressBars:
-    """One bar per running phase, indented under its parent phase; none is drawn between phases.
+    """Progress bars: one for each running phase, indented under its parent phase. Between phases, none is drawn.
 
     Attributes:
         progress: the drawn bars; None while no phase runs.
@@ -48,7 +48,7 @@ class ProgressBars:
         self._lock = threading.Lock()
 
     def show(self, event: ProgressEvent) -> None:
-        """Move the bar of the event's phase: new bars appear, finished ones go."""
+        """Draw an event: start, move or remove the bar of its phase."""
         with self._lock:
             if not event.finished:
                 self._move(self.progress or self._start(), event)

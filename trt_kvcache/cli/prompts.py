@@ -36,7 +36,7 @@ _NEEDED = ("input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class EmbeddedPrompt:
-    """A prompt as embeddings.
+    """A prompt that is given as embeddings, such as those of images.
 
     Attributes:
         ids: token ids, with placeholders at the places of images.
@@ -94,7 +94,7 @@ class PromptFlags:
     ] = None
 
     def check(self) -> None:
-        """Raise `OptionError` if a flag needs another flag."""
+        """Raise `OptionError` if a flag needs another flag that is not given."""
         if self.chat and not (self.prompt or self.prompt_file):
             raise OptionError("--chat needs messages as text; give --prompt or --prompt-file, or leave it out")
         if self.system is not None and not self.chat:
@@ -103,14 +103,14 @@ class PromptFlags:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def or_stdin(self) -> PromptFlags:
-        """Return the flags; if they give no prompt, text from a pipe on stdin is the prompt."""
+        """Return these flags; if they give no prompt, the text that is piped to stdin becomes the prompt."""
         if self.prompt or self.prompt_file or self.tokens or self.inputs_embeds or sys.stdin.isatty():
             return self
         piped = sys.stdin.read().removesuffix("\n")
         return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the named tokenizer, or the one beside the model if there is text; None if no prompt needs one.
+        """Return the tokenizer of the flag, or else the one beside the model; None if there is no text to encode.
 
         Raises:
             OptionError: text needs a tokenizer that is missing, or the model does not exist.
@@ -127,18 +127,13 @@ class PromptFlags:
         return Tokenizer.load(file)
 
     def embedded(self) -> list[EmbeddedPrompt]:
-        """Read the prompts that are given as embeddings.
-
-        Raises:
-            OptionError: a file cannot be read, or holds other arrays.
-        """
+        """Return the prompts that are given as embeddings; raise `OptionError` if a file cannot be used."""
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
         """Return all prompts as token ids, in this order: texts, files, ids, embeddings.
 
-        Raises:
-            OptionError: there is no prompt, or a file cannot be read.
+        Raises `OptionError` if there is no prompt, or a file cannot be read.
         """
         texts = [*(self.prompt or []), *(read_text(file) for file in self.prompt_file or [])]
         ids = [token_ids(text, "--tokens") for text in self.tokens or []]
@@ -160,7 +155,7 @@ class PromptFlags:
         return prompts + ids + [prompt.ids for prompt in embedded]
 
     def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> ConstantsAll:
-        """Return the constants of each prompt: from files, or made by the encoder.
+        """Return the constants of each prompt (inputs that stay the same in all steps): from files, or from `encoded`.
 
         Raises:
             OptionError: a file cannot be read; or there are several files, but not one for each prompt.
@@ -204,17 +199,13 @@ class SourceFlags:
     ] = None
 
     def read(self) -> list[Source]:
-        """Return all sources: texts, then ids, then arrays.
-
-        Raises:
-            OptionError: ids are malformed, or a file cannot be read.
-        """
+        """Return all sources: texts, then ids, then arrays; raise `OptionError` if one cannot be read."""
         arrays = [read_arrays(file) for file in self.source_inputs or []]
         ids = [token_ids(text, "--source-tokens") for text in self.source_tokens or []]
         return [*(self.source or []), *ids, *arrays]
 
     def start(self, model: Path) -> list[int]:
-        """Return the prompt of one token with which every text of the decoder starts.
+        """Return the prompt with which all texts of an encoder-decoder start: the token `decoder_start_token_id`.
 
         Raises:
             OptionError: no config names the token.
@@ -249,20 +240,12 @@ class SourceFlags:
 
 
 def template_values(text: str | None) -> dict[str, Any]:
-    """Return the variables that ``--chat-template-kwargs`` gives to a chat template.
-
-    Raises:
-        OptionError: the text is no JSON object.
-    """
+    """Return the variables of ``--chat-template-kwargs``; raise `OptionError` if `text` is not a JSON object."""
     return {} if text is None else json_object(text, "--chat-template-kwargs", '{"enable_thinking": false}')
 
 
 def json_object(text: str, option: str, example: str) -> dict[str, Any]:
-    """Return the JSON object in the text of an option.
-
-    Raises:
-        OptionError: the text is no JSON object.
-    """
+    """Return the JSON object in the text of an option; raise `OptionError` if it is something else."""
     try:
         value = msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError, ValueError):
@@ -273,7 +256,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Encode every source. Warnings, such as that the encoder runs on the CPU, go to stderr."""
+    """Run the encoder on every source; return the results. Warnings, such as that it runs on the CPU, go to stderr."""
     import warnings
 
     from trt_kvcache.cli.output import print_warnings
@@ -286,7 +269,7 @@ def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, 
 
 
 def read_embedded(file: Path) -> EmbeddedPrompt:
-    """Read the arrays of a prompt. The ids may have a batch axis of 1, as in models.
+    """Read a prompt of embeddings from an ``.npz`` file. The ids may have a batch axis of 1, as in models.
 
     Raises:
         OptionError: the file cannot be read, lacks an array, has unknown arrays, or its ids are not integers ``[S]``.
@@ -305,22 +288,14 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
 
 
 def read_arrays(file: Path) -> dict[str, Array]:
-    """Read an ``.npz`` file: arrays by name.
-
-    Raises:
-        OptionError: the file cannot be read.
-    """
+    """Return the arrays of an ``.npz`` file by name; raise `OptionError` if the file cannot be read."""
     from trt_kvcache.compare.text_inputs import load_inputs
 
     return load_inputs(str(file))
 
 
 def token_ids(text: str, option: str) -> list[int]:
-    """Return the token ids in the text of an option.
-
-    Raises:
-        OptionError: the text is no list of numbers.
-    """
+    """Return the token ids in the text of an option; raise `OptionError` if it is not a list of numbers."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:
@@ -328,11 +303,7 @@ def token_ids(text: str, option: str) -> list[int]:
 
 
 def read_text(file: Path, option: str = "--prompt-file") -> str:
-    """Return the text in a file, or on stdin for ``-``.
-
-    Raises:
-        OptionError: the text cannot be read.
-    """
+    """Return the text in a file, or on stdin for ``-``; raise `OptionError` if it cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise OptionError(f"{option} - reads stdin, which is closed")
     try:

@@ -27,7 +27,7 @@ _later: set[int] = set()  # signals that a timer sends again
 
 
 class Ended(KeyboardInterrupt):
-    """Raised when a signal other than Ctrl-C's ends the command.
+    """Raised in the main thread when a signal other than Ctrl-C's ends the command.
 
     Args:
         number: number of the signal.
@@ -52,7 +52,7 @@ def end_by_unwinding() -> None:
 
 
 def _watch(arrived: socket.socket) -> None:
-    """After each signal, end calls into native code that go on: only after them can the main thread handle it."""
+    """After each signal, end long calls into native code: the main thread can handle the signal only after them."""
     while arrived.recv(64):
         calls = calls_under_way()
         time.sleep(_PATIENCE)
@@ -68,7 +68,7 @@ def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Make Ctrl-C set the yielded event, so that a step is completed; a second Ctrl-C interrupts at once, as usual."""
+    """Let a running step end: Ctrl-C sets the yielded event. A second Ctrl-C interrupts at once, as usual."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -116,7 +116,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again later; further signals until then count as the same, so that none disturbs the cleanup."""
+    """Send a signal again a little later. Others until then count as the same, so that none disturbs cleanup."""
     if number in _later:
         return
     _later.add(number)

@@ -1,4 +1,4 @@
-"""Prints short answers: at most 20 labelled lines of 80 columns, and the next command."""
+"""Prints the short answers of commands: at most 20 labelled lines of 80 columns, and the next command."""
 
 from __future__ import annotations
 
@@ -70,18 +70,18 @@ def _shorten(lines: list[str], most: int) -> list[str]:
 
 
 def print_next(out: Console, command: str) -> None:
-    """Print the command that comes next, if there is one, on one line that can be copied."""
+    """Print the next command that the user may want, if there is one, on one line that can be copied."""
     if command:
         out.print(f"{'next':{_LABEL}}{command}", soft_wrap=True)
 
 
 def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
-    """Return the command that generates text; with token ids if no tokenizer lies beside the model.
+    """Return the `generate` command for a model or engine; with token ids if no tokenizer lies beside it.
 
     Args:
         path: path of the model or engine.
-        flags: see `command_line`.
-        leave: see `command_line`.
+        flags: a dataclass of flags that the user gave.
+        leave: fields of `flags` that the command does not have.
     """
     folder = path if path.is_dir() else path.parent
     prompt = ("--prompt", "Hello") if (folder / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
@@ -131,7 +131,7 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
 def next_line(
     model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False, or_else: str | None = None
 ) -> str:
-    """Return the command that follows a plan: the build, or another command if this machine cannot build.
+    """Return the command that follows a plan: `build`; or another one if this machine cannot build.
 
     Args:
         model: path of the model, as the user wrote it.
@@ -159,14 +159,14 @@ def _engine_name(model: Path) -> str:
 def plan_lines(
     plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "", bandwidth: float | None = None
 ) -> Lines:
-    """Return lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
+    """Return labelled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
 
     Args:
         plan: the plan.
         batch: number of sequences in the memory estimate.
         built: the engine exists: leave out advice on the export, and add `cost_line`.
-        chosen: see `chosen_capacity`.
-        bandwidth: see `cost_line`; if it is given, the line is added.
+        chosen: text about a default capacity, from `chosen_capacity`.
+        bandwidth: bandwidth of a GPU's memory in GB/s; if it is given, `cost_line` is added.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:
@@ -195,7 +195,7 @@ def plan_lines(
 
 
 def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
-    """Return the default capacity as text; empty if a flag gives the capacity or the model fixes it.
+    """Return a text that names the default capacity; empty if a flag gives the capacity or the model fixes it.
 
     Args:
         capacity: capacity in the plan's options.
@@ -205,7 +205,7 @@ def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
 
 
 def advice(plan: CachePlan) -> list[str]:
-    """Return what the user can do to make the engine smaller or faster."""
+    """Return texts about what the user can change in the export to make the engine smaller or faster."""
     said = []
     if plan.options.cache_dtype is None and any(cache.dtype == "float" for cache in plan.caches):
         said.append("export in float16 or bfloat16: float32 caches take twice the memory")

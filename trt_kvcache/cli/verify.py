@@ -1,4 +1,4 @@
-"""``trt-kvcache verify``: compares one decode at every station."""
+"""``trt-kvcache verify``: compares one decode at several stations, from the model as exported to TensorRT's network."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ if TYPE_CHECKING:
 
 @flags_of(VerifyOptions)
 class VerifyFlags(Flags):
-    """Flags of a verification; see `VerifyOptions`."""
+    """The flags of a verification, one for each setting of `VerifyOptions`."""
 
     def options(self) -> VerifyOptions:
-        """Return the `VerifyOptions` that the flags ask for.
-
-        Raises:
-            OptionError: a value is illegal.
-        """
+        """Return the `VerifyOptions` that the flags ask for; raise `OptionError` if a value is illegal."""
         return VerifyOptions(**self.values())
 
 
@@ -75,10 +71,9 @@ def verify(
 
 
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
-    """Parse a model as exported with TensorRT's own parser, and return as text how the network differs from the model.
+    """Let TensorRT's parser read a model without a rewrite. Return a text that compares its network with the model.
 
-    Raises:
-        BackendError: TensorRT's package is not installed.
+    Raises `BackendError` if TensorRT's package is not installed.
     """
     from trt_kvcache.engine.parsing import parse_as_exported
     from trt_kvcache.errors import BuildError
@@ -117,7 +112,7 @@ def _print(out: Console, model: str, report: VerifyReport) -> None:
 
 
 def station_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Return a row for each station: name, runtime, reference, steps, difference, tolerance and verdict."""
+    """Return a table row for each station (runner) of a verification: name, runtime, difference, verdict and so on."""
     rows: list[tuple[str, ...]] = []
     for s in report.stations:
         if not s.compared:

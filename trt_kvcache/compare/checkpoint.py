@@ -25,7 +25,7 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
     Args:
         model: a causal language model of transformers.
         texts: token ids.
-        cuts: for each text, the number of tokens of each of its steps.
+        cuts: for each text, the list of its steps; each number is the count of tokens in that step.
     """
     torch: Any = import_module("torch")
     logits = []
@@ -42,12 +42,12 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
 
 
 def save_logits(path: str | Path, logits: Sequence[Any], first: int = 0) -> None:
-    """Write the logits of each text to a file. Their names are the numbers of the texts, counted from `first`."""
+    """Write the logits of each text to an ``.npz`` file; array names are the numbers of the texts, from `first` on."""
     import_module("numpy").savez(path, **{str(i): rows for i, rows in enumerate(logits, first)})
 
 
 def main() -> None:
-    """Decode with the checkpoint in a folder."""
+    """Run the command line: decode with the checkpoint in a folder, and write the logits to a file."""
     checkpoint, asked, out = sys.argv[1:]
     torch, transformers = import_module("torch"), import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(

@@ -86,22 +86,21 @@ def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
 
 
 def _rows(cache: CacheUpdate, tokens: int, keys: str, *, spans: bool) -> int:
-    """Return the number of rows that one attention reads."""
     in_use = keys == "mask" or (keys == "span" and spans)
     return min(tokens, cache.capacity) if in_use else cache.capacity
 
 
 def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
-    """Return the text lengths for which costs are shown: a short length, and the capacity."""
+    """Return the text lengths, in tokens, for which costs are shown: a short length, and the capacity."""
     longest = max((cache.capacity for cache in plan.caches), default=1)
     return (_FEW, longest) if longest > _FEW else (longest,)
 
 
 def read_bandwidth(text: str) -> float:
-    """Return GB/s from a text: a number, or the name of a GPU in `GPUS`.
+    """Return a memory bandwidth in GB/s from a text: a number, or the name of a GPU in `GPUS`.
 
     Raises:
-        OptionError: the text is neither.
+        OptionError: the text is neither a number nor a known GPU.
     """
     named = {_plain(name): rate for name, rate in GPUS.items()}
     if (rate := named.get(_plain(text))) is not None:

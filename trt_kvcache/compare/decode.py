@@ -1,4 +1,4 @@
-"""Decodes texts in pieces with any runner, and compares its results with those of a reference."""
+"""Decodes texts with any runner, and compares its logits with a reference. A piece is one step of this decode."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ DRAWN = "drawn"
 
 @dataclass(frozen=True)
 class Piece:
-    """A step: the next tokens of some texts.
+    """One step of a decode: the next tokens of some texts.
 
     Attributes:
         length: new tokens of each text.
-        rows: indices of the texts. They are the first texts of the batch; before this step, each has its own number of
-            tokens.
-        span: one of `trt_kvcache.importer.steps.drawn_inputs.SPAN_KINDS`, if the step chooses the rows that are read.
+        rows: indices of the texts of this step, always the first texts of the batch. Their numbers of earlier tokens
+            may differ.
+        span: how many cache rows the step reads, if the model takes this number: "tight", "bucketed" or "full".
         kept: number of last positions whose logits are computed, for models that take this number; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
-        skip: number of tokens of each text to skip before this step: their cache rows become copies of earlier rows.
-        drawn: before the step, the caches are filled with random numbers for all earlier tokens; `skip` may be negative
-            then.
+        skip: number of tokens by which each text grows before this step; their cache rows become copies of earlier
+            rows.
+        drawn: before the step, all caches are filled with random numbers. Then `skip` may be negative, and texts become
+            shorter.
     """
 
     length: int
@@ -55,10 +56,10 @@ class Piece:
 
 
 class Runner(Protocol):
-    """Decodes texts. A runner does not know other runners.
+    """The interface of an object that decodes texts with one runtime, such as ONNX Runtime.
 
     Attributes:
-        name: name of the runtime, as text.
+        name: name of the runtime.
     """
 
     name: str
@@ -68,10 +69,10 @@ class Runner(Protocol):
         ...
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """Decode a piece.
+        """Run one step of the decode.
 
         Args:
-            piece: see `Piece`.
+            piece: the step.
             tokens: int64 ``[R, length]``.
 
         Returns:
@@ -82,15 +83,15 @@ class Runner(Protocol):
 
 @dataclass
 class Decode:
-    """Texts, and the pieces in which they are decoded.
+    """Texts, and the pieces (steps) in which they are decoded.
 
     Attributes:
         pieces: the pieces, in order.
         rows: number of texts.
         vocabulary: token ids are 0 to ``vocabulary - 1``.
         seed: seed of the random tokens at the start of each text.
-        goes_on: texts continue with the tokens that the reference chooses; otherwise all tokens are random.
-        tokens: tokens of each piece ``[R, length]``, once a runner has decoded it.
+        goes_on: texts continue with tokens that the first runner chooses; if False, all tokens are random.
+        tokens: tokens of each piece ``[R, length]``; the first runner fills this list.
         wanted: the reference's logits of each piece.
     """
 
@@ -103,9 +104,9 @@ class Decode:
     wanted: list[Array] = field(default_factory=list)
 
     def steps(self, runner: Runner) -> Iterator[Array]:
-        """Decode with a runner; yield the logits of each piece. The first runner chooses the tokens.
+        """Decode with a runner, and yield the logits of each piece. The first runner chooses the tokens.
 
-        A text continues greedily, but without repeating a pair of tokens: otherwise a model may repeat itself for ever.
+        A text continues greedily, but no pair of tokens occurs twice, because a model could repeat itself for ever.
         """
         rng = np.random.default_rng(self.seed)
         texts: list[list[int]] = [[] for _ in range(self.rows)]
@@ -137,13 +138,13 @@ class Difference:
     """The results of one runner, compared with the reference.
 
     Attributes:
-        largest: largest difference of a logit; see `trt_kvcache.compare.differences.share_of_logits`.
+        largest: largest difference of a logit, as a share of the largest logit at its position.
         allowed: the largest difference that rounding explains.
         pieces: number of compared pieces.
-        typical: median over positions of the length of the difference; see `share_of_logits`.
-        agreement: share of positions with the same best token.
+        typical: median over positions of the norm of the difference, as a share of the norm of the centered logits.
+        agreement: share of positions where both have the same best token.
         beyond: share of positions that differ by more than `allowed`.
-        piece, row, position: place of the largest difference.
+        piece, row, position: piece (step), text and token with the largest difference.
     """
 
     largest: float
@@ -163,12 +164,12 @@ class Difference:
 
 
 def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: bool = True) -> Difference:
-    """Compare the logits of a runner with the reference's.
+    """Compare the logits of a runner with those of the reference.
 
     Args:
         decode: a decode that the reference has run.
         results: logits of each piece.
-        allowed: see `Difference`.
+        allowed: the largest difference that rounding explains.
         stop: stop at the first piece that differs by more than `allowed`.
     """
     largest, place, pieces = -1.0, (0, 0, 0), 0
@@ -196,10 +197,7 @@ def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: b
 
 
 def one_row_each(plan: CachePlan, limits: Limits) -> bool:
-    """True if rows of a batch may start at different places.
-
-    Then masks and positions have their own row for each, too.
-    """
+    """True if texts of one batch may have different lengths, because masks and positions have one row for each text."""
     shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
     return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
 
@@ -208,22 +206,22 @@ def plan_pieces(
     limits: Limits, plan: CachePlan, chunks: Sequence[int], tokens: int, *, full: bool = True,
     places: Mapping[int, str] = MappingProxyType({}), chunk: int = 64, far: bool = False, drawn: bool = False,
 ) -> tuple[Piece, ...]:  # fmt: skip
-    """Return the pieces of a decode: texts that begin one after the other, then chunks, single tokens, and places.
+    """Return the pieces (steps) of a decode that tests a model where faults are likely.
 
-    A place is a number of tokens at which something changes, such as the end of a window. Around a place, the middle
-    text gets its tokens one by one.
+    Texts begin one after the other. Then come chunks, single tokens, and places. A place is a number of tokens at which
+    something changes, such as the end of a window. Around it, the text of middle length gets its tokens one by one.
 
     Args:
         limits: limits of the model.
         plan: plan of the model.
-        chunks: lengths of the chunks of a prompt.
-        tokens: number of single tokens after them.
-        full: go up to the last row of linear caches.
+        chunks: lengths of the first steps, in tokens.
+        tokens: number of single-token steps after the chunks.
+        full: fill linear caches up to their last row.
         places: more places, with their names.
         chunk: most tokens of a step on the way to a place.
         far: also go to places that are far away; the tokens before them are skipped (`Piece.skip`).
-        drawn: end with steps after random cache contents: with untrained weights, attention has so little effect that
-            its faults show only here.
+        drawn: end with steps on random cache contents. With untrained weights, attention has so little effect that only
+            these steps show its faults.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
@@ -231,7 +229,7 @@ def plan_pieces(
     single, chunk = limits.length or 1, limits.length or min(limits.longest, chunk)
 
     def add(part: str, length: int, rows: tuple[int, ...] = everyone, skip: int = 0, *, drawn: bool = False) -> bool:
-        """Add a step; return False if it does not fit."""
+        """Add a step for `rows`; return False if it does not fit into the caches."""
         length = limits.length or min(length, limits.longest)
         if limits.indexed and room is not None and max(ends[r] for r in rows) + skip + length > room:
             return False
@@ -247,7 +245,7 @@ def plan_pieces(
         return True
 
     def walk(part: str, left: int) -> None:
-        """Add `left` tokens in chunks, then single ones."""
+        """Add `left` tokens in chunks, then a few single tokens."""
         skip = left - _AFTER if far and left > min(_REACH, _CHUNKS * chunk) else 0
         skip -= skip % single
         left -= skip

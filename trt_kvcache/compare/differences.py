@@ -1,4 +1,4 @@
-"""Measures how far two results are apart, and finds the first layer at which they differ."""
+"""Measures how far the outputs of two models are apart, and finds the first layer at which they differ."""
 
 from __future__ import annotations
 
@@ -24,41 +24,46 @@ GARBAGE = 1e4
 
 @dataclass(frozen=True)
 class Share:
-    """The difference between two outputs in one row of a step: the two numbers that `share_of_logits` returns."""
+    """The difference of two outputs in one row, relative to the size of the output.
+
+    Attributes:
+        largest: largest difference, divided by the largest number.
+        typical: norm of the difference, divided by the norm of the centered numbers.
+    """
 
     largest: float
     typical: float
 
     def most(self, other: Share) -> Share:
-        """Return a share with the larger of the two values in each field."""
+        """Return the larger value of each field."""
         return Share(max(self.largest, other.largest), max(self.typical, other.typical))
 
     def times(self, other: Share, factor: float = 1.0) -> Share:
-        """Return a share with the product of the two values, and of `factor`, in each field."""
+        """Multiply both values by those of `other` and by `factor`."""
         return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
 
     def within(self, other: Share) -> bool:
-        """Return True if neither share is larger than the other's."""
+        """Return True if both fields are at most as large as those of `other`."""
         return self.largest <= other.largest and self.typical <= other.typical
 
 
 def share_of(wanted: Array, had: Array) -> Share:
-    """Return the distance of two arrays of one shape, as if all their numbers were logits of one position."""
+    """Return the difference of two arrays of equal shape; all their numbers count as the logits of one position."""
     largest, typical = share_of_logits(wanted.reshape(1, -1), had.reshape(1, -1))
     return Share(float(largest[0]), float(typical[0]))
 
 
 def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
-    """Return how far logits are apart, for each position.
+    """Return how far the logits of two models are apart, for each position.
 
     Args:
         wanted: logits of the reference, ``[..., V]``.
         had: the other logits.
 
     Returns:
-        The largest difference, as a share of the largest logit; and the length of the difference, as a share of the
-            logits' length around their mean. Both are infinite if the shape, such as the vocabulary, differs, or if one
-            number is finite and the other is not.
+        Two arrays ``[...]``: the largest difference, divided by the largest logit; and the norm of the difference,
+            divided by the norm of the centered logits. Both are infinite if the shapes differ, or if one number is
+            finite and the other is not.
     """
     if wanted.shape != had.shape:
         everywhere = np.full(wanted.shape[:-1], math.inf)
@@ -84,11 +89,11 @@ def _of_position(one: Array, other: Array) -> tuple[float, float]:
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
-    """Return the largest difference of two tensors, as a share of the largest number of the first one.
+    """Return the largest difference of two tensors, divided by the largest number of the first one.
 
-    Garbage is not used as the largest number. Codes of 8 bits or less may differ by one, because rounding may move them
-    to a neighbour. The result is infinite if shapes differ, if one number is finite and the other is not, or if whole
-    numbers differ.
+    `garbage`, the value of cache rows without a token, does not count as the largest number. A few 8-bit integers may
+    differ by one, because rounding moves them. The result is infinite for other differences of integers, for different
+    shapes, or if one number is finite and the other is not.
     """
     if expected.shape != actual.shape:
         return math.inf
@@ -111,7 +116,7 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
 
 
 class Layer(Protocol):
-    """A node of a model, or a layer of TensorRT's network."""
+    """The interface of a node of a model, or of a layer of TensorRT's network."""
 
     @property
     def name(self) -> str:
@@ -123,26 +128,26 @@ class Layer(Protocol):
 
     @property
     def input(self) -> Sequence[str]:
-        """Names of the tensors that it reads."""
+        """Names of the tensors that the layer reads."""
 
     @property
     def output(self) -> Sequence[str]:
-        """Names of the tensors that it returns."""
+        """Names of the tensors that the layer computes."""
 
 
 def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
     """Describe the first layer from which an unbroken chain of differing tensors leads to an output.
 
-    Two models may give one name to different contents, such as masks of two forms, or the results of TopK in another
-    order. Both may be right. Then tensors computed from them agree, and the chain is broken.
+    A differing tensor is no fault if later tensors agree again: two correct models may use one name for different
+    contents, such as masks of different types or results of TopK in another order.
 
     Args:
         layers: all layers, each after those that it reads.
-        differs: for each compared tensor, whether it differs.
+        differs: maps the name of each compared tensor to True if it differs.
         outputs: the outputs of interest.
 
     Returns:
-        A part of a message; empty if no compared tensor is in such a chain.
+        A part of a message; empty if there is no such layer.
     """
     leads = {name for name in outputs if differs.get(name) is not False}
     found = ""
@@ -156,7 +161,7 @@ def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: C
 
 
 def with_inner_outputs(model: ModelProto, names: Collection[str]) -> ModelProto:
-    """Return a copy of a model that has further outputs: its inner tensors that are in `names`."""
+    """Return a copy of a model that also returns its inner tensors with these names."""
     copy, outputs = copied(model), {o.name for o in model.graph.output}
     inner = [n for node in model.graph.node for n in node.output if n and n not in outputs and n in names]
     copy.graph.output.extend(ValueInfoProto(name=name) for name in inner)

@@ -1,4 +1,4 @@
-"""Decodes with the model as exported in ONNX Runtime: each present is passed on as the past of the next step."""
+"""Runs the model as exported in ONNX Runtime: the present caches of a step are the past caches of the next step."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ Feeds = dict[str, Array]
 
 
 class Exported:
-    """A runner (`trt_kvcache.compare.decode.Runner`) over the model as exported, which computes in float32.
+    """A runner (`trt_kvcache.compare.decode.Runner`): decodes with the model as exported, in float32.
 
-    It decodes one text at a time. If its batch is fixed, all rows hold the same text. The plan gives the role of each
-    input, and which output becomes which input. Caches are passed on without conversion.
+    One text is decoded at a time. If the batch size is fixed, all rows hold this text. The plan gives the role of each
+    input, and the input that receives each present. Caches are passed on without conversion.
 
     Attributes:
-        vocabulary: last size of the logits; None if the model leaves it open.
-        batch: number of rows in the model's batch; all rows hold the same text.
-        outputs: shapes of its outputs, by name.
+        vocabulary: number of logits of a position; None if the model leaves it open.
+        batch: number of rows in the model's batch.
+        outputs: shapes of the model's outputs, by name.
         garbage: the value that fills caches of a fixed length before the first token.
         watch: called with inputs and outputs of each run.
 
     Args:
-        path: path of the model, or the model as it was read.
+        path: path of the model, or the model already read.
         plan: plan of the model.
-        given: see `TextInputs`.
-        table: see `TextInputs`.
-        seed: see `TextInputs`.
+        given: values of inputs that do not follow from the text, by name.
+        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
+        seed: seed of the values of all other inputs.
         last: most positions of a piece whose logits are returned; None: all.
         edit: a function that changes the float32 model before it is opened; `watch` also gets the outputs that it adds.
-        copies: makes the float32 copy; its file must exist as long as this object. None: the copy has its own file.
+        copies: makes the float32 copy. Its file must exist as long as this object. None: a temporary file is used.
 
     Raises:
         UnsupportedModelError: ONNX Runtime cannot open the model, or its caches cannot be passed on unchanged.
@@ -112,16 +112,16 @@ class Exported:
         self.watch: Callable[[Feeds, Feeds], None] = lambda *_: None
 
     def start(self, rows: int) -> None:
-        """See `Runner.start`."""
+        """Start `rows` new texts, which have no tokens yet."""
         self._inputs.start(rows)
         self._texts = [self._empty() for _ in range(rows)]
         self._ends = [0] * rows
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """See `Runner.step`.
+        """Run one step of the decode, and return its logits ``[R, K, V]``.
 
         Raises:
-            UnsupportedModelError: the model cannot run, or takes another number of tokens in a step.
+            UnsupportedModelError: the model cannot run, or it takes only steps of another length.
         """
         longest = self._length or piece.length
         if piece.length % longest:
@@ -135,7 +135,7 @@ class Exported:
         return np.stack(texts).astype(np.float32)
 
     def _empty(self) -> Feeds:
-        """Return empty caches and states, in the form in which the model as exported takes them."""
+        """Return the caches and states before the first token, in the shapes and types of the model as exported."""
         states = {s.past for s in self._plan.states}
         growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
@@ -171,7 +171,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return how many rows the exported model has in caches that become rings of another size when rewritten."""
+    """Return the sizes of circular caches in the exported model, where the rewritten model has another size."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
@@ -180,7 +180,7 @@ def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
 def _open(
     model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto] | None
 ) -> ort.InferenceSession:
-    """Open a session without fusions."""
+    """Open the float32 copy of a model in ONNX Runtime, without fusions."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # growing caches have many sizes

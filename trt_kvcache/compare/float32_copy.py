@@ -1,7 +1,7 @@
 """Copies a model so that it computes in float32 instead of float16 and bfloat16.
 
-Structure, masks, indices and layouts stay the same. In float32, small faults become visible that the rounding of a
-narrow type would hide. ONNX Runtime has no kernels for bfloat16 on the CPU, and converts products in float16.
+Only the floating-point types change. Float32 shows small faults that the rounding of a narrow type would hide. Also,
+ONNX Runtime has no bfloat16 kernels on the CPU, and computes float16 products in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SMALL = 1024  # bytes; smaller tensors stay in the model, where shape inference
 
 
 class Float32Copies:
-    """Copies of models that share weights: each weight is converted once, into one file.
+    """Makes float32 copies of models that share weights. Each weight is converted once, into one common file.
 
     Args:
         folder: an existing folder for the file.
@@ -42,16 +42,16 @@ class Float32Copies:
         self, model: ModelProto, source: Path, replaced: Mapping[str, bytes | bytearray] | None = None,
         types: Collection[int] = NARROW,
     ) -> tuple[ModelProto, Path]:  # fmt: skip
-        """Return a copy and the folder of its external data.
+        """Return a copy of a model that computes in float32, and the folder of its external data.
 
-        If the model already computes in float32, return the model itself.
+        A model that already computes in float32 is returned itself.
 
         Args:
             model: any model.
             source: folder of its external data.
             replaced: bytes of weights by name, used instead of those in their files.
-            types: types that become float32. For a rewritten model, give the types of the model as exported: other
-                narrow types round on purpose.
+            types: types that become float32. For a rewritten model, give the types of the model as exported; the
+                rewrite uses other narrow types to round on purpose.
 
         Raises:
             OutputError: the data do not fit onto the disk.
@@ -90,7 +90,7 @@ class Float32Copies:
         return copy, self._folder
 
     def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
-        """Replace each Transpose of a matrix in the file by its result: otherwise each session transposes it again."""
+        """Replace each Transpose of a weight matrix by its result, so that sessions need not compute it."""
         matrices = {
             t.name: t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2
         }
@@ -110,7 +110,6 @@ class Float32Copies:
             graph.node.remove(node)
 
     def _append(self, key: Hashable, data: BinaryIO, blocks: Iterable[Any]) -> None:
-        """Write the bytes of a tensor to the end of the file."""
         data.write(bytes(-data.tell() % 4096))  # whole pages, so that ONNX Runtime can map them
         offset = data.tell()
         for block in blocks:
@@ -118,7 +117,7 @@ class Float32Copies:
         self._written[key] = offset, data.tell() - offset
 
     def _in_file(self, name: str, dims: Sequence[int], kind: int, key: Hashable) -> TensorProto:
-        """Return a tensor whose bytes are in the file."""
+        """Return a TensorProto that refers to the bytes which `_append` wrote under `key`."""
         moved = TensorProto(name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL)
         offset, length = self._written[key]
         for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
@@ -129,14 +128,14 @@ class Float32Copies:
 def float32_copy(
     model: ModelProto, source: Path, folder: Path, replaced: Mapping[str, bytes | bytearray] | None = None
 ) -> tuple[ModelProto, Path]:
-    """Return one copy, whose data go to `folder`; see `Float32Copies.copy`."""
+    """Return a float32 copy of one model, and the folder of its data. See `Float32Copies.copy`."""
     return Float32Copies(folder).copy(model, source, replaced)
 
 
 def _blocks(
     tensor: TensorProto, source: Path, replaced: Mapping[str, bytes | bytearray]
 ) -> tuple[Hashable, Iterator[bytes | bytearray]]:
-    """Return a key that identifies the bytes of a tensor, and an iterator over these bytes."""
+    """Return a key that is equal for equal bytes of a tensor, and an iterator over these bytes."""
     if tensor.name in replaced:
         return (tensor.name,), iter([replaced[tensor.name]])
     if tensor.data_location != TensorProto.EXTERNAL:

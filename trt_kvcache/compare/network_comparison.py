@@ -1,7 +1,7 @@
-"""Compares a rewritten model with the network that TensorRT's parser made of it, before an engine is built.
+"""Compares a model with the network that TensorRT's parser made of it, before an engine is built.
 
-ONNX Runtime runs the model and NumPy the network, both in float32, over the same few steps of a decode. All outputs are
-compared, including whole caches: rows without a token hold garbage, which must not change.
+ONNX Runtime runs the model, and NumPy runs the network, both in float32, for the same few steps of a decode. All
+outputs are compared, including whole caches: cache rows without a token hold garbage, which must not change.
 """
 
 from __future__ import annotations
@@ -67,16 +67,15 @@ class NetworkComparison:
     note: str = ""
 
     def __str__(self) -> str:
-        """Return the result as one line."""
         return (
             f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
         )
 
     def check(self) -> None:
-        """Raise an error if something differs.
+        """Raise an error if the network computes something else than the model.
 
         Raises:
-            BuildError: the network computes something else than the model.
+            BuildError: some output differs.
         """
         if self.finding:
             raise BuildError(
@@ -91,24 +90,24 @@ def compare_network(
     replaced: Mapping[str, bytes | bytearray] | None = None, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (),
     garbage: float = GARBAGE, seed: int = 0, copy: tuple[ModelProto, Path] | None = None,
 ) -> NetworkComparison:  # fmt: skip
-    """Run a parsed network and its model side by side.
+    """Run a parsed network and its model on the same steps, and compare all outputs.
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
         content: the model that was parsed, as bytes.
-        folder: folder of its external data.
+        folder: folder of the model's external data.
         plan: plan of the model.
         replaced: bytes of weights by name, which TensorRT was given instead of those in their files.
-        pieces: pieces of a decode; empty: a few default ones.
-        tokens: tokens of the pieces; empty: random ones.
-        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        pieces: steps of a decode; empty: a few default steps.
+        tokens: tokens of the pieces; empty: random tokens.
+        garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
         copy: the model in float32 and the folder of its data, if they exist already.
 
     Returns:
-        The result. If ONNX Runtime cannot run the model, NumPy cannot run a layer, or the model does not fit into
-            memory, they are not compared, and the note says why.
+        The result. There is no comparison if ONNX Runtime cannot run the model, if NumPy cannot run a layer, or if the
+            model does not fit into memory. Then `note` gives the reason.
     """
     model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
     if why := too_large(model, plan, limits.batch):
@@ -132,7 +131,7 @@ def compare_network(
 
 
 def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> NetworkComparison:
-    """Compare the network parsed from a model as exported with the model itself. The model decodes with its own caches.
+    """Compare the network that TensorRT parsed from the model as exported with this model and its own caches.
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
@@ -173,8 +172,8 @@ class NetworkWatch:
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
         model: the model in float32.
-        folder: folder of its external data.
-        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        folder: folder of the model's external data.
+        garbage: the value of cache rows without a token.
         steps: numbers of the steps to compare; None: all.
     """
 
@@ -189,7 +188,7 @@ class NetworkWatch:
             self._network = Network(network, trt, updates)
 
     def __call__(self, feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
-        """Compare a step, unless an earlier step had a finding or a note."""
+        """Run the network on the inputs `feeds` and compare it with `wanted`, unless an earlier step differed."""
         self._seen += 1
         if self.found.finding or self.found.note or not (self._steps is None or self._seen - 1 in self._steps):
             return
@@ -206,7 +205,7 @@ class NetworkWatch:
 
     @contextmanager
     def _reported(self, count: int) -> Iterator[None]:
-        """Turn errors of the network into a note or a finding."""
+        """Store an error of the network as a note (a layer cannot run) or as a finding (a step fails)."""
         try:
             yield
         except UnknownLayerError as error:
@@ -215,7 +214,7 @@ class NetworkWatch:
             self.found = NetworkComparison(count, math.inf, error.message)
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
-        """Return the first layer whose result differs, among layers whose result is a tensor of the model."""
+        """Describe the first layer that differs, among layers whose output is also a tensor of the model."""
         given = {name for node in self._network.nodes for name in node.output}
         model = with_inner_outputs(self._model, given)
         try:
@@ -238,10 +237,7 @@ class NetworkWatch:
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
-    """Return why a model does not fit into memory; empty if it fits.
-
-    The answer is computed without opening the model.
-    """
+    """Return why a model does not fit into memory; empty if it fits. The model is not opened."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
     needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())

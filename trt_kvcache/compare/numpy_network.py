@@ -1,7 +1,7 @@
-"""Runs TensorRT's network, as its parser made it of a model, in NumPy: no GPU is needed.
+"""Runs the network that TensorRT's parser made of a model, in NumPy, without a GPU.
 
-``INetworkDefinition`` describes everything in a parsed network: layers with their attributes, constants, tensors. Each
-layer computes what TensorRT documents for its class
+``INetworkDefinition`` gives all layers of a parsed network, with their attributes, constants and tensors. Each layer
+computes what TensorRT documents for its class
 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); undocumented
 details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. Layers of this project's plugin
 compute what `trt_kvcache.importer.families.plugin_route` defines; they were tested only with a replacement for
@@ -54,7 +54,7 @@ class Node:
     """A layer of the network.
 
     Attributes:
-        op_type: its type, such as ``"SLICE"``.
+        op_type: type of the layer, such as ``"SLICE"``.
         layer: TensorRT's own object, of the class of its type.
         input: names of its input tensors; an empty name stands for an absent optional input.
         output: names of its output tensors.
@@ -69,23 +69,22 @@ class Node:
     dtypes: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Return the name of the layer for messages."""
         return f"layer '{self.name}' ({self.op_type}) of TensorRT's network"
 
 
 class Network:
     """A parsed network that runs in NumPy.
 
-    Floating-point tensors of all widths are float32 arrays here, and keep the precision of float32, so that small
-    faults are visible.
+    All floating-point tensors are float32 arrays, so that no rounding hides small faults.
 
     Attributes:
         nodes: the layers; each comes after the layers that it reads.
 
     Args:
-        network: TensorRT's ``INetworkDefinition``. It, its builder and its parser must live as long as this object.
+        network: TensorRT's ``INetworkDefinition``. The network, its builder and its parser must live as long as this
+            object.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
-        updates: operators of this project's plugin, by the name of their first output.
+        updates: the plugin's cache-update operators, by the name of their first output.
 
     Raises:
         UnknownLayerError: a layer has an unknown type; the message names the first.
@@ -108,14 +107,14 @@ class Network:
     def run(
         self, feeds: Mapping[str, Array], watch: Callable[[Node, Sequence[Array]], None] = lambda *_: None
     ) -> dict[str, Array]:
-        """Run a step.
+        """Run the network once.
 
         Args:
             feeds: all inputs by name.
             watch: called after each layer with its results.
 
         Returns:
-            All outputs by name; floating-point ones as float32.
+            All outputs by name. Floating-point outputs are float32.
 
         Raises:
             NetworkError: a layer cannot run on its inputs.
@@ -175,7 +174,7 @@ class Network:
         return results if isinstance(results, list) else [results]
 
     def _constant(self, node: Node) -> Array:
-        """Return a constant in the type of its use; it is kept while there is room."""
+        """Return the value of a constant layer in the type that its readers need, from a cache if possible."""
         name, layer = node.output[0], node.layer
         if name in self._constants:
             return self._constants[name]
@@ -198,10 +197,7 @@ def _converted(given: Any, dtype: str) -> Array:
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
-    """Return the layers sorted so that each comes after the layers that it reads.
-
-    TensorRT's own order does not guarantee this.
-    """
+    """Return the layers, each after the layers that it reads; TensorRT's own order does not guarantee this."""
     makers = {name: node for node in nodes for name in node.output}
     halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
@@ -224,7 +220,7 @@ def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
 
 
 class _Struct(ctypes.Structure):
-    """``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
+    """The C struct ``nvinfer1::Weights`` (NvInferRuntimeBase.h)."""
 
     _fields_ = (("type", ctypes.c_int32), ("values", ctypes.c_void_p), ("count", ctypes.c_int64))
 
@@ -233,7 +229,7 @@ def _weights(weights: Any) -> Array:
     """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
     TensorRT gives Python no arrays of bfloat16, fp8 and int4. Their address is in the object itself, after its header
-    (pybind11's layout). It is used only if the size stored beside it equals the size of these weights.
+    (pybind11's layout). The address is used only if the size stored next to it equals the size of these weights.
     """
     if isinstance(weights, np.ndarray):
         return weights
@@ -328,7 +324,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
 
 
 def _run_of(at: Array) -> Any:
-    """Return indices as a slice, which copies nothing, if they are consecutive."""
+    """Return indices that count up by one as a slice, because a slice copies no data."""
     if at.size and at[-1] - at[0] == at.size - 1 and (np.diff(at) == 1).all():
         return slice(int(at[0]), int(at[-1]) + 1)
     return at
@@ -464,7 +460,7 @@ def _rotary(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:
-    """Compute ``IKVCacheUpdateLayer``. A row that does not fit is silently not written (measured, and its header)."""
+    """Compute ``IKVCacheUpdateLayer``. Rows that do not fit are dropped silently (measured; header)."""
     cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise NotImplementedError(f"its mode is {_name(layer.cache_mode)}")
@@ -480,7 +476,7 @@ def _update(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
-    """Compute an update by this project's plugin: one cache or two, padded or packed, linear or circular."""
+    """Compute a cache update by this project's plugin: one or two caches, padded or packed, linear or circular."""
     count, packed, circular = operator.caches, operator.packed, operator.mode is UpdateMode.CIRCULAR
     starts, (capacity, length) = _ints(x[2 * count]), (x[0].shape[2], x[count].shape[0 if packed else 2])
     bounds = _ints(x[2 * count + 1]) if packed else []
@@ -520,7 +516,7 @@ def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 def _scales(layer: Any, data: Array, scale: Array) -> Array:
-    """Return scales that broadcast to the data: one for all, one for each entry of an axis, or one for each block."""
+    """Return the scales of a (de)quantize layer, broadcast to the data: per tensor, per axis entry or per block."""
     if scale.size == 1:
         return np.asarray(scale.reshape(()))
     if scale.ndim == 1:
@@ -531,7 +527,7 @@ def _scales(layer: Any, data: Array, scale: Array) -> Array:
 
 
 def _codes(values: Array, kind: str) -> Any:
-    """Round to the nearest number of a quantized type; values beyond its range become its limits."""
+    """Round to the nearest number of a quantized type, and clip to its range."""
     if kind == "FP8":
         return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     limits = np.iinfo(np.dtype(_DTYPES[kind]))

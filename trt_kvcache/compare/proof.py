@@ -1,7 +1,7 @@
-"""Reads and writes the proof of an engine: a stored decode, with logits, cache values, and allowed differences.
+"""Reads and writes a proof: a recorded decode that an engine must repeat, with allowed differences.
 
-The rewritten model decodes in float32. For the first part, the model as exported must give the same logits. The file is
-safetensors; its header has the other facts as JSON:
+The rewritten model decoded in float32. A piece is one step, and a part is a group of steps. The file is safetensors,
+and its header has all other facts as JSON:
 
 <piece>/tokens    int32 [R, S]
 <piece>/logits    float32 [R, K, C]: logits of the last K positions
@@ -41,7 +41,7 @@ _MOST = 1 << 31  # largest number of tokens, rows and so on that is accepted
 
 @dataclass(frozen=True)
 class Facts:
-    """A proof without its arrays.
+    """The contents of a proof except its arrays.
 
     Attributes:
         recorded_on: the runtime that ran the model.
@@ -49,14 +49,14 @@ class Facts:
         vocab: number of logits of a position.
         seed: seed of garbage, constants and embeddings.
         garbage: magnitude of values in cache rows without a token.
-        encoder: length of an encoder's output, if the model leaves it open.
-        pieces: pieces of the decode; at most `Piece.kept` positions of each are compared.
-        chooses: the model chooses experts. If two experts are nearly equal, rounding decides between them, and a row
-            may differ.
-        digest: digest of numbers drawn from the seed: another version of NumPy may draw other numbers.
+        encoder: length of an encoder's output, used only if the model leaves it open.
+        pieces: the steps of the decode. Only the last `Piece.kept` positions of each step are compared.
+        chooses: the model is a mixture of experts. If two experts have nearly equal scores, rounding decides between
+            them, so a row may differ.
+        digest: digest of numbers drawn from the seed, because another version of NumPy may draw other numbers.
         allowed: allowed differences, by names of part and output. Outputs that are not listed could not show a fault,
             and are not compared.
-        uneven: factor by which one row of a part may differ more.
+        uneven: factor by which the allowed difference is larger for a single row of a part.
         note: why some output cannot show a fault; empty if all can.
     """
 
@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each text before and after each of its steps, in one list."""
+        """The number of tokens of a text before and after each step; for all texts and steps, in one list."""
         ends, found = [0] * self.rows, list[int]()
         for piece in self.pieces:
             for row in piece.rows:
@@ -95,7 +95,7 @@ class Facts:
 
     @property
     def lasts(self) -> frozenset[int]:
-        """Indices of the pieces that end a part."""
+        """Indices of the pieces (steps) that end a part of the decode."""
         return frozenset([*group][-1][0] for _, group in groupby(enumerate(self.pieces), lambda at: at[1].part))
 
 
@@ -139,7 +139,7 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
 
 
 def _faults(proof: Proof) -> Iterator[str]:
-    """Yield facts of a proof that are impossible, as text. The replay finds other faults."""
+    """Yield a text for each impossible value in a proof, such as a negative length."""
     facts = proof.facts
     sizes = [(facts.vocab, 1), (facts.seed, 0), (facts.encoder, 1), (facts.garbage, 0), (facts.uneven, 1)]
     sizes += [(n, least) for p in facts.pieces for n, least in ((p.length, 1), (p.kept or 0, 1), (abs(p.skip), 0))]
@@ -156,9 +156,9 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def draws_digest(seed: int) -> str:
-    """Return the BLAKE3 (hex) of random numbers drawn in all ways that proofs use.
+    """Return the BLAKE3 (hex) of random numbers, drawn by every NumPy function that proofs use.
 
-    A digest changes if another version of NumPy draws other numbers.
+    If it differs, this version of NumPy draws other numbers than the version that recorded a proof.
     """
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
@@ -168,12 +168,12 @@ def draws_digest(seed: int) -> str:
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
-    """Return some numbers ``[T, W]`` from the rows of the newest tokens.
+    """Return a sample ``[T, W]`` of the numbers in the cache rows of the newest tokens.
 
-    They are spread evenly, so that some come from each head.
+    The sample is spread evenly, so that it has numbers of each head.
 
     Args:
-        cache: a cache; or state, which has one row.
+        cache: a cache; or a state, which has one row.
         values: values of one text ``[*physical_shape[1:]]``.
         end: number of tokens of the text.
         count: T, for a cache.

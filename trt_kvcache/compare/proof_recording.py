@@ -1,9 +1,8 @@
 """Records a proof: a decode of the rewritten model in float32. It runs twice: once exactly, and once with rounding.
 
-The rewritten model has the engine's interface, so caches need no conversion. The model as exported decodes the first
-part, too, and must give the same logits. The caches hold rows that the model wrote, and the text continues with tokens
-that the model chose. Random cache contents and random tokens amplify rounding far more than texts like those of
-training; the tolerances, which follow rounding, would then hide faults.
+The rewritten model has the engine's interface, so caches need no conversion. The model as exported also decodes the
+first part and must give the same logits. Most steps use the model's own cache rows and tokens, because random ones
+amplify rounding. The tolerances follow the rounding, so they would hide faults.
 """
 
 from __future__ import annotations
@@ -69,11 +68,11 @@ def record_proof(
     replaced: Mapping[str, bytes | bytearray] | None = None,
     watch: Callable[[ModelProto, Path, float], Watch] = lambda *_: lambda *_: None,
 ) -> Proof:  # fmt: skip
-    """Decode a model in ONNX Runtime, and keep the results that its engine must repeat.
+    """Decode with a rewritten model in ONNX Runtime, and return the proof: the results that its engine must repeat.
 
     Args:
         imported: the model and its plan.
-        bounds: sizes of the engine.
+        bounds: the largest sizes that the engine accepts.
         steps: number of steps; None: as many as are useful, about 20.
         seconds: time limit of the decode; None: no limit.
         replaced: bytes of weights by name, used instead of those in their files.
@@ -100,10 +99,7 @@ def record_proof(
 
 
 def chooses_experts(model: ModelProto) -> bool:
-    """Return True if a model chooses experts.
-
-    If two experts are nearly equal, rounding decides which one it chooses.
-    """
+    """Return True if a model chooses experts: then rounding may decide between two nearly equal experts."""
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
@@ -151,7 +147,7 @@ class _Recording:
     def _decoded(
         self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
     ) -> tuple[list[Array], dict[str, Array]]:
-        """Decode the texts; the decode ends at the time limit.
+        """Decode the texts, at most until the time limit.
 
         Returns:
             Logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``.
@@ -186,7 +182,7 @@ class _Recording:
         return logits, rows
 
     def _rows(self, runner: Rewritten, part: str) -> list[tuple[str, Array]]:
-        """Return numbers from the newest cache rows after a part, each with the name of the past."""
+        """Return pairs of a past's name and numbers from its newest cache rows, after one part of the decode."""
         pieces, texts = self.decode.pieces, range(self.decode.rows)
         fewest = min(sum(p.length for p in pieces if p.part == part and text in p.rows) for text in texts)
         caches = {name: c for name, c in runner.tensors.items() if c.output is not None}
@@ -199,10 +195,10 @@ class _Recording:
         return found
 
     def _tie(self) -> None:
-        """Let the model as exported decode the first part, if it can, and compare the logits.
+        """Decode the first part with the model as exported, if possible, and compare both models' logits.
 
         Raises:
-            UnsupportedModelError: its logits differ from those of the rewritten model.
+            UnsupportedModelError: the logits differ.
         """
         decode, source = self.decode, self._imported.source
         if self._plan.options.cache_dtype is not None:
@@ -222,14 +218,14 @@ class _Recording:
             )
 
     def _proof(self, rows: Mapping[str, Array], rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
-        """Return the proof: the parts of a decode that it keeps, with the allowed differences."""
+        """Return the proof, made of the decode's tokens and logits, the cache rows, and the allowed differences."""
         decode, kind, arrays = self.decode, self._plan.options.cache_dtype, dict[str, Array]()
         roles = {t.name: t.dtype for t in self._plan.tensors if t.io == "input"}
         coded = {n for own in rounding.values() for n in own if kind is not None or "int" in roles.get(n, "")}
         shares = allowed(rounding, unit, decode.rows, coded - {LOGITS}, kind)
         note = ""
         if any(np.isnan(v).any() for v in decode.wanted):
-            note = "some logits of the model are NaN; its proof does not compare the logits of the parts that have them"
+            note = "some logits of the model are NaN, so its proof does not compare the logits of these parts"
         elif not any(LOGITS in own for own in shares.values()):
             least = min(own[LOGITS].typical for own in rounding.values())
             note = (
@@ -260,7 +256,7 @@ class _Recording:
 
 
 def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int | None) -> tuple[Piece, ...]:
-    """Return the pieces of a proof, within the limits of engine and session."""
+    """Return the pieces (steps) of a proof, within the limits of engine and session."""
     limits = read_limits(plan, rows)
     filled = (limits.length or 1) - 1  # a session's last step must fit with its padding
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
@@ -281,7 +277,7 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
 
 
 def _columns(logits: Array) -> Array:
-    """Return the columns ``[R, K, C]`` of logits that are kept: the highest, and some that are spread evenly."""
+    """Return the token ids ``[R, K, C]`` whose logits a proof keeps: the best, and some spread evenly."""
     vocab = logits.shape[-1]
     high = np.argpartition(logits, -_HIGH, axis=-1)[..., -_HIGH:]
     fixed = np.arange(_COLUMNS) * vocab // _COLUMNS + np.arange(_COLUMNS) % max(vocab // _COLUMNS, 1)

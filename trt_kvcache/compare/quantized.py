@@ -32,15 +32,15 @@ def hadamard(size: int) -> npt.NDArray[np.float32]:
 
 
 def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions) -> ModelProto:
-    """Return a copy of a rewritten float32 model that rounds each new row of its caches.
+    """Return a copy of a rewritten float32 model that rounds each new cache row to the numbers of a quantized type.
 
     Args:
-        model: the model, with its own caches.
+        model: the model, with caches of its own type.
         plan: plan of the model.
-        options: the type of the codes, and the ranges of calibrated caches.
+        options: give the quantized type, and the ranges of calibrated caches.
 
     Raises:
-        UnsupportedModelError: a cache is not written by its own TensorScatter.
+        UnsupportedModelError: a cache has no TensorScatter that writes only this cache.
     """
     assert options.cache_dtype is not None
     copy, most = copied(model), _MOST[options.cache_dtype]

@@ -1,4 +1,4 @@
-"""Decodes through the interface of the rewritten model, computed by ONNX Runtime in float32."""
+"""Decodes with the inputs and outputs of the rewritten model, computed by ONNX Runtime in float32."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ Feeds = dict[str, Array]
 
 
 class TextCaches(ABC):
-    """The caches of several texts, in the form of the rewritten model's inputs, and the number of tokens of each text.
+    """The caches of several texts, as inputs of the rewritten model; and the number of tokens of each text.
 
     Attributes:
-        tensors: caches and states, by name of the past.
+        tensors: the planned caches and states, by name of the past.
         ends: number of tokens of each text.
-        texts: the texts whose caches `tensors` holds.
+        texts: the texts whose caches are held here.
 
     Args:
         plan: plan of the rewritten model.
-        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        garbage: the value of cache rows without a token.
         seed: seed of garbage and of random contents.
     """
 
@@ -55,7 +55,7 @@ class TextCaches(ABC):
         """Replace the contents of a cache for some texts: ``[texts, *physical_shape[1:]]``."""
 
     def begin(self, rows: int, texts: range | None = None) -> None:
-        """Start `rows` new texts. `tensors` then holds the caches of `texts`; None: of all texts."""
+        """Start `rows` new texts without tokens. Only the caches of `texts` are held; None: of all texts."""
         self.ends, self.texts = np.zeros(rows, np.int64), range(rows) if texts is None else texts
 
     def fill(self, episode: int = 0) -> None:
@@ -64,7 +64,7 @@ class TextCaches(ABC):
             self.write(name, range(len(self.ends)), self.tensors[name].to_physical(values))
 
     def skip(self, piece: Piece) -> None:
-        """Skip tokens before a piece: see `Piece.skip` and `Piece.drawn`."""
+        """Apply `Piece.skip` and `Piece.drawn`: lengthen texts by copied rows, or fill all caches randomly."""
         copied = piece.skip and not piece.drawn
         for name, cache in self.tensors.items() if copied else ():
             for text in piece.rows if cache.update is not None else ():
@@ -78,13 +78,13 @@ class TextCaches(ABC):
 
 
 class Rewritten(TextCaches):
-    """A runner (`trt_kvcache.compare.decode.Runner`) over a function with the rewritten model's interface.
+    """A runner (`compare.decode.Runner`) that calls a function with the rewritten model's inputs and outputs.
 
     Floating-point inputs and caches are float32, independent of the model's types.
 
     Attributes:
-        caches: ``[rows, *physical_shape[1:]]`` of caches and states, by name of the past; all cache rows without a
-            token hold garbage.
+        caches: arrays ``[rows, *physical_shape[1:]]`` of caches and states, by name of the past; all cache rows without
+            a token hold garbage.
         watch: called with the inputs and outputs of each step.
         name: name of the runtime.
 
@@ -92,7 +92,7 @@ class Rewritten(TextCaches):
         plan: plan of the rewritten model.
         inputs: makes the inputs of steps.
         run: computes the outputs of a step from its inputs.
-        garbage, seed: see `TextCaches`.
+        garbage: the value of cache rows without a token.
     """
 
     name = f"ONNX Runtime {ort.__version__}, float32"
@@ -107,24 +107,24 @@ class Rewritten(TextCaches):
         self.caches: Feeds = {}
 
     def read(self, name: str, text: int) -> Array:
-        """See `TextCaches.read`."""
+        """Return the contents of a cache for one text, ``[*physical_shape[1:]]``."""
         return np.asarray(self.caches[name][text])
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """See `TextCaches.write`."""
+        """Replace the contents of a cache for some texts, ``[texts, *physical_shape[1:]]``."""
         if len(texts) == len(self.ends):
             self.caches[name] = _wide(values)
         else:
             self.caches[name][list(texts)] = values
 
     def start(self, rows: int) -> None:
-        """See `Runner.start`."""
+        """Start `rows` new texts, which have no tokens yet."""
         self.begin(rows)
         self._inputs.start(rows)
         self.fill()
 
     def step(self, piece: Piece, tokens: Array | None) -> Array:
-        """See `Runner.step`. Without `tokens`, random tokens are used."""
+        """Run one step of the decode, and return its logits. Without `tokens`, random tokens are used."""
         self.skip(piece)
         feeds = self.feeds(piece, tokens)
         outputs = self._run(feeds)
@@ -136,11 +136,11 @@ class Rewritten(TextCaches):
         return logits if piece.kept is None else logits[:, -piece.kept :].copy()
 
     def feeds(self, piece: Piece, tokens: Array | None = None) -> Feeds:
-        """Return all inputs of a step; see `TextInputs.feeds`.
+        """Return all inputs of a step, including caches.
 
-        If the model fixes its batch, the step must include all texts.
+        If the model fixes its batch size, the step must include all texts.
 
-        A step of all texts copies no caches: copying many rows would take longer than the model.
+        For a step of all texts, no cache is copied, because this would take longer than the model.
         """
         rows = list(piece.rows)
         feeds = self._inputs.feeds(piece, self.ends[rows].tolist(), tokens)
@@ -148,7 +148,7 @@ class Rewritten(TextCaches):
         return {name: _wide(values) for name, values in feeds.items()} | caches
 
     def accept(self, piece: Piece, outputs: Mapping[str, Array]) -> None:
-        """Store the caches from the outputs of a step."""
+        """Take the caches for the next step from the outputs of this step."""
         rows = list(piece.rows)
         for name, cache in self.tensors.items():
             if cache.output is not None:
@@ -157,13 +157,13 @@ class Rewritten(TextCaches):
 
 
 def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """Extend a cache of `length` tokens to `start` tokens, in place: the new rows are copies of earlier rows.
+    """Fill the cache rows of tokens `length` to ``start - 1`` with copies of earlier rows, in place.
 
     Args:
         cache: the cache.
         values: contents of one text ``[*physical_shape[1:]]``.
-        length: number of tokens before.
-        start: number of tokens afterwards.
+        length: number of tokens that the cache has.
+        start: number of tokens that it will have.
     """
     rows = cache.physical_rows(values[None])[0]
     places = np.arange(max(start - len(rows), 0), start) % len(rows)
@@ -174,7 +174,7 @@ def output_of(plan: CachePlan) -> str:
     """Return the name of the output to compare: the logits, or the first output that no later step takes as an input.
 
     Raises:
-        OptionError: the model has no such output.
+        OptionError: the model has no logits, and later steps take all its outputs.
     """
     outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
     found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
@@ -208,7 +208,7 @@ class Float32Session:
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
         """Run the model and return its outputs by name.
 
-        Entries of `feeds` for which the model has no input are ignored.
+        Extra entries of `feeds` are ignored.
 
         Raises:
             RunError: the step cannot run.

@@ -55,13 +55,13 @@ _PREFIX = "trt_kvcache.proof/"
 
 
 def rounding_dtype(model: ModelProto) -> str:
-    """Return the narrowest floating-point type of a model, to which its engine rounds."""
+    """Return the narrowest floating-point type in a model. The model's engine rounds to this type."""
     types = all_types(model)
     return "bfloat16" if TensorProto.BFLOAT16 in types else "float16" if TensorProto.FLOAT16 in types else "float32"
 
 
 def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
-    """Return a copy whose numbers are rounded, each by at most `unit` of itself; `unit` is a power of two."""
+    """Return a copy of a float32 model that rounds results by at most the relative error `unit`, a power of two."""
     moved = copied(model)
     graph, rng = moved.graph, np.random.default_rng(seed)
     weights = {t.name: t for t in graph.initializer}
@@ -91,7 +91,7 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
 
 
 def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> int | None:
-    """Return the type of a node's result that is computed from a weight; None if the node reads no weight."""
+    """Return the type of the weight that a node computes with; None if the node reads no weight."""
     read = node.input if node.op_type.endswith("Normalization") else node.input[:2]
     for name in node.input[2:3] if node.op_type == "MatMulNBits" else read:
         tensor = _followed(name, weights, makes)
@@ -101,9 +101,9 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight that a tensor is, or that nodes only move to it; for quantized weights, the scales.
+    """Return the weight behind a tensor: the tensor itself, or the source of nodes that only move or dequantize it.
 
-    None if there is no such weight.
+    For quantized weights, return the scales. None if there is no weight.
     """
     while name not in weights:
         node = makes.get(name)
@@ -117,16 +117,16 @@ def allowed(
     rounding: Mapping[str, Mapping[str, Share]], unit: float, rows: int, coded: Collection[str],
     dtype: CacheDtype | None,
 ) -> Shares:  # fmt: skip
-    """Return the differences that an engine may have, by names of part and output. Outputs without use are left out.
+    """Return the differences that an engine may have, by part of the decode and name of the output.
 
-    An output has no use if its allowed difference is so large that it could not show a fault.
+    An output is left out if its allowed difference is so large that it could not show a fault.
 
     Args:
-        rounding: the largest difference that rounding made in any row, by names of part and output.
-        unit: unit of rounding.
+        rounding: the largest difference that rounding caused in any row, by part and output.
+        unit: relative rounding error of the engine's type.
         rows: number of rows of the batch that were measured.
-        coded: names of outputs that are codes.
-        dtype: dtype of caches that `build` quantizes.
+        coded: names of outputs that hold quantized codes.
+        dtype: quantized type of the caches; None: the model's own.
     """
     spread = uneven(rounding)
     few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # with few samples, the largest measured effect is smaller
@@ -143,9 +143,9 @@ def allowed(
 
 
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
-    """Return how much the effect of rounding on an output varies between parts of the model's own text: 1 to 4.
+    """Return by which factor (1 to 4) the effect of rounding varies between parts of the decode.
 
-    At some tokens, a trained model amplifies rounding. Other rounding may be amplified at other tokens.
+    A trained model amplifies rounding at some tokens. In another runtime, these may be other tokens.
     """
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:
@@ -156,7 +156,7 @@ def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
-    """Return half of the root mean square effect of rounding on an output, over the parts of the model's own text.
+    """Return half of the root mean square, over the parts of the decode, of the effect of rounding on an output.
 
     One sample of one part says little: where rounding is amplified, other samples are several times as large. But the
     full effect would hide faults where rounding is not amplified.

@@ -1,4 +1,4 @@
-"""Makes the inputs of a decode's steps from the tokens of its texts; and reads values of other inputs from a file."""
+"""Makes the inputs of decode steps from the tokens of the texts, and reads values of other inputs from a file."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ class TextInputs:
 
     Args:
         plan: plan of the rewritten model.
-        limits: upper limits of random token ids and of positions.
-        given: values of inputs that do not follow from the text, by name: with a batch of 1, or a row for each text.
+        limits: the model's limits, which bound random token ids and positions.
+        given: values of inputs that do not follow from the text, by name: either with batch size 1, or with one row for
+            each text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        rings: circular caches replaced windows; valid lengths then count the whole text.
+        rings: the rewrite turned attention windows into circular caches, so valid lengths count the whole text.
         seed: seed of all other values.
     """
 
@@ -54,10 +55,10 @@ class TextInputs:
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
     def feeds(self, piece: Piece, starts: Sequence[int], tokens: Array | None = None) -> dict[str, Array]:
-        """Return the inputs of a step.
+        """Return the inputs of a step, without caches.
 
         Args:
-            piece: the piece.
+            piece: the step.
             starts: number of tokens of each text of the piece before the step.
             tokens: int64 ``[R, length]``; None: random ones.
         """
@@ -81,7 +82,7 @@ class TextInputs:
 
 
 def token_table(plan: CachePlan, seed: int) -> Array | None:
-    """Return embeddings ``[V, H]`` that replace tokens; None if the model takes tokens."""
+    """Return random embeddings ``[V, H]`` of all token ids; None if the model takes tokens, not embeddings."""
     tokens = plan.tensor(Role.TOKENS)
     if tokens is None or not tokens.embedded:
         return None
@@ -89,16 +90,16 @@ def token_table(plan: CachePlan, seed: int) -> Array | None:
 
 
 def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> Array:
-    """Return numbers for an input without a known role: each token has its own numbers, the same at every station.
+    """Return values for an input of unknown role; they depend only on the tokens, so all runtimes get the same.
 
-    So a part of a model, which takes queries, keys and values, decodes texts like a whole model.
+    This allows a part of a model, which takes queries, keys and values, to decode texts like a whole model.
 
     Args:
         name: name of the input.
         tokens: ``[R, S]``.
         like: an array with the shape and the type of the input in this step.
-        axes: names of its axes. Without ``"sequence"``, a text gets the numbers of its last token; without ``"batch"``,
-            all texts get the same.
+        axes: names of its axes. Without ``"sequence"``, a text gets one entry, not one per token. Without ``"batch"``,
+            all texts share the values.
     """
     names = [axis if axis in ("batch", "sequence") else f"own {i}" for i, axis in enumerate(axes)]
     if "batch" not in names and len(tokens) > 1 and like.shape[:1] == (len(tokens),):  # a fixed batch
@@ -113,14 +114,12 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
-    """Return an output as ``[R, S, N]``, all further axes in one.
-
-    It has one entry for each position, or one for each text.
+    """Return an output as ``[R, S, N]``: R texts, S positions (1 if there is one entry for each text), N other numbers.
 
     Args:
         values: values of the output.
         axes: names of its axes, from the plan.
-        rows: number of texts.
+        rows: R.
     """
     order = [name for name in ("batch", "sequence") if name in axes]
     if len(order) == 2 and list(axes[:2]) != order and len(axes) == values.ndim:
@@ -129,10 +128,7 @@ def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:
-    """Return the last sentence of a message about a failed step.
-
-    It names integer inputs that got random values, which may be illegal. It is empty if there are none.
-    """
+    """Return a sentence for a message: which integer inputs got random, maybe illegal values; empty if none."""
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
     drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
     if not drawn:
@@ -145,7 +141,7 @@ def guessed(plan: CachePlan, given: Collection[str]) -> str:
 
 
 def load_inputs(path: str | None) -> dict[str, Array]:
-    """Read values by name from an ``.npz`` file.
+    """Read the values of inputs, by name, from an ``.npz`` file.
 
     Raises:
         OptionError: the file cannot be read as an ``.npz`` file.
@@ -171,10 +167,10 @@ def load_inputs(path: str | None) -> dict[str, Array]:
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
-    """Refuse values for inputs that do not exist, or that verification sets itself.
+    """Refuse given values of inputs that do not exist, or that verification computes itself.
 
     Raises:
-        OptionError: there are such values.
+        OptionError: there is such a value.
     """
     roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
     for name in values:

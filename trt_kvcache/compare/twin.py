@@ -1,13 +1,13 @@
-"""Makes a small twin of a checkpoint, with its settings, small sizes and random weights; and its logits.
+"""Makes a twin of a checkpoint: a small model with equal settings but random weights; computes its logits.
 
     python twin.py CHECKPOINT FOLDER
     python twin.py explain FOLDER LOGITS.npz TOLERANCE
 
 This file needs torch, transformers, and ``checkpoint.py`` beside it, but nothing else of this package: it runs in the
-interpreter of an exporter. It knows no model families. Settings are made small by their names alone: sizes and heads in
-proportion; each kind of layer twice; windows of a few tokens; thresholds of positions so low that a short text passes
-them; lists of rotary embeddings as long as the heads need. Every parameter is drawn so that it changes the logits, from
-numbers that float16, bfloat16 and int4 represent exactly, so that one twin serves exports of all types.
+interpreter of an exporter. No code is for one model family; only the name of a setting decides how it becomes small.
+Sizes and heads shrink in proportion. Each kind of layer occurs twice. Windows have a few tokens. A short text passes
+all position thresholds. Every parameter is drawn so that it changes the logits, from numbers that float16, bfloat16 and
+int4 represent exactly. So one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 compares `LOGITS.npz`, an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter
@@ -71,14 +71,14 @@ _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Facts of a configuration, and the small numbers for the twin.
+    """The sizes in a checkpoint's configuration, and the small sizes for its twin.
 
     Attributes:
         layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
-        width, head: small sizes of hidden states and heads, as shares of the checkpoint's.
+        width, head: sizes of hidden states and heads in the twin, divided by those of the checkpoint.
         kept: numbers of the checkpoint's layers that the twin keeps; a number may occur twice.
         length: number of positions of the twin.
-        ids: the twin's id of each special token.
+        ids: maps each special token's id in the checkpoint to its id in the twin.
     """
 
     layers: int
@@ -199,10 +199,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """Return the position from which a model computes differently, such as with other rotary factors.
-
-    None if there is none.
-    """
+    """Return the position from which a model computes differently, such as with other rotary factors; else None."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 
@@ -222,15 +219,14 @@ def _all_items(config: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
 
 
 def _is_listing(name: str, value: Any, layers: int) -> bool:
-    """Return True if the value of a setting is a list of layer numbers."""
     numbers = isinstance(value, list) and bool(value) and all(isinstance(v, int) and v < layers for v in value)
     return numbers and bool(_LISTED.search(name)) and sorted(set(value)) == value
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Choose two layers of each kind.
+    """Return the numbers of the layers that the twin keeps: two of each kind.
 
-    They alternate, as in most models, unless the checkpoint has adjacent layers of one kind.
+    The kinds alternate, as in most models. If the checkpoint has adjacent layers of one kind, the twin has them, too.
     """
 
     def kind(i: int) -> str:
@@ -256,12 +252,12 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
-    """Return the twin's config.json.
+    """Return the contents of the twin's config.json.
 
     Args:
-        stored: config.json of the checkpoint; settings that it leaves out stay out, except sizes.
-        whole: the same configuration with all defaults.
-        outer: sizes of the model, for a part whose configuration gives none.
+        stored: config.json of the checkpoint. Settings that are absent here stay absent, except sizes.
+        whole: the same configuration, with defaults for absent settings.
+        outer: sizes of the whole model, used for a nested configuration without sizes.
 
     Raises:
         ValueError: no configuration gives the number of layers or heads, or the width.
@@ -304,7 +300,7 @@ def draw(model: Any) -> None:
 
 
 def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield the name of each setting, and the configuration without it or with another value."""
+    """Yield pairs: the name of a setting, and the configuration without this setting or with another value."""
     for name, value in config.items():
         if name in _NAMES or name.endswith(("token_id", "dropout")) or "vocab" in name:
             continue
@@ -341,7 +337,7 @@ def _model(config: Any) -> Any:
 
 
 def make(checkpoint: Path, folder: Path) -> None:
-    """Write the twin of a checkpoint, and its logits."""
+    """Write the twin of a checkpoint, its texts and its logits into a folder."""
     configs: Any = import_module("transformers").AutoConfig
     stored = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(small_config(stored, configs.from_pretrained(checkpoint).to_dict()), indent=1)
@@ -359,9 +355,9 @@ def make(checkpoint: Path, folder: Path) -> None:
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
-    """Return the settings of a twin that an exporter ignored.
+    """Return the settings of a twin that an exporter ignored, found from the exporter's logits.
 
-    If transformers ignores them, too, it gives the exporter's logits.
+    Without an ignored setting, transformers gives the same logits as the exporter.
 
     Args:
         folder: folder of the twin.
@@ -388,7 +384,7 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
 
 
 def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
-    """Return how far logits are from those of a twin with this configuration; infinite if it cannot be made."""
+    """Return how far the logits `found` are from a twin's with this configuration; infinite if none can be made."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
@@ -407,7 +403,7 @@ def _runner() -> Any:
 
 
 def main() -> None:
-    """Make a twin, or find the settings that an exporter ignored."""
+    """Run the command line: make a twin, or find the settings that an exporter ignored."""
     torch: Any = import_module("torch")
     torch.set_num_threads(1)
     if len(sys.argv) == 3:

@@ -116,15 +116,15 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Station:
-    """The result of one station, compared with another one.
+    """The result of one station: one form of the model with its runtime, compared with another station.
 
     Attributes:
         name: one of `STATIONS`.
-        ran_on: the runtime; empty: the station did not run.
-        against: what it was compared with, such as ``"the model as exported"``.
-        steps: number of steps that both ran.
-        difference: the largest difference of a logit, as a share of the largest logit at its position; infinite if one
-            is finite and the other is not; None: not compared.
+        ran_on: name of the runtime; empty if the station did not run.
+        against: the station that it was compared with, such as ``"the model as exported"``.
+        steps: number of compared steps.
+        difference: the largest difference of a logit, as a share of the largest logit at its position. Infinite if only
+            one of two logits is finite; None if nothing was compared.
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
         passed: no fault was found; also True if the station was not compared, and `note` says why.
@@ -152,14 +152,14 @@ class Station:
 
 @dataclass(frozen=True)
 class Quality:
-    """How far quantized caches change a model's results: figures to read, which decide nothing.
+    """How far quantized caches change a model's results. These figures inform; they never fail a verification.
 
     Attributes:
         cache_dtype: dtype of the caches.
         positions: number of compared positions; each text has its own tokens.
-        agreement: share of positions with the same best token with and without quantization.
-        typical: median length of the difference of a position's logits, as a share of the logits' length around their
-            mean.
+        agreement: share of positions whose best token is the same with and without quantization.
+        typical: median over positions of the norm of the logits' difference, as a share of the norm of the centered
+            logits.
         largest: largest difference of a logit, as a share of the largest logit at its position.
     """
 
@@ -170,7 +170,6 @@ class Quality:
     largest: float
 
     def __str__(self) -> str:
-        """Return the figures as one line."""
         return (
             f"{self.cache_dtype} caches against the model's own, {self.positions} positions: the same greedy token at "
             f"{self.agreement:.1%}; logits move by {self.typical:.2g} of their size (median), by {self.largest:.2g} at "
@@ -183,7 +182,7 @@ class VerifyReport:
     """The result of verifying one model.
 
     Attributes:
-        passed: every station that was compared agrees with the one before it.
+        passed: every compared station agrees with the station that it was compared with.
         texts: number of texts that were decoded.
         positions: number of tokens of all texts.
         capacity: the capacity that the model was planned with; None: the model fixes it.
@@ -204,10 +203,10 @@ class VerifyReport:
     quality: Quality | None = None
 
     def check(self) -> None:
-        """Raise an error unless the verification passed.
+        """Raise an error if the verification failed.
 
         Raises:
-            VerificationError: it failed; the message names the station, step, text and token.
+            VerificationError: a station failed; the message names the station, step, text and token.
         """
         for station in self.stations:
             if not station.passed:

@@ -1,4 +1,4 @@
-"""The TensorRT package that builds an engine, and the options that it supports.
+"""Finds the TensorRT package that builds an engine, and checks which options it supports.
 
 This module does not import TensorRT. Only the build process (`trt_kvcache.engine.builder`) does, so that a crash of
 TensorRT's parser does not end the caller.
@@ -19,7 +19,7 @@ from trt_kvcache.importer.plan import Target
 
 @dataclass(frozen=True)
 class Package:
-    """The Python package of one of the two builders.
+    """The Python package of one of the two builders: TensorRT or TensorRT for RTX.
 
     Attributes:
         module: the name to import.
@@ -75,13 +75,13 @@ class Backend:
 
     @property
     def packed_native(self) -> bool:
-        """True if packed updates need no plugin."""
+        """True if this builder runs packed updates (all tokens of a batch in one axis) without the plugin."""
         return self.target is Target.TENSORRT_RTX or _release(self.version) >= PACKED_NATIVE_SINCE
 
 
 @cache  # the search reads the metadata of all packages, some 60 ms each time
 def installed_version(target: Target) -> str | None:
-    """Return the version of the package that provides this builder's module; None if it is not installed."""
+    """Return the version of a builder's Python package; None if it is not installed."""
     module = PACKAGES[target].module
     if importlib.util.find_spec(module) is None:
         return None
@@ -99,9 +99,9 @@ def driver_present() -> bool:
 
 
 def can_build(target: Target | None) -> bool:
-    """Return True if a builder is installed, and this machine has what it needs to build. None: any builder.
+    """Return True if this machine can build engines with a builder (None: with any builder).
 
-    The call is fast.
+    The builder must be installed, and TensorRT also needs a GPU driver. The call is fast.
     """
     installed = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
     if Target.TENSORRT in installed and target is not Target.TENSORRT_RTX and driver_present():
@@ -142,15 +142,14 @@ def choose_backend(choice: str) -> Backend:
 
 
 def check_build_options(backend: Backend, build: BuildOptions) -> None:
-    """Refuse options that the builder does not have, or would ignore.
+    """Refuse build options that the builder does not have, or would ignore.
 
-    Measured on TensorRT for RTX 1.7.1: the timing cache is documented as doing nothing; engines of every optimization
-    level equal the default's byte for byte (except for the noise between two equal builds); version-compatible builds
-    fail because the package lacks libnvinfer_lean; refittable and stripped builds compile on the GPU and fail without a
-    driver.
+    Measured on TensorRT for RTX 1.7.1: the timing cache does nothing, as documented. The optimization level does not
+    change the engine. Version-compatible builds fail, because the package lacks libnvinfer_lean. Refittable and
+    stripped builds compile on the GPU, and fail without a driver.
 
     Raises:
-        OptionError: such an option is set.
+        OptionError: an option of this kind is set.
     """
     if backend.target is Target.TENSORRT:
         if build.compute_capabilities:
@@ -200,6 +199,5 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """Return the major and the minor number."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,4 +1,4 @@
-"""The options of a build, and the parsers of their textual forms."""
+"""The options of a build, and parsers for their text on the command line."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ _how = partial(Setting, group="How the engine is built")
 
 
 class BuildValues(TypedDict, total=False):
-    """The values that `BuildOptions` takes, by name. Some may also be given as the text of their command-line flag."""
+    """The keyword arguments of `BuildOptions`. For some, the text of the command-line flag is also accepted."""
 
     max_batch: int | None
     max_chunk: int | None
@@ -305,7 +305,7 @@ class BuildOptions:
 
 
 def _proof(value: object) -> str | int:
-    """Return ``"auto"``, ``"off"`` or a number of steps."""
+    """Return the option `proof` as ``"auto"``, ``"off"`` or a number of steps."""
     if isinstance(value, str) and value in PROOFS:
         return value
     steps = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value
@@ -315,7 +315,6 @@ def _proof(value: object) -> str | int:
 
 
 def _shapes(value: object, name: str) -> dict[str, Shape]:
-    """Return shapes by input name, as plain numbers."""
     if not isinstance(value, Mapping) or not all(
         isinstance(key, str) and isinstance(shape, Sequence) and all(is_whole(size) for size in shape)
         for key, shape in value.items()

@@ -1,7 +1,7 @@
 """The messages between the caller's process and the build process, which `trt_kvcache.child` transports.
 
-The request is a `Job`, followed by the bytes of the rewritten model. The child sends messages of type `Event`, and
-answers with `Done`.
+The caller sends a `Job` and the bytes of the rewritten model. The build process sends messages of type `Event`, and
+`Done` at the end.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ build without a proof skips the stage of the proof."""
 
 @dataclass(frozen=True)
 class Job:
-    """An engine to build.
+    """The request to build one engine.
 
     Attributes:
         title: name and version of the builder, for messages.
         model: absolute path of the source model; its external data lie in the same folder.
         engine: absolute path of an existing file to write the engine to.
         output: the final path of that file, for messages.
-        flipped: external data that the rewritten model declares as signed, but whose bytes in the file are still
-            unsigned.
+        flipped: weights that the rewritten model declares as signed integers, while their bytes in the model's file are
+            still unsigned.
         bounds: sizes of the engine whose proof is recorded; None: no proof is recorded.
     """
 
@@ -59,42 +59,42 @@ class Job:
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True):
-    """The child begins one of `STAGES`."""
+    """Message: the build process begins one of `STAGES`."""
 
     name: str
 
 
 class Node(msgspec.Struct, tag=True, frozen=True):
-    """The parser begins a node, given as ``name [operator]``. After a crash, the last node shows where it happened."""
+    """Message: the parser begins a node, ``name [operator]``. If the parser crashes, this node is named."""
 
     name: str
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """TensorRT's progress."""
+    """Message: progress of TensorRT."""
 
     event: ProgressEvent
 
 
 class Log(msgspec.Struct, tag=True, frozen=True):
-    """A line of TensorRT's log, of severity warning or worse."""
+    """Message: a warning or an error of TensorRT's log."""
 
     error: bool
     message: str
 
 
 class Line(msgspec.Struct, tag=True, frozen=True):
-    """A line of TensorRT's log, of any severity, for display."""
+    """Message: any line of TensorRT's log, to be shown to the user."""
 
     text: str
 
 
 class Done(msgspec.Struct, frozen=True):
-    """The answer of the child: the engine is complete on disk.
+    """The last message: the engine is complete on disk.
 
     Attributes:
-        network: see `trt_kvcache.engine.manifest.Manifest`.
-        proof: the bytes of its file; empty without a proof.
+        network: result of comparing the parsed network with the model, as text.
+        proof: the bytes of the proof's file; empty if there is no proof.
         note: what the proof cannot show, or why there is no proof.
     """
 
@@ -120,7 +120,7 @@ _CRASH = 0xC0000000  # from this number on, exit codes of Windows mean unhandled
 
 @dataclass
 class _Heard:
-    """The messages that the child has sent so far. They are used for the error message if the child dies."""
+    """The messages that the build process has sent so far, for the error message if it dies."""
 
     progress: Callable[[ProgressEvent], None]
     stage: str = STAGES[0]
@@ -129,7 +129,6 @@ class _Heard:
     warnings: list[str] = field(default_factory=list)
 
     def hear(self, news: bytes) -> None:
-        """Handle a message from the child."""
         match msgspec.json.decode(news, type=Event):
             case Stage(name):
                 if name != self.stage:
@@ -149,12 +148,13 @@ class _Heard:
 def run_worker(
     job: Job, model: Callable[[], bytes], progress: Callable[[ProgressEvent], None] = lambda _: None
 ) -> tuple[Done, tuple[str, ...]]:
-    """Do a job in a child process.
+    """Build an engine in a child process.
 
     Args:
         job: the engine to build.
-        model: returns the rewritten model's bytes; called once, so that they are freed while the child works.
-        progress: called in this thread for every event; if it raises an exception (or Ctrl-C comes), the child ends.
+        model: returns the bytes of the rewritten model. It is called once, so that the bytes are freed while the child
+            works.
+        progress: called in this thread for every event. If it raises an exception, or on Ctrl-C, the child is ended.
 
     Returns:
         The result, and TensorRT's warnings.
@@ -195,4 +195,4 @@ def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> s
         advice = "; that is a crash inside TensorRT: change this part of the model, or try another version of TensorRT"
     else:
         advice = ""
-    return f"the process of {job.title} {how} {where}{advice}{f' (its last words: {words})' if words else ''}"
+    return f"the process of {job.title} {how} {where}{advice}{f' (its last output: {words})' if words else ''}"

@@ -1,4 +1,4 @@
-"""The build process: parses, patches, checks and builds a model, and writes the engine while TensorRT hands it over.
+"""The build process: parses, patches and checks a model, then builds the engine and writes it to disk.
 
 It is a separate process, because some models crash TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because the system gets TensorRT's memory back only when its process ends.
@@ -41,10 +41,10 @@ _COMPARED = (0, 2, 4)  # indices of the steps that the network runs: NumPy takes
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
-    """Compare the network's cache updates, inputs and outputs with the plan's.
+    """Check that the parsed network has the cache updates, inputs and outputs of the plan.
 
     Raises:
-        BuildError: they differ, so the engine would contradict its manifest.
+        BuildError: the network and the plan differ, so the engine would contradict its manifest.
     """
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
@@ -79,7 +79,7 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> None:
-    """Check names, dtypes and shapes of the network's inputs or outputs."""
+    """Check that the network's inputs or outputs have the names, dtypes and shapes of the plan."""
     expected = {t.name: t for t in planned}
     names = [t.name for t in parsed]
     if set(names) != set(expected):
@@ -105,9 +105,9 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Return True if the shapes agree. TensorRT writes -1 for a dynamic size.
+    """Return True if TensorRT's shape agrees with the planned one. TensorRT writes -1 for a dynamic size.
 
-    It may know more or less about the shape of an output than the model.
+    A fixed size on one side and a dynamic size on the other agree if `exact` is False.
     """
     if len(parsed) != len(planned):
         return False
@@ -122,7 +122,7 @@ def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: boo
 
 @dataclass(frozen=True)
 class Recorded:
-    """The result of a recording.
+    """The result of recording a proof in the build process.
 
     Attributes:
         proof: the proof; None: there is none.
@@ -136,17 +136,17 @@ class Recorded:
 
 
 def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any, trt: Any) -> Recorded:
-    """Record the proof of an engine, and compare TensorRT's network with the model on some of its steps.
+    """Record the proof of an engine, and compare TensorRT's network with the model on some of the recorded steps.
 
     Args:
-        job: job of the engine.
+        job: the engine to build.
         content: the rewritten model.
-        weights: bytes that TensorRT was given instead of those in the model's files, by name.
+        weights: bytes that TensorRT got instead of those in the model's files, by name of the weight.
         network: TensorRT's ``INetworkDefinition``.
         trt: the module that parsed it.
 
     Raises:
-        TrtKvCacheError: the caller asked for a number of steps, and they cannot be recorded.
+        TrtKvCacheError: the caller asked for a number of steps that cannot be recorded.
         BuildError: the network computes something else than the model.
     """
     assert job.bounds is not None
@@ -191,18 +191,18 @@ _NO_KERNEL = "not supported by a dedicated kernel"
 
 
 def main() -> None:
-    """Build an engine. If the caller ends meanwhile, remove the engine."""
+    """Run the build process: build an engine. If the calling process ends, remove the engine's file."""
     serve(lambda job, parts, caller: _build(job, parts, caller.tell), Job, _abandon)
 
 
 def _abandon() -> None:
-    """Remove an engine whose caller has ended."""
+    """Remove the engine's file, because the calling process has ended."""
     with suppress(PermissionError):  # Windows, while the file is open
         Path(sys.argv[1]).unlink(missing_ok=True)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
-    """Do the job, from importing TensorRT to the engine on disk."""
+    """Build an engine: import TensorRT, parse, check and build the model, and write the engine to disk."""
     send(Stage(STAGES[0]))
     trt = import_tensorrt(job.target)
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
@@ -270,7 +270,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
 
 def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytearray]:
-    """Return the weights whose bytes differ from those in the model's files, by name."""
+    """Return the changed bytes of weights that become signed, by name of the weight."""
     weights = {}
     for weight in flipped:
         data = weights[weight.name] = bytearray()
@@ -283,7 +283,7 @@ def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytea
 
 
 def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -> bool:
-    """Parse the model, with `weights` instead of the bytes in its files."""
+    """Parse the model; the bytes in `weights` replace those in the model's files. Return True on success."""
     if not weights:
         return bool(parser.parse(model, path))
     if not parser.load_model_proto(model, path):
@@ -298,7 +298,7 @@ def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -
 def import_tensorrt(target: Target) -> Any:
     """Import and return the builder's module.
 
-    Polygraphy uses the same one: it reads an environment variable when it is imported.
+    An environment variable makes Polygraphy use the same module.
     """
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
     try:
@@ -326,7 +326,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
-    """Return TensorRT's message, with the plugin's errors, which TensorRT does not pass on, and with advice."""
+    """Return TensorRT's message with the errors of the plugin, which TensorRT does not pass on, and advice."""
     if not refusals:
         return message
     said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
@@ -405,7 +405,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Write the measured kernel times for the next build.
+    """Write TensorRT's timing cache, the measured kernel times, for the next build.
 
     Raises:
         OutputError: the file cannot be written.

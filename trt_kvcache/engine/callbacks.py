@@ -2,14 +2,15 @@
 
 Their base classes belong to the TensorRT module in use, so the classes are created after it is imported.
 
-Each build has its own logger. Open engines use TensorRT's own logger, one for the life of the process; their errors
-come through an ``IErrorRecorder`` instead of the log:
+Each build has its own logger in Python. Engines that are opened share one logger of TensorRT for the life of the
+process, and report errors through an ``IErrorRecorder``. The reasons:
 
-- TensorRT uses the first logger of a process until no runtime or builder is left, even after its own runtime is gone.
-  With two engines open and the first one closed, TensorRT would call a logger that Python has freed (measured on
+- TensorRT uses the first logger of a process until no runtime or builder is left, even if the runtime of this logger is
+  gone. If two engines are open and the first is closed, TensorRT would call a logger that Python has freed (measured on
   TensorRT for RTX 1.7.1: the address stays).
-- A logger in Python runs Python code for every message. TensorRT for RTX compiles kernels in its own threads. Such a
-  thread would wait for Python's lock to log, while the thread that destroys the context holds that lock and waits.
+- A logger in Python runs Python code for every message. TensorRT for RTX compiles kernels in its own threads. To log, a
+  compiling thread would wait for Python's lock. Meanwhile the thread that destroys the context holds this lock and
+  waits: a deadlock.
 """
 
 from __future__ import annotations
@@ -32,15 +33,14 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
-    """Return a logger that passes on warnings, errors and the node being parsed, and a progress monitor.
+    """Return a logger and a progress monitor. They send warnings, errors, parsed nodes and progress as events.
 
-    The logger's method `words` returns the errors so far on one line. If there are none, it returns the errors that
-    were not passed on.
+    The logger's method `words` returns all errors on one line; without errors, the messages filtered out as noise.
 
     Args:
-        trt: the module.
-        send: passes an event on.
-        log: file for all messages of TensorRT; ``"-"``: pass them on, too.
+        trt: TensorRT's Python module.
+        send: sends an event to the caller.
+        log: file for all messages of TensorRT; ``"-"``: send all messages as events, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process
 
@@ -104,10 +104,10 @@ def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, A
 
 
 def make_writer(trt: Any, file: BinaryIO) -> Any:
-    """Return a stream writer that writes to a file and hashes.
+    """Return a stream writer for TensorRT that writes to a file and computes the BLAKE3 of the bytes.
 
-    Check its `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write, and only prints
-    exceptions.
+    Check the writer's `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write, and
+    only prints exceptions.
     """
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
@@ -131,10 +131,7 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def native_logger(module: Any) -> Any:
-    """Return TensorRT's own logger for the ``Runtime`` and ``Builder`` of a module.
-
-    It prints errors if no error recorder is set.
-    """
+    """Return the logger of a TensorRT module itself. It prints errors if no error recorder is set."""
     return _logger(module.Logger)
 
 
@@ -144,7 +141,7 @@ def _logger(kind: Any) -> Any:
 
 
 def make_recorder(module: Any) -> Any:
-    """Return an ``IErrorRecorder`` for the ``error_recorder`` of a runtime or builder; `take` gives the reports."""
+    """Return an ``IErrorRecorder`` for a runtime or builder. Its method `take` returns the errors as text."""
 
     class Recorder(module.IErrorRecorder):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -171,7 +168,7 @@ def make_recorder(module: Any) -> Any:
             self._errors.clear()
 
         def take(self) -> str:
-            """Return the reports since the last call as one line, without duplicates."""
+            """Return the errors since the last call on one line, without duplicates."""
             words = dict.fromkeys(" ".join(text.split()) for _, text in self._errors)
             self._errors.clear()
             return "; ".join(words) or "it gives no reason"

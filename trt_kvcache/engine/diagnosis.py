@@ -74,8 +74,8 @@ class BackendStatus:
         name: ``"tensorrt-rtx"`` or ``"tensorrt"``.
         version: version of the importable module; otherwise of the installed package; otherwise None.
         importable: whether the module loads here.
-        problem: the reason if it does not; otherwise empty.
-        native, packed_native, plugins: whether it has the cache update layer, its packed form, and plugins.
+        problem: the reason why it does not load; otherwise empty.
+        native, packed_native, plugins: whether it has TensorRT's cache update layer, packed updates, and plugins.
     """
 
     name: str
@@ -98,10 +98,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """One cache route. `available` and `detail` say whether it can be used here, and why.
-
-    `form`: packed or padded updates.
-    """
+    """Whether a route can be used here (`available`) and why (`detail`), for packed or padded updates (`form`)."""
 
     route: Route
     form: str
@@ -179,7 +176,7 @@ def _gpu(driver: ModuleType, index: int) -> Gpu:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return the result of a driver call, or raise `RuntimeError` with the name of its error."""
+    """Return the result of a CUDA driver call. If the call failed, raise a `RuntimeError` with the error's name."""
     status, *values = result
     if int(status):
         raise RuntimeError(f"{getattr(status, 'name', status)} from the CUDA driver")
@@ -260,10 +257,7 @@ def _advice(
 
 
 def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Return advice on ``--compute-capabilities``.
-
-    By default, engines of TensorRT for RTX run only on GPUs from 8.0 on.
-    """
+    """Return advice on GPUs for which TensorRT for RTX needs ``--compute-capabilities`` (default: 8.0 and later)."""
     if not any(backend.name == "tensorrt-rtx" and backend.importable for backend in backends):
         return ()
     advice = []
@@ -280,10 +274,10 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 
 
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """Return advice on versions: a driver takes libraries for its own major version of CUDA or for an older one.
+    """Return advice to update the driver, if installed libraries need a newer version of CUDA.
 
-    The names of packages say which major version they need. Engines with the plugin contain PTX, which a driver takes
-    only up to its own version.
+    A driver accepts libraries for its own major version of CUDA or an older one; the package's name ends with this
+    number. Engines with the plugin contain PTX, which must not be newer than the driver.
     """
     if driver is None:
         return ()
@@ -305,7 +299,6 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the major and the minor number."""
     return tuple(map(int, version.split(".")[:2]))
 
 

@@ -54,14 +54,14 @@ def build_engine(
 ) -> Manifest:
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
-    The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If an encoder lies
-    beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear together
-    and complete; after an error, existing files are unchanged. TensorRT runs in a child process,
-    which ends with the caller; Ctrl-C leaves no files.
+    The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If there is an
+    encoder beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear
+    together when they are complete. After an error or Ctrl-C, existing files are unchanged. TensorRT runs in a child
+    process, which ends with the caller.
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
-        output: path of the engine; or of a folder, which exists or ends with a slash: the folder also gets tokenizer,
+        output: path of the engine; or of a folder that exists or ends with a slash. A folder also gets the tokenizer,
             chat template and generation config. Missing folders are created.
         options: options of the plan; `target` and `packed_native` follow from the backend.
         build: options of the build.
@@ -102,10 +102,10 @@ class _Prepared:
     Attributes:
         model: the decoder's model for TensorRT.
         generation: see `Manifest.generation`.
-        tables: rows of the tables that token ids and positions look up.
-        scans: names of the nodes that run over the tokens of an update.
+        tables: numbers of rows of the tables that token ids and positions index.
+        scans: names of the Scan nodes, which run token by token.
         encoder: the encoder to build; None: the model has no encoder, or its encoder cannot become an engine.
-        said: why the encoder cannot become an engine.
+        said: the reason why the encoder cannot become an engine.
     """
 
     model: _Part
@@ -125,13 +125,13 @@ class _Prepared:
 
     @property
     def bounds(self) -> Bounds:
-        """The sizes of the engine that its proof must respect."""
+        """The engine's sizes that its proof must respect."""
         sizes = self.limits.max_batch, self.limits.max_chunk, self.limits.max_logits
         return Bounds(*sizes, self.positions, _encoder_length(self.plan, self.profiles))
 
 
 def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
-    """Check the options of a build and its output, before the model is read."""
+    """Check the build options and the output path, before the model is read."""
     engine = check_output(output)
     if engine.suffix == ".json":
         raise OutputError(
@@ -148,7 +148,7 @@ def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
 
 
 def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup) -> _Prepared:
-    """Import the model, and choose the sizes of its engine. The check of the model goes on meanwhile."""
+    """Import the model, and choose the sizes of its engine. The check of the model runs in the background."""
     # Not at the top: all other names of the engine package work without ONNX.
     from trt_kvcache.engine.engine_folder import settings_beside
     from trt_kvcache.importer import import_unchecked
@@ -216,9 +216,9 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
 
 
 class _Watched:
-    """Runs the caller's `progress`, and the check of the model, while TensorRT builds.
+    """Calls the caller's `progress` during the build, and watches the model's check that runs in the background.
 
-    If one of them raises an exception, this object keeps it, and the whole build ends with it.
+    An exception from either ends the whole build; `raised` keeps it.
     """
 
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
@@ -255,15 +255,15 @@ class _Setup:
 
 @dataclass(frozen=True)
 class _Part:
-    """A model that becomes an engine.
+    """A model that becomes an engine: a decoder or an encoder.
 
     Attributes:
         path: path of the model's file; external data lie in the same folder.
-        files: all files of the model, by path, with their names in the manifest.
-        sources: the files as read, without their graphs.
-        model: the rewritten model. It may hold all weights, so it is removed from here when it is sent to the build
-            process.
-        flipped: external data that TensorRT gets with changed bytes.
+        files: maps the path of each file of the model to its name in the manifest.
+        sources: the models as read, without their graphs.
+        model: the rewritten model. It may hold all weights, so this list is emptied when the build process gets the
+            model.
+        flipped: weights that TensorRT gets with changed bytes.
     """
 
     path: Path
@@ -296,10 +296,12 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
-    """Return the options for the decoder, which takes the encoder's output for the longest source.
+    """Return the build options for the decoder.
+
+    Its longest encoder input is the encoder's output for the longest source.
 
     Raises:
-        OptionError: the caller allows less. Otherwise the first step after a long source would fail.
+        OptionError: `--max-encoder` is smaller. Otherwise the first step after a long source would fail.
     """
     positions, allowed = encoder.positions, build.max_encoder
     if positions is not None and allowed is not None and positions > allowed:
@@ -316,12 +318,11 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
 
 
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """Run `work` for the encoder's engine and return its result.
+    """Run `work`, a step of building the encoder's engine; return its result and no warnings.
 
-    If it fails and the caller named no encoder, return None and a warning.
-
-    An unexpected error becomes a warning, too, so that the decoder is still built; a caller who names the encoder gets
-    the error itself. An `OutputError` ends the build, because the decoder's engine could not be written either.
+    If `work` fails and the caller named no encoder, return None and a warning: the encoder then runs on the CPU. If the
+    caller named the encoder, raise the error. An `OutputError` always ends the build, because the decoder's engine
+    could not be written either.
     """
     try:
         return work(), ()
@@ -356,10 +357,7 @@ def _built(
     part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
     bounds: Bounds | None = None,
 ) -> _Engine:  # fmt: skip
-    """Build an engine into a temporary file of `files`, beside `output`.
-
-    Its manifest has the sizes of an encoder; the caller sets a decoder's sizes.
-    """
+    """Build an engine into a temporary file beside `output`. The caller corrects a decoder's sizes in the manifest."""
     from trt_kvcache.importer.serialize import serialize_model
 
     file = files.enter_context(temporary_file(output))
@@ -412,7 +410,7 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
-    """Return an encoder's output length that all profiles accept."""
+    """Return a length of an encoder's output that all profiles accept."""
     names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
     ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
     sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
@@ -420,7 +418,6 @@ def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
 
 
 def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
-    """Refuse an engine path that would overwrite a file of the model."""
     for written in (engine, manifest_path(engine)):
         for path in files:
             if written.exists() and written.samefile(path):
@@ -428,7 +425,7 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
-    """Return the plan with the longest update in every contract."""
+    """Return the plan with `max_chunk` as the longest update in the contract of each circular cache."""
 
     def bounded(contract: UpdateContract) -> UpdateContract:
         known = contract.max_update_length
@@ -440,7 +437,7 @@ def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
 
 @contextmanager
 def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, ...]]]:
-    """Identify the model's files in a thread that ends with the block."""
+    """Compute sizes and hashes of the model's files in a thread. The thread ends with the ``with`` block."""
     cancelled = threading.Event()
 
     def work() -> tuple[FileIdentity, ...]:
@@ -459,10 +456,7 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
 
 
 def _built_for(build: BuildOptions) -> tuple[str, ...]:
-    """Return the compute capabilities that the engine is built for.
-
-    ``current`` is replaced, because it means another GPU on another machine.
-    """
+    """Return the compute capabilities that the engine is built for; ``current`` becomes that of this machine's GPU."""
     if build.compute_capabilities != (CURRENT,):
         return build.compute_capabilities
     _, gpus, _ = find_gpus()
@@ -470,16 +464,16 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
-    """Return the options as plain values, in the form of the command line."""
+    """Return the build options as plain values, as they are written on the command line."""
     flat: dict[str, Any] = dict(vars(build))
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
     return flat | {name: format_shapes(shapes) for name, shapes in flat.items() if name.endswith("_shapes")}
 
 
 def _publish(engines: Sequence[_Engine]) -> None:
-    """Move engines and manifests to their paths, each manifest after its engine; if one fails, move none.
+    """Move engines, proofs and manifests to their final paths: all of them or, after an error, none.
 
-    A manifest without a proof stays true even beside an older engine's proof.
+    An older proof beside a manifest without a proof does no harm, because the manifest does not name it.
     """
     with ExitStack() as stack:
         files = []
@@ -492,7 +486,7 @@ def _publish(engines: Sequence[_Engine]) -> None:
 
 
 def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
-    """Write a temporary file of `stack`; return it and its final path."""
+    """Write a temporary file that `stack` removes; return its path and its final path."""
     final = check_output(path)
     temporary = stack.enter_context(temporary_file(final))
     try:
@@ -506,12 +500,12 @@ def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class EncoderJob:
-    """An encoder to build.
+    """An encoder for which an engine is built.
 
     Attributes:
         part: the model for TensorRT, and its files.
         plan: the plan of the encoder.
-        profile: the lengths of sources.
+        profile: the optimization profile, with the lengths of sources.
         vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
         positions: length of the output for the longest source; None: unknown.
     """
@@ -529,7 +523,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     Args:
         model: path of the decoder.
         plan: plan of the decoder.
-        build: names the encoder.
+        build: the build options, whose `encoder` names the encoder's file or is "auto" or "none".
 
     Raises:
         OptionError: an encoder is named, but it does not exist, or the decoder takes no inputs from an encoder.
@@ -545,21 +539,21 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
         if named is None:
             return None
         reason = f"there is no encoder at {named}" if constants else f"{model} takes no inputs from an encoder"
-        raise OptionError(f"--encoder names an encoder, but {reason}; leave it out")
+        raise OptionError(f"--encoder names an encoder, but {reason}; leave --encoder out")
     return path
 
 
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
-    """Return the encoder to build; None if there is no encoder, or `build` wants none.
+    """Import the encoder of a decoder and choose its sizes; None if there is no encoder, or `build` wants none.
 
     Args:
         model: path of the decoder.
         plan: plan of the decoder.
-        build: names the encoder and the length of its longest output.
+        build: the build options.
 
     Raises:
-        OptionError: see `which_encoder`; or the longest source is unknown, or longer than the encoder's table of
-            positions.
+        OptionError: the named encoder is missing or unused; or the longest source is unknown, or longer than the
+            encoder's table of positions.
         ModelError: the encoder cannot be used.
     """
     from trt_kvcache.importer.families.encoders.files import find_first_step
@@ -583,5 +577,5 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
-    """Return the decoder's inputs that an encoder computes."""
+    """Return the decoder's inputs that the encoder computes."""
     return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

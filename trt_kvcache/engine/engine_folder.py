@@ -1,6 +1,7 @@
-"""An engine's folder: ``model.engine``, its other files, and files that turn text into tokens and back.
+"""Prepares an engine's folder: ``model.engine``, tokenizer files, and settings of generation.
 
-Settings of tokens come from ``generation_config.json``, ``genai_config.json`` and ``config.json``.
+The settings of generation, such as end tokens, come from ``generation_config.json``, ``genai_config.json`` and
+``config.json``.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ _LARGEST = 1 << 28  # bytes
 
 
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
-    """Return the path of an engine to be built, and its folder if `output` is a folder, else None.
+    """Return the path of the engine to build; and, if `output` is a folder, this folder, otherwise None.
 
     Args:
         output: a file; or a folder, which exists or ends with a slash.
 
     Raises:
-        OutputError: `output` is not a path; or it is a folder with a model; or it is a folder without an engine that
-            holds files for texts, which would be replaced.
+        OutputError: `output` is not a path; or a folder that holds a model; or a folder without an engine whose
+            tokenizer files would be replaced.
     """
     path = as_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
@@ -55,7 +56,7 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
 
 @contextmanager
 def new_folders(folder: Path) -> Iterator[None]:
-    """Make a folder and its parents. If the block fails, remove the new folders that are empty.
+    """Make a folder and its parents. If the ``with`` block fails, remove the new folders that are empty.
 
     Raises:
         OutputError: the folder cannot be made.
@@ -75,7 +76,7 @@ def new_folders(folder: Path) -> Iterator[None]:
 
 
 def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
-    """Copy the files for texts beside a model to an engine's folder: tokenizer, chat template, configs.
+    """Copy tokenizer, chat template and configs from a model's folder to an engine's folder.
 
     Args:
         model: the model or its folder.
@@ -115,7 +116,7 @@ _PARTS = ("text_config", "decoder")
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """Return the settings of tokens in files beside a model, by the names of transformers' ``GenerationConfig``.
+    """Return settings such as end tokens from files beside a model, named as in transformers' ``GenerationConfig``.
 
     Args:
         model: a file, or the folder of an export.
@@ -127,7 +128,7 @@ def settings_beside(model: Path) -> dict[str, Any]:
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
-    """Return the recommended sampling from ``generation_config.json`` beside a model; null values are left out.
+    """Return sampling settings from ``generation_config.json`` beside a model; null values are left out.
 
     Args:
         model: a file, or the folder of an export or engine.
@@ -141,9 +142,9 @@ def sampling_beside(model: Path) -> dict[str, Any]:
 
 
 def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
-    """Return the settings of tokens by file; later files override earlier ones.
+    """Return, for each settings file beside a model, its settings; later files override earlier files.
 
-    ``config.json`` counts as in transformers: only if there is no ``generation_config.json``.
+    As in transformers, ``config.json`` is used only if there is no ``generation_config.json``.
     """
     folder = model if model.is_dir() else model.parent
     settings: dict[Path, dict[str, Any]] = {}

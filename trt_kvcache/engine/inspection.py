@@ -34,9 +34,9 @@ class EngineView:
     """The inputs, outputs, aliases and profiles that an opened engine reports.
 
     Attributes:
-        aliases: maps each output to the input with the same buffer, for TensorRT's own layers. TensorRT does not report
-            aliases of plugins.
-        profiles: per profile, the shapes of the inputs.
+        aliases: maps each output to the input with the same buffer. TensorRT reports only those of its own layers, not
+            of plugins.
+        profiles: for each profile, the range of shapes of each input.
     """
 
     tensors: tuple[EngineTensor, ...]
@@ -46,10 +46,10 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """A built engine: its manifest, whose digest of the engine was checked, and the report of the opened engine.
+    """The result of inspecting an engine: its manifest, checked against the engine's hash, and the opened engine.
 
     Attributes:
-        view: agrees with `manifest`; None if the engine was not opened.
+        view: what the opened engine reports; it agrees with `manifest`. None if the engine was not opened.
         not_opened: the reason why the engine was not opened; empty if it was.
     """
 
@@ -65,7 +65,7 @@ def inspect_engine(engine: str | Path) -> EngineReport:
     If there is a GPU, open the engine and compare it with the manifest, too.
 
     Args:
-        engine: path of the engine, whose manifest lies beside it as ``<engine>.json``; or of its folder.
+        engine: path of the engine, with its manifest ``<engine>.json`` beside it; or path of its folder.
 
     Raises:
         ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the opened
@@ -111,10 +111,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """Return True if the shapes agree.
-
-    An engine may know a size that the model leaves open, and it may not know the size of an output.
-    """
+    """Return True if shapes agree. A size may be dynamic in the plan, or in an output of the engine."""
     if len(tensor.shape) != len(plan.shape):
         return False
     for actual, expected in zip(tensor.shape, plan.shape, strict=True):
@@ -151,7 +148,7 @@ def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, Sh
 
 
 def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
-    """Return the opened engine's report, or None and the reason why it was not opened."""
+    """Open an engine and return what it reports; or None and the reason why it was not opened."""
     _, gpus, problem = find_gpus()
     if not gpus:
         return None, problem
@@ -171,7 +168,7 @@ def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
 
 
 def view_of(engine: Any) -> EngineView:
-    """Return the report of an opened ``ICudaEngine``."""
+    """Return what an opened ``ICudaEngine`` reports: inputs, outputs, aliases and profiles."""
     tensors = []
     aliases = {}
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]

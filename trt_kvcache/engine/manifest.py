@@ -1,4 +1,4 @@
-"""The manifest: a file ``<engine>.json`` beside an engine, with the facts that are needed to run or to audit it."""
+"""Reads and writes the manifest: a file ``<engine>.json`` with facts that are needed to run or audit an engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Profile:
     """One optimization profile; its position in `Manifest.profiles` is its index in the engine.
 
     Attributes:
-        name: ``"prefill"`` or ``"decode"``; `ENCODER` of an encoder.
+        name: ``"prefill"`` or ``"decode"``; `ENCODER` for an encoder.
         shapes: the range of shapes of each input with a dynamic dimension.
     """
 
@@ -54,20 +54,20 @@ class Manifest:
 
     Attributes:
         aliases: maps each present tensor to the past tensor with the same device address.
-        double_buffered: maps each present tensor to its past tensor, for state and for caches that are not updated in
+        double_buffered: maps each present tensor to its past tensor, for states and for caches that are not updated in
             place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
         max_logits: most positions of one sequence with logits in a step; None: the model decides.
-        vocab, max_positions: rows of the tables that token ids and positions look up; None if no table is known. The
-            runtime checks ids and positions, because TensorRT reports no error for an index beyond a table.
+        vocab, max_positions: number of rows of the tables that token ids and positions index; None if no table is
+            known. The runtime checks ids and positions, because TensorRT reports no error for an index beyond a table.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
         compute_capabilities: the GPUs that the caller asked for; empty: the backend's default.
         model: the source model and its external data files.
         options: the build options of the caller, for audits.
         warnings: TensorRT's warnings during the build, each once.
         network: result of comparing the network that TensorRT parsed with the model, as text.
-        encoder: the encoder's engine that was built with this decoder's, by its name beside it; None: there is none. An
-            encoder's own engine has no caches, and one profile, `ENCODER`.
+        encoder: file name of the encoder's engine, built together with this decoder's; None: there is none. The
+            manifest of an encoder's engine has no caches, and one profile, `ENCODER`.
         generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: end
             tokens, forced and suppressed tokens.
         proof: the file with a decode of the rewritten model; the engine is checked against it once on each GPU before
@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def no_proof(self) -> str:
-        """Why the engine has no proof, and how to record one; empty if it has one, and for an encoder."""
+        """Why the engine has no proof, and how to record one; empty for engines with a proof, and for encoders."""
         if self.proof is not None or self.is_encoder:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
@@ -127,10 +127,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SchemaOnly:
-    """The only field that every schema version has.
-
-    It is decoded first, because other fields may differ between versions.
-    """
+    """Only the schema version of a manifest. It is read first, because other fields may differ between versions."""
 
     schema_version: int
 
@@ -148,7 +145,7 @@ def proof_path(engine: str | os.PathLike[str]) -> Path:
 
 
 def encoder_path(engine: Path) -> Path:
-    """Return the path of the engine of a decoder's encoder: ``model.encoder.engine`` for ``model.engine``."""
+    """Return the path of the encoder's engine for a decoder's engine: ``model.encoder.engine`` for ``model.engine``."""
     return engine.with_name(f"{engine.stem}.{ENCODER}{engine.suffix}")
 
 
@@ -163,21 +160,20 @@ def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as indented JSON, with the digest of all other entries as ``digest``."""
+    """Return the manifest as indented JSON. Its entry ``digest`` is the hash of all other entries."""
     content = msgspec.json.decode(msgspec.json.encode(manifest))
     content["digest"] = _digest(content)
     return msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
 
 
 def _digest(content: dict[str, Any]) -> str:
-    """Return the BLAKE3 digest of a manifest's entries, as JSON without spaces."""
     return blake3(msgspec.json.encode(content)).hexdigest()
 
 
 def load_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of an engine, given the engine, its folder or the manifest itself.
+    """Read the manifest of an engine; `path` is the engine, its folder or the manifest.
 
-    The engine is not read: see `check_engine`.
+    The engine itself is not checked: `check_engine` does this.
 
     Raises:
         ManifestError: the file is missing, is not a manifest, has an unknown schema version, or was edited.
@@ -222,10 +218,10 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
-    """Check that the manifest describes this engine, by size and BLAKE3 digest of the whole file.
+    """Check that the manifest belongs to this engine, by size and BLAKE3 digest of the engine's file.
 
     Raises:
-        ManifestError: the engine is missing, or the manifest belongs to another one.
+        ManifestError: the engine is missing, or the manifest belongs to another engine.
     """
     engine = Path(engine)
     if engine.suffix == ".json":

@@ -1,6 +1,6 @@
-"""Runs TensorRT's parser alone, in its own process, and compares its network with the model, without a build.
+"""Runs only TensorRT's parser, in a child process, and compares the parsed network with the model.
 
-Run as ``python -m trt_kvcache.engine.parsing``: some models crash the parser.
+The child is ``python -m trt_kvcache.engine.parsing``, because some models crash the parser.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Request:
-    """A model to parse and compare. Its bytes follow. For a rewritten model, the tokens of the pieces follow, too.
+    """The request to parse a model and compare the network. The model's bytes follow, and the tokens of the pieces.
 
     Attributes:
         model: absolute path of the source model.
         plan: plan of the model that is parsed.
-        pieces: pieces to decode; empty: a few default ones.
-        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        pieces: steps to decode; empty: a few default steps.
+        garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
         as_exported: the model is parsed as it was exported.
-        copy: folder of the data of a float32 copy of the model; its bytes follow. Empty: there is none yet.
+        copy: folder of the data of the model's float32 copy, whose bytes follow. Empty: no copy exists yet.
     """
 
     target: Target
@@ -60,7 +60,7 @@ class Request:
 
 
 class Answer(msgspec.Struct):
-    """See `NetworkComparison`."""
+    """The child's answer: the fields of a `NetworkComparison`."""
 
     steps: int
     difference: float | None
@@ -72,18 +72,18 @@ def compare_parsed(
     imported: ImportedModel, pieces: Sequence[Piece] = (), tokens: Sequence[Array] = (), garbage: float = GARBAGE,
     seed: int = 0, copy: tuple[ModelProto, Path] | None = None,
 ) -> tuple[str, NetworkComparison]:  # fmt: skip
-    """Parse a rewritten model, and compare the network with it.
+    """Parse a rewritten model with TensorRT, and compare the network with the model on a few steps.
 
     Args:
         imported: the model; its plan names the target.
-        pieces: pieces to decode; empty: a few default ones.
-        tokens: tokens of the pieces, int64 ``[R, length]``.
-        garbage: see `trt_kvcache.compare.differences.GARBAGE`.
+        pieces: steps to decode; empty: a few default steps.
+        tokens: tokens of each piece, int64 ``[R, length]``.
+        garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
         copy: the model in float32 and the folder of its data, if they exist already.
 
     Returns:
-        The parser's name and version, and the result.
+        The parser's name and version, and the result of the comparison.
 
     Raises:
         BackendError: the target's package is not installed.
@@ -106,7 +106,7 @@ def compare_parsed(
 
 
 def parse_as_exported(imported: ImportedModel) -> tuple[str, NetworkComparison]:
-    """Parse a model as it was exported, and compare the network with it; see `compare_parsed`."""
+    """Let TensorRT parse a model as it was exported, and compare the network with the model."""
     backend = _backend(imported.plan.options.target)
     request = Request(backend.target, backend.title, str(imported.source.path), imported.plan, as_exported=True)
     return backend.title, _ask(request, [imported.source.path.read_bytes()])

@@ -1,14 +1,14 @@
-"""Optimization profiles: the shapes that an engine takes.
+"""Makes optimization profiles: the ranges of shapes that an engine accepts.
 
-There are two, because one set of kernels does not fit both phases of a decode loop: ``prefill`` writes up to
-`max_chunk` tokens per sequence and step, ``decode`` exactly one.
+There are two, because prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per
+sequence and step, ``decode`` exactly one.
 
 For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights in another layout: an
 engine of 377 MB instead of 227 MB for 202 MB of float16 weights. So ``decode`` allows a batch of two if the largest
-batch is one; no caller has to use two. ``prefill`` then allows logits of two positions, because for one position its
-last layers would have one row: 323 MB instead of 245 MB for 232 MB. Quantized weights show the opposite: with exactly
-one row, the engine has 90 MB instead of 109 MB for 81 MB in int4, and 172 MB instead of 263 MB for 126 MB in int8. So
-their ``decode`` allows exactly one.
+batch is one. ``prefill`` then allows logits of two positions, because with one position its last layers would have one
+row (323 MB instead of 245 MB for 232 MB of weights). With quantized weights, engines for exactly one row are smaller:
+90 MB instead of 109 MB for 81 MB in int4, and 172 MB instead of 263 MB for 126 MB in int8. So their ``decode`` allows
+exactly one row.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Limits:
         max_chunk: most tokens of one sequence in one step.
         capacity: rows of the smallest cache.
         max_logits: most positions of one sequence with logits in a step; None: the model decides.
-        encoder: positions of an encoder's output: fewest, typical, most; None: not given.
+        encoder: fewest, typical and most positions of an encoder's output; None: not given.
     """
 
     max_batch: int
@@ -54,10 +54,10 @@ Range = tuple[int, int, int]
 
 
 def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
-    """Return the sizes that `build` asks for and the model allows.
+    """Return the sizes of the engine: those that the model fixes, and those of the build options or their defaults.
 
     Raises:
-        OptionError: a limit is in conflict with a size that the model fixes, or a chunk is longer than a cache.
+        OptionError: an option contradicts a size that the model fixes, or a chunk is longer than a cache.
     """
     if not plan.caches:
         raise OptionError("the model has no KV cache to build for: no TensorScatter or packed update was found in it")
@@ -92,10 +92,9 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
 
 
 def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
-    """Return the most positions with logits in a step; None if the model decides.
+    """Return the largest number of positions with logits in a step; None if the model decides.
 
-    If updates have a fixed length, a step of fewer tokens is padded at its end. Then any position may be that of its
-    last token.
+    If updates have a fixed length, shorter steps are padded at the end. Any position may then hold the last token.
     """
     asked = build.max_logits
     if plan.logits_span is None:
@@ -129,8 +128,8 @@ def make_profiles(
         quantized: the model has quantized weights.
 
     Raises:
-        OptionError: nothing determines the size of an axis, and the caller does not give it; or a shape from the caller
-            does not fit the model or the limits.
+        OptionError: the size of an axis is unknown, and the caller does not give it; or a shape from the caller
+            contradicts the model or the limits.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
@@ -162,7 +161,7 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
 
 
 def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) -> BuildOptions:
-    """Return the options without the shapes of inputs that only the encoder has."""
+    """Return the build options for the decoder, without shapes of inputs that only the encoder has."""
     own, others = ({t.name for t in plan.tensors if t.io == "input"} for plan in (decoder, encoder))
     return _with_shapes(build, lambda name: name not in others - own)
 
@@ -176,15 +175,12 @@ def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOpt
 
 
 def _encoder(build: BuildOptions) -> Range | None:
-    """Return lengths of an encoder's output, if the caller gives the largest."""
+    """Return the fewest, typical and most positions of an encoder's output, if the caller gives the most."""
     return None if build.max_encoder is None else (1, build.max_encoder, build.max_encoder)
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    """Return a profile for a batch of one, widened to a batch of two.
-
-    It stays unchanged if it has a size that only the caller can know.
-    """
+    """Return a profile for batch size one, widened to two; unchanged if only the caller knows some size."""
     tensors = {t.name: t for t in plan.tensors if t.io == "input"}
     shapes = {}
     for name, range_ in profile.shapes.items():
@@ -211,7 +207,7 @@ def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> in
 def _ranges(
     plan: CachePlan, inputs: list[TensorRole], build: BuildOptions, limits: Limits, chunk: int
 ) -> Iterator[tuple[str, ShapeRange]]:
-    """Yield name and range of every input with a dynamic dimension, for updates of up to `chunk` tokens."""
+    """Yield the name and the range of shapes of each dynamic input, for updates of up to `chunk` tokens."""
     for tensor in inputs:
         if all(isinstance(d, int) for d in tensor.shape):
             continue
@@ -229,9 +225,9 @@ def _ranges(
 
 
 def _asked(tensor: TensorRole, index: int, asked: list[int | None], known: Range | None) -> Range:
-    """Return the range of an axis that the caller asks for, within the known one.
+    """Return the range of an axis that the caller asks for; check that it lies within the known range.
 
-    If no range is known, the caller gives one to three of its sizes; each missing size takes the value of a given one.
+    If no range is known, the caller gives at least one size (smallest, typical, largest); it replaces missing sizes.
     """
     given = [size for size in (asked[1], asked[2], asked[0]) if size is not None]
     if known is None and not given:
@@ -259,7 +255,7 @@ def _asked(tensor: TensorRole, index: int, asked: list[int | None], known: Range
 
 
 def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk: int) -> Range | None:
-    """Return the range of one axis, or None if only the caller can know it."""
+    """Return the range of one axis of an input; None if only the caller can know it."""
     size = tensor.shape[index]
     if isinstance(size, int):
         return size, size, size
@@ -297,7 +293,7 @@ def _rows(capacity: int, chunk: int) -> Range:
 
 
 def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
-    """Refuse shapes for inputs that do not exist, have another rank, or fix a dimension at another size."""
+    """Refuse shapes from the caller whose input does not exist, has another rank, or has another fixed size."""
     known = {t.name: t.shape for t in inputs}
     for flag, name, shape in ((f, n, s) for f, kind in _SHAPES.items() for n, s in getattr(build, kind).items()):
         if name not in known:

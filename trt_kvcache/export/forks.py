@@ -1,10 +1,10 @@
-"""Runs Python programs in forks of one process, which has imported their large packages: torch takes seconds.
+"""Runs Python programs in forks of one process that has imported their large packages, because torch takes seconds.
 
     python forks.py MODULE ...
 
 Each line on stdin is a program, as a JSON list of an interpreter's arguments: ``-c CODE ...``, ``-m MODULE ...`` or
-``FILE ...``. It runs as if alone, with the same stdout and stderr. After it comes a line on stdout: a NUL and its exit
-code. On Windows, where processes cannot fork, each program gets a new interpreter.
+``FILE ...``. It runs as if alone, with the same stdout and stderr. After it, this process writes a line to stdout: a
+NUL and the program's exit code. On Windows, where processes cannot fork, each program gets a new interpreter.
 
 This file needs nothing of this package: it runs in the interpreter of an exporter.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 
 
 def run_program(words: list[str]) -> None:
-    """Run one program as ``__main__``."""
+    """Run one program in this process as ``__main__``. `words` are the interpreter's arguments."""
     with open(os.devnull, encoding="utf-8") as nothing:
         sys.stdin = nothing
         if words[0] == "-c":
@@ -36,7 +36,7 @@ def run_program(words: list[str]) -> None:
 
 
 def main() -> None:
-    """Import modules, then run each program of stdin."""
+    """Import the modules that the command line names, then run each program that stdin names."""
     for name in sys.argv[1:] if sys.platform != "win32" else ():
         with suppress(Exception):  # the program that needs it will say why it cannot be imported
             import_module(name)

@@ -86,7 +86,7 @@ def _value(reader: Any, key: str) -> Any:
 
 
 def _dropped_settings(reader: Any, config: Any) -> list[str]:
-    """Return settings of the architecture that transformers ignores, such as a scaling of rotary positions."""
+    """Return the settings in the GGUF file that transformers ignores, such as a scaling of rotary positions."""
     name = str(_value(reader, "general.architecture"))
     mapping = import_module("transformers.integrations.ggml").GGUF_CONFIG_MAPPING
     kind = str(config.model_type)
@@ -108,7 +108,7 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
 
 
 def _values(config: Any) -> dict[str, set[Any]]:
-    """Return the values that transformers will compute with, one for each kind of layer, by setting."""
+    """Return for each setting the values with which transformers will compute, one for each kind of layer."""
     said = vars(config)  # if layers differ, attributes that most configs have are missing
     hidden, heads = said.get("hidden_size"), said.get("num_attention_heads")
     sizes = {said.get("head_dim"), said.get("global_head_dim")} - {None}
@@ -134,7 +134,7 @@ def _scales(reader: Any, name: str) -> bool:
 
 
 def _unknown_tensors(reader: Any, model: Any) -> str:
-    """Return the end of a message: tensors of the file that transformers' model has no place for; "" if none."""
+    """Return the end of a message: names of tensors in the file that transformers' model does not have; "" if none."""
     loader = import_module("transformers.modeling_gguf_pytorch_utils")
     try:
         known = loader.get_gguf_hf_weights_map(model, loader.TensorProcessor(config=model.config))

@@ -1,4 +1,4 @@
-"""Runs programs in another environment's interpreter, which imports torch once for all of them."""
+"""Runs Python programs in the interpreter of another environment, which imports torch once for all of them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Interpreter:
         self._stderr.close()
 
     def run(self, words: Sequence[str], title: str, seconds: float | None = None) -> tuple[int, str]:
-        """Run a program, and show its newest line on stdout as progress.
+        """Run a Python program; meanwhile show the newest line of its stdout as progress.
 
         Args:
             words: the interpreter's arguments, such as ``["-m", "module", "argument"]``.
@@ -78,7 +78,7 @@ class Interpreter:
         return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else self._stderr.read()
 
     def _code_of(self, words: Sequence[str]) -> int:
-        """Send a program to the process, and return its exit code; the process's own if that ends."""
+        """Send a program to the process that forks. Return the program's exit code; if the process ends, its own."""
         if self._child is not None and self._child.poll() is not None:
             self._end()
         child = self._child = self._child or self._start()
@@ -112,7 +112,6 @@ class Interpreter:
         self._child = None
 
     def _kill(self) -> None:
-        """Kill the process, and the program that runs."""
         child = self._child
         if child is None or child.poll() is not None:
             return

@@ -19,7 +19,7 @@ _MOST = 5  # warnings that are returned
 
 
 def failure_reason(stderr: str) -> str:
-    """Return in one line why a Python program ended with an error.
+    """Find in the stderr of a Python program why it ended with an error. Return the reason on one line.
 
     In a chain of errors, the first one is the reason: of torch.onnx's three errors, it names the missing function. For
     an error without a message, the reason is the line of code that raised it.
@@ -54,7 +54,7 @@ def failure_reason(stderr: str) -> str:
 
 
 def warnings_in(stderr: str) -> list[str]:
-    """Return the warnings of a program that succeeded, without progress bars and warnings about its own code.
+    """Return the warnings in the stderr of a program, without progress bars and warnings about the program's own code.
 
     Args:
         stderr: everything that the program wrote to stderr.

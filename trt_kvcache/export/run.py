@@ -1,4 +1,4 @@
-"""Exports a checkpoint: chooses an exporter, runs it, compares its model, and copies tokenizer and configs."""
+"""Exports a checkpoint: chooses an exporter, runs it, compares the result, and copies tokenizer and configs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ build(sys.argv[1], dtype=sys.argv[3]).save(sys.argv[2], progress_bar=False)
 
 @dataclass(frozen=True)
 class Exporter:
-    """The way to run one exporter.
+    """How to run one of the exporters, such as torch or optimum, and what it can write.
 
     Attributes:
         modules: modules that must be importable.
@@ -106,7 +106,7 @@ EXPORTERS = {
 
 @dataclass(frozen=True)
 class Export:
-    """A model that an exporter made.
+    """The result of an export: the exporter that made the model, and the model's plan.
 
     Attributes:
         exporter: name of the exporter.
@@ -118,7 +118,7 @@ class Export:
 
 
 def installed(python: str = sys.executable) -> list[str]:
-    """Return the names of the exporters that are installed for an interpreter.
+    """Return the names of the exporters that are installed in the environment of an interpreter.
 
     Args:
         python: path of the interpreter.
@@ -208,7 +208,7 @@ def export_checkpoint(
 
 
 def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> list[str]:
-    """Run an exporter into a new folder, and copy tokenizer, chat template and configs of the checkpoint to it.
+    """Run an exporter into a new folder, and copy the checkpoint's tokenizer, chat template and configs there.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -231,7 +231,7 @@ def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> 
 
 
 class _Job:
-    """The export of one checkpoint. Use it in a ``with`` block: a small twin of the checkpoint exists within it."""
+    """The export of one checkpoint. Within its ``with`` block, a twin exists: a small checkpoint with its settings."""
 
     def __init__(
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
@@ -252,7 +252,7 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with one exporter. Keep a model that cannot be planned; delete one that computes other numbers."""
+        """Export with this exporter. Keep a model that cannot be planned; delete one that computes other numbers."""
         made = self._folder / name
         try:
             self._export(name)
@@ -270,7 +270,7 @@ class _Job:
         return Export(name, plan)
 
     def first(self, names: Sequence[str]) -> Export:
-        """Return the first export that can be planned, has caches, and computes the same as the checkpoint."""
+        """Try these exporters in turn; return the first export that can be planned, has caches, and is correct."""
         failures: list[str] = []
         for name, following in zip(names, [*names[1:], ""], strict=True):
             try:
@@ -291,11 +291,7 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Compare an exporter with transformers on the twin, then export the checkpoint to a folder.
-
-        Raises:
-            UnsupportedModelError: the exporter fails, or writes another model.
-        """
+        """Export the checkpoint if the exporter is right on the small twin; raise UnsupportedModelError if it fails."""
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)
@@ -318,7 +314,7 @@ class _Job:
         return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter. Report its warnings, but not for the twin, because the checkpoint's export repeats them."""
+        """Run an exporter, and report its warnings; not for the twin, because the checkpoint's export repeats them."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")
@@ -326,10 +322,9 @@ class _Job:
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
-        """Compare the model with the checkpoint itself on a few tokens; report if memory is too short for this.
+        """Compare the exported model with the checkpoint on a few tokens; report if memory is too short for this.
 
-        Raises:
-            UnsupportedModelError: the logits differ.
+        Raises UnsupportedModelError if the logits differ.
         """
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
@@ -350,21 +345,20 @@ class _Job:
                 self._told(f"the weights are not compared with the checkpoint's: {verdict.said}")
 
     def _right_others(self, name: str) -> list[str]:
-        """Return other exporters that fit and export the twin correctly."""
+        """Return the names of the other exporters that support this dtype and export the twin correctly."""
         fits = _chosen("auto", self._dtype, self._interpreter.python, int4=self._int4)
         with phase("trying other exporters on a small twin"):
             verdicts = {other: self._judge(other) for other in fits if other != name}
         return [other for other, verdict in verdicts.items() if verdict.is_right]
 
     def _failed(self, failures: Sequence[str], right: Sequence[str] = ()) -> UnsupportedModelError:
-        """Return the error that gives the reason of each exporter's failure."""
         others = "leave out --int4, which no other exporter writes" if self._int4 else "try another --exporter"
         advice = f"use {right[0]}, which is right" if right else f"{others}, or a later version of it"
         return UnsupportedModelError(f"{self._source} is not exported: {'; '.join(failures)}; {advice}")
 
 
 def _move_up(folder: Path) -> None:
-    """Move the files of a folder to its parent folder; everything else in the parent is deleted."""
+    """Move the files of a folder to its parent folder, and delete everything else in the parent."""
     for path in folder.parent.iterdir():
         if path != folder:
             _remove(path)
@@ -379,7 +373,7 @@ def _move_up(folder: Path) -> None:
 def _checkpoint_of(
     source: Path, folder: Path, dtype: str, interpreter: Interpreter, told: Callable[[str], None]
 ) -> Iterator[Path]:
-    """Yield the folder of a checkpoint; for a GGUF file, a temporary folder, which is deleted after the block."""
+    """Yield the folder of a checkpoint. A GGUF file is converted to a temporary folder, which is deleted afterwards."""
     if source.is_dir():
         yield source
         return
@@ -430,7 +424,7 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Callable[[], None]]:
-    """Empty a folder at the end of the block, unless the block calls the function that it gets."""
+    """Empty a folder when the block ends, unless the block calls the function that it receives to keep the files."""
     calls = []
     try:
         yield lambda: calls.append(True)

@@ -41,7 +41,7 @@ _READS = (OSError, ValueError, KeyError, zipfile.BadZipFile)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of comparing an exporter with transformers.
+    """Whether an exporter writes a correct model, judged by comparing it with transformers.
 
     Attributes:
         is_right: whether the exported model is correct; None if nothing was compared.
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class Twin:
-    """The small twin of a checkpoint.
+    """The twin of a checkpoint: the same settings with small sizes and random weights. Exporters are compared on it.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -82,7 +82,7 @@ class Twin:
         self._capacity = None if reached else twin_script.THRESHOLD
 
     def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
-        """Compare the logits of the exported twin with transformers'.
+        """Export the twin, decode texts with the result, and compare the logits with transformers'.
 
         Args:
             name: name of the exporter.
@@ -116,7 +116,7 @@ class Twin:
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return settings that a wrong exporter ignores: without one of them, transformers gives the same logits."""
+        """Return the settings that a wrong exporter ignores: without one of them, transformers has the same logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")
@@ -133,7 +133,7 @@ def judge_weights(
     checkpoint: Path, model: Path, plan: CachePlan, folder: Path,
     run: Callable[[Sequence[str], float], tuple[int, str]], seconds: float,
 ) -> Verdict:  # fmt: skip
-    """Compare an exported model with its checkpoint on a few tokens.
+    """Compare an exported model with its checkpoint in transformers, on a few tokens.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -156,7 +156,7 @@ def judge_weights(
 
 
 def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Array]:
-    """Decode texts with an exported model, in steps of these lengths; return the logits of each text, ``[S, V]``."""
+    """Decode texts with an exported model, in steps of the lengths in `cuts`; return each text's logits ``[S, V]``."""
     runner.start(len(texts))
     logits = []
     for number, (text, steps) in enumerate(zip(texts, cuts, strict=True)):
@@ -169,7 +169,7 @@ def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequ
 
 
 def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:
-    """Describe how two decodes of the same texts differ; None if they agree within the tolerance."""
+    """Describe how the logits of two decodes of the same texts differ; None if they agree within the tolerance."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"logits of text {number} have shape {list(ours.shape)}, and transformers' {list(theirs.shape)}"

@@ -1,4 +1,4 @@
-"""Find the default capacity of caches that grow or have a symbolic length. It is the same for all commands."""
+"""Find the default capacity (rows) of caches whose length the model leaves open. All commands use this default."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def usual_capacity(folder: Path) -> int:
     """Return the default capacity: the length of the model's longest text, at most 4096 tokens.
 
     Args:
-        folder: the model's folder; see `longest_text`.
+        folder: the model's folder, with its config files.
     """
     longest = longest_text(folder)
     return USUAL if longest is None else min(longest[0], USUAL)

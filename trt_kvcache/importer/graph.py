@@ -103,7 +103,7 @@ def _reads(node: gs.Node) -> Iterator[str]:
 
 
 def is_constant(tensor: gs.Tensor) -> bool:
-    """True if a tensor is computed only from constants, and without Shape or Size."""
+    """True if a tensor is computed only from constants, without Shape and Size."""
     pending, seen = [tensor], set[int]()
     while pending:
         current = pending.pop()
@@ -139,7 +139,7 @@ def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[A
 
 
 class Emitter:
-    """Adds nodes and constants to a graph. Equal constants, and results of `once` with equal keys, are added once."""
+    """Adds nodes and constants to a graph. Equal constants are added once."""
 
     def __init__(self, graph: gs.Graph) -> None:
         self.graph = graph
@@ -159,7 +159,7 @@ class Emitter:
     def op(
         self, op: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int | None = None, **attrs: Any
     ) -> gs.Variable:
-        """Append a node with one output, and return the output. Its type is `dtype`, or that of the first input."""
+        """Append a node, and return its only output. The output's type is `dtype`, or that of the first input."""
         output = gs.Variable(self.name(hint), dtype=inputs[0].dtype if dtype is None else dtype)
         self.graph.nodes.append(gs.Node(op, self.name(f"{hint}:{op}"), attrs, list(inputs), [output]))
         return output
@@ -185,7 +185,7 @@ class Emitter:
         return self._constants[key]
 
     def once(self, key: object, make: Callable[[], _Result]) -> _Result:
-        """Call `make()` only once for each key. Return its result."""
+        """Return the result of `make()`; it is called only once for each key."""
         if key not in self._results:
             self._results[key] = make()
         return cast(_Result, self._results[key])
@@ -206,7 +206,7 @@ def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -
 
 
 def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
-    """Remove nodes that no output needs, and sort the others, as ``cleanup().toposort()`` does, but four times faster.
+    """Remove nodes that no output needs, and sort all others. Faster than graphsurgeon's ``cleanup().toposort()``.
 
     Args:
         graph: the graph to edit in place. It is also returned.
@@ -270,10 +270,7 @@ def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
 
 
 def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
-    """Export a graph with all shapes that ONNX infers.
-
-    Also store the shapes in the graph, to avoid a slow new import.
-    """
+    """Export a graph with all shapes that ONNX infers, and store these in the graph, to avoid a new import."""
     model: onnx.ModelProto = onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True)
     tensors = graph.tensors()
     for value in (*model.graph.value_info, *model.graph.output):

@@ -1,4 +1,4 @@
-"""Set properties of the parsed network that ONNX cannot express. So the ONNX model stays standard."""
+"""Set properties of TensorRT's parsed network that standard ONNX cannot express."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
         network: a parsed ``INetworkDefinition`` of the rewritten model.
         plan: the plan, with the kind of each attention.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed the network.
-        decompose_all: allow it for every attention, because this TensorRT does not have a kernel that the plan expects.
+        decompose_all: allow it for every attention, because this TensorRT lacks a kernel that the plan expects.
 
     Raises:
         BuildError: the network and the plan have different attention layers.

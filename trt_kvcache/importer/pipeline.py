@@ -1,4 +1,4 @@
-"""Run the importer from end to end: the functions of `trt_kvcache.importer`.
+"""Run the importer from end to end: read, plan, rewrite and check a model.
 
 `analyze` makes the plan of a prepared graph: caches, attention, spans, and the role of every input and output.
 """
@@ -71,7 +71,7 @@ _DEFAULTS = PlanOptions()
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """A model, its plan and its rewritten form.
+    """The result of an import: the source model, the plan and the rewritten model.
 
     Attributes:
         model: the rewritten model. Its external data are not loaded; references are relative to ``source.path.parent``.
@@ -85,8 +85,8 @@ class ImportedModel:
 def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> CachePlan:
     """Plan a model without writing files: the dry run of `rewrite_model` and of a build.
 
-    This needs neither TensorRT nor the weights. Some models round numbers in a way that only CPUs support, and not
-    TensorRT; they are refused.
+    This needs neither TensorRT nor the weights. Models that ONNX Runtime's quantizers made for CPUs are refused,
+    because TensorRT lacks their operators.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -114,7 +114,7 @@ def import_model(
         thorough: also compare the rewritten model with the original after every past of up to 4,096 tokens.
 
     Raises:
-        ModelError, OptionError: see `plan_model`.
+        ModelError: the model is unreadable, invalid or unsupported, or the check failed.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
@@ -127,7 +127,7 @@ def import_unchecked(
 ) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs.
 
-    The caller must not give the model, or anything made from it, to others before the future ends without an error.
+    The caller must not publish the model, or anything made from it, before the future ends without an error.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -138,7 +138,7 @@ def import_unchecked(
         The model, and a future of the check. The future gives facts for the plan, or the error of `import_model`.
 
     Raises:
-        ModelError, OptionError: see `plan_model`. The future raises errors of the check.
+        ModelError, OptionError: as in `plan_model`. The future raises errors of the check.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
@@ -158,7 +158,7 @@ def import_unchecked(
 def rewrite_model(
     model: str | os.PathLike[str], output: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
 ) -> CachePlan:
-    """Write the rewritten model: standard ONNX that TensorRT builds with the same meaning as the original.
+    """Rewrite a model into standard ONNX that TensorRT can build, with the same meaning, and write it to a file.
 
     If `output` is in the model's folder, external data stay in their files. Else the files are copied to the folder of
     `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
@@ -167,7 +167,7 @@ def rewrite_model(
         The plan of the rewritten model.
 
     Raises:
-        ModelError, OptionError: see `plan_model`.
+        ModelError, OptionError: as in `plan_model`.
         UnsupportedModelError: TensorRT does not support the scales of quantized weights. Only this function reads the
             scales.
         OutputError: `output` cannot be written.
@@ -198,7 +198,7 @@ def _rewrite(
 
 @contextmanager
 def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn a MemoryError into an error that names the model, because its fixed sizes are too large."""
+    """Within the ``with`` block, turn a MemoryError into an error that names the model and its fixed sizes."""
     try:
         yield
     except MemoryError:
@@ -210,7 +210,7 @@ def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
-    """If an error is about the default capacity, add to the message that it is the default."""
+    """Within the ``with`` block, add to errors about the default capacity that it is the default."""
     try:
         yield
     except OptionError as error:
@@ -297,11 +297,11 @@ def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
-    """Return the model with quantized caches, if its options request them; else the same object.
+    """Return the model with quantized caches if its options request them; otherwise the same object.
 
     Args:
         imported: a model with unquantized caches.
-        plain: True: make the model for ONNX Runtime instead of the target. This needs `PlanOptions.cache_ranges`.
+        plain: True: the result is for ONNX Runtime instead of TensorRT; this needs `PlanOptions.cache_ranges`.
 
     Raises:
         OptionError: a cache cannot be quantized to this type.
@@ -348,7 +348,7 @@ def analyze(
     findings: Findings,
     path: Path,
 ) -> CachePlan:
-    """Plan a prepared model.
+    """Return the plan of a prepared model, without changing it.
 
     Raises:
         UnsupportedModelError: the model has no cache update, or no route supports an update.
@@ -410,10 +410,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Return warnings about position tables that are shorter than the caches.
-
-    Lookups after their end read the last row.
-    """
+    """Return warnings about position tables with fewer rows than caches; later lookups read the last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
@@ -447,7 +444,7 @@ _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
-    """Return a text about the first sign of a cache with an unsupported update; empty if there is none."""
+    """Describe the first sign of a cache whose update is not supported; empty if there is none."""
     for node in graph.nodes:
         if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
             return f"{node.op} '{node.name}' on '{past}'"
@@ -455,7 +452,7 @@ def _foreign_cache(graph: gs.Graph) -> str:
 
 
 def _holder(graph: gs.Graph) -> str:
-    """Return a text about the first operator that may contain a cache or decoder, or is not in ONNX; empty if none."""
+    """Describe the first operator that may contain a cache or a decoder, or is not in ONNX; empty if there is none."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
             contents = "its own cache, if there is one"
@@ -485,7 +482,7 @@ def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> 
 
 
 def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
-    """Return the meaning of each axis of an update."""
+    """Return the meaning of each axis of the tensor that a cache update writes, as in `TensorRole.axes`."""
     if cache.form is UpdateForm.PACKED_NHD:
         return "tokens", "?", "?"
     rank = len(cache.logical_shape)
@@ -495,7 +492,7 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
 def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
-    """Return the interface changes for the caller, including the logits."""
+    """Return all changes of inputs and outputs that the caller sees, including the logits."""
     if not findings.written or logits is None:
         return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
@@ -508,7 +505,7 @@ def _rewritten_roles(
     relaxed: dict[str, str],
     logits: LogitsSpan | None,
 ) -> tuple[TensorRole, ...]:
-    """Return the roles of the rewritten model. These have physical cache shapes, shorter masks and added inputs."""
+    """Return the roles of the rewritten model's inputs and outputs, with physical cache shapes and added inputs."""
     physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
     result: list[TensorRole] = []
     for role in roles:

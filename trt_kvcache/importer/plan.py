@@ -1,4 +1,4 @@
-"""The plan of all changes to a model: plain data that can be printed, and converted to and from JSON.
+"""The plan: all changes to a model, as plain data that can be printed, and converted to and from JSON.
 
 `CachePlan` is the dry run of a build. Rewrite, network patch, manifest and runtime follow it, and never repeat its
 decisions. This module imports neither ONNX nor TensorRT.
@@ -26,7 +26,7 @@ Dim = int | str
 
 
 class OriginalRole(str, Enum):
-    """The role of an input or output of the exported model. Recorded if the rewrite changes the interface."""
+    """The role of an input or output of the exported model. Plans have it only if the rewrite changes the interface."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -57,7 +57,7 @@ class OriginalRole(str, Enum):
 
 @dataclass(frozen=True)
 class InterfaceChange:
-    """An input or output that the rewrite changes, adds or removes.
+    """An input or output that the rewrite changes, adds or removes, with the reason.
 
     Attributes:
         io: ``"input"`` or ``"output"``.
@@ -74,19 +74,17 @@ class InterfaceChange:
 
 @dataclass(frozen=True)
 class OriginalTensor:
-    """One input or output of the exported model. Recorded if the rewrite changes the interface.
+    """One input or output of the exported model. Plans have it only if the rewrite changes the interface.
 
     Attributes:
         io: ``"input"`` or ``"output"``.
         shape: shape in the exported model: fixed sizes and symbols.
-        axes: the meaning of each axis:  ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
+        axes: the meaning of each axis: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
         window_rows: for a cache that keeps only this many newest rows; None: it keeps all rows. Its past has ``min(P,
             rows)`` rows, its present ``min(P + S, rows)`` rows, and a padding mask over it ``min(P, rows) + S``
-            columns. If
-            the axis of rows has a fixed size, the cache is shifted: the cache always has this many rows, and a mask
-                over it
-            this many columns; tokens are in the last ones.
+            columns. If the axis of rows has a fixed size, the cache is shifted: the cache always has this many rows,
+            and a mask over it this many columns; tokens are in the last ones.
         on: for a switch, the value that chooses the branch with a past.
     """
 
@@ -102,7 +100,7 @@ class OriginalTensor:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """State that is no attention cache, and that every step replaces: of convolutions and linear attention.
+    """A state: a tensor that every step replaces as a whole, such as those of convolutions and linear attention.
 
     Attributes:
         past, present: names of the graph input and output, which have the same dtype and shape.
@@ -118,7 +116,7 @@ class StateUpdate:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """Columns ``start .. stop - 1`` of a product. They are the result of one module of the checkpoint."""
+    """The columns ``start .. stop - 1`` of a product's result that one module of the checkpoint computes."""
 
     module: str
     start: int
@@ -127,16 +125,16 @@ class AdapterPart:
 
 @dataclass(frozen=True)
 class AdapterProduct:
-    """A product ``y = x W`` of the model, to which ``(x A[slot]) B[slot]`` is added.
+    """A product ``y = x W`` of the model, to which the adapter's ``(x A[slot]) B[slot]`` is added.
 
     Attributes:
         a: name of the input A ``[slots + 1, inputs, rank]``.
         b: name of the input B ``[slots + 1, rank, outputs]``.
         dtype: ONNX name of the type of A and B.
         rank: the sum of the ranks of all parts that may have an adapter.
-        parts: the module, or the fused modules. An adapter may change any of them.
+        parts: the modules of the checkpoint that this product computes. An adapter may change each of them.
         whole: name of the fused module, which an adapter may also change; None if no name is known.
-        found_by: the evidence for the module.
+        found_by: the evidence for these modules.
     """
 
     a: str
@@ -168,7 +166,7 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """How a cache update reaches the engine, what this guarantees, and who enforces it."""
+    """The way in which a cache is updated in the engine, what it guarantees, and who enforces this."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer.
@@ -250,9 +248,9 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class UpdateContract:
-    """A contract that the caller must keep.
+    """A promise of the caller about updates of a circular cache.
 
-    The engine cannot enforce it: TensorRT would drop the write without a message.
+    The engine cannot enforce the contract: TensorRT would drop the write without a message.
 
     Attributes:
         no_straddle: True if no update may cross the end of the ring: ``write_index mod capacity + S_new <= capacity``.
@@ -281,7 +279,7 @@ class CacheUpdate:
         sequence_axis: index into `logical_shape`, never negative.
         physical_shape: the shape of the cache as input and output of the engine. Its sequence axis is
             `physical_sequence_axis`.
-        update_length: ``S_new``: a size, or a symbol.
+        update_length: ``S_new``: the number of new tokens, as a size or a symbol.
         readers: names of the Attention nodes that read `present`.
         carried: True if past is an input and present an output of the graph, so the caller passes the cache on to each
             step.
@@ -323,7 +321,7 @@ class Mask:
 
     Query ``i`` of row ``b`` sees key ``j`` if all of these conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <=
     i + offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset
-    + right``. And the mask of the model itself.
+    + right``. Also, the mask of the model itself must show the key.
 
     Attributes:
         name: name of the mask tensor in the rewritten graph.
@@ -332,7 +330,7 @@ class Mask:
         left_window, right_window: keys before and after the query's own; -1: unlimited (Attention-25).
         mask: name of the mask tensor in the model, or None.
         additive: True if the result is a float bias; else it is bool (True = visible).
-        span: name of the span input that gives the number of keys, or None (all keys).
+        span: name of the added input whose length is the number of keys to read; None: all keys.
         guarded: True if results of queries that see no key are set to zero, as ONNX defines.
     """
 
@@ -352,10 +350,10 @@ class AttentionPlan:
     """How one Attention node is computed.
 
     Attributes:
-        caches: names of the pasts of the caches that it reads.
+        caches: names of the pasts of the caches that this attention reads.
         mask: name of the `Mask`; None if no mask is needed.
-        keys: the keys that are read: ``"span"`` (rows up to the span), ``"mask"`` (as many as the model's shorter mask
-            has) or ``"all"``.
+        keys: the keys that are read: ``"span"`` (as many as `SpanInput` says), ``"mask"`` (as many as the model's own
+            mask has) or ``"all"``.
     """
 
     node: str
@@ -389,7 +387,7 @@ class SpanInput:
 class LogitsSpan:
     """An added int64 input ``[span]``. Its *shape* says for how many last positions of a step logits are computed.
 
-    The number is 1 to S. A larger number means S. The contents do not matter.
+    The number is 1 to S, the tokens of the step; a larger number means S. The contents of the input do not matter.
 
     Attributes:
         output: name of the logits, ``[B, span, V]``.
@@ -444,7 +442,7 @@ class CachePlan:
         notes: facts about the rewrite, such as the memory that a circular window saves.
         changes: inputs and outputs that the rewrite changes, adds or removes.
         original: the interface of the exported model; empty if its caches already were in canonical form.
-        states: state that is no attention cache.
+        states: tensors of fixed size that each step replaces, but that are no attention caches.
         logits_span: the input that chooses the number of positions with logits. None: logits have the same positions as
             in the exported model.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
@@ -490,29 +488,23 @@ class CachePlan:
         return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Return the bytes of all carried caches and states for `batch` sequences.
-
-        If not in place, they count twice.
-        """
+        """Return the bytes of carried caches and states for `batch` sequences; those not in place count twice."""
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
 
     def adapter_bytes(self) -> int:
-        """Return the bytes of the weights of one adapter in an engine. An engine needs them `slots` + 1 times."""
+        """Return the bytes of one adapter's weights in an engine. An engine holds `slots` + 1 adapters of this size."""
         products = () if self.adapters is None else self.adapters.products
         return sum((p.inputs + p.outputs) * p.rank * _BITS[p.dtype] // 8 for p in products)
 
     @property
     def double_buffered(self) -> dict[str, str]:
-        """Maps present to past, for all caches and states that are passed from step to step in two buffers."""
+        """Map present to past, for the caches and states that go from step to step in two buffers."""
         caches = {c.present: c.past for c in self.caches if c.carried and not c.in_place}
         return caches | {s.present: s.past for s in self.states}
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
-        """Return the only tensor with this role.
-
-        None if there is not exactly one. To get caches or spans, filter `tensors`.
-        """
+        """Return the only input or output with this role; None if none or several have this role."""
         matches = [t for t in self.tensors if t.role is role and t.io == io]
         return matches[0] if len(matches) == 1 else None
 

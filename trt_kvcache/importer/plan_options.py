@@ -1,7 +1,4 @@
-"""Define the options of a plan.
-
-This module imports neither ONNX nor TensorRT.
-"""
+"""Define the options of a plan, such as target and capacity. This module imports neither ONNX nor TensorRT."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from trt_kvcache.setting import Setting, check_settings, described
 
 
 class Target(str, Enum):
-    """The builder that a plan is for."""
+    """The builder for which a plan is made: TensorRT or TensorRT for RTX."""
 
     TENSORRT = "tensorrt"
     TENSORRT_RTX = "tensorrt-rtx"
@@ -76,7 +73,7 @@ _LEAST, _MOST = 1e-30, 3e38  # limits of ranges, so that scales are normal numbe
 
 
 class PlanValues(TypedDict, total=False):
-    """The arguments of `PlanOptions`. Values of enums may also be text."""
+    """The keyword arguments of `PlanOptions`. Values of enums may also be text."""
 
     target: Target | Literal["tensorrt", "tensorrt-rtx"]
     capacity: int | None
@@ -206,7 +203,7 @@ class PlanOptions:
         Setting(
             "For each cache, the largest magnitude in its rotated rows; maps input names to numbers, as "
             "`calibrate_caches` "
-            "returns. Each cache then has one scale, and larger numbers are limited. None: each row has its own scale.",
+            "returns. Each cache then has one scale, and larger numbers are clipped. None: each row has its own scale.",
             has_flag=False,
         ),
     ] = None

@@ -31,16 +31,16 @@ _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, an
 
 @dataclass(frozen=True)
 class Prepared:
-    """A flat model with a fixed capacity.
+    """A model that is ready to be planned: flat, with a fixed capacity and canonical caches.
 
     Attributes:
         reference: the exported model with inlined functions, for the check. Its large weights are stand-ins, too.
-        options: the caller's options. If the model does not fix the capacity, it is filled in.
+        options: the caller's options, with the capacity filled in if the model does not fix it.
         model: the working copy. Its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights; maps names to tensors of the source model, which are not copied.
         inlined: names of functions and control-flow nodes that were inlined.
-        findings: facts about the canonical form; empty if the caches already were canonical.
-        finishes: functions of families that add facts to the plan.
+        findings: facts about the canonical form; empty if the export already had it.
+        finishes: functions of rare model families that add facts to the plan.
     """
 
     reference: onnx.ModelProto
@@ -100,7 +100,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
 
 
 def _writers(graph: onnx.GraphProto) -> dict[str, str]:
-    """The operator that computes each tensor; casts and operators that only change a layout do not count."""
+    """Return the operator that computes each tensor, except casts and operators that only change a layout."""
     found: dict[str, str] = {}
     for node in graph.node:
         moves = node.op_type in ("Cast", "Identity", "Transpose", "Reshape")
@@ -135,10 +135,7 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Return notes about operators that compute in double.
-
-    TensorRT uses float32 without a message (measured, RTX 1.7.1).
-    """
+    """Return notes about operators that compute in double, because TensorRT silently uses float32 (RTX 1.7.1)."""
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
     nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
     if not nodes:
@@ -152,7 +149,7 @@ def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Return a copy of `source` with stand-ins for large inline initializers, and these initializers; by name."""
+    """Return a copy of `source` with empty stand-ins for large inline initializers; and these initializers by name."""
     model = onnx.ModelProto(**{field.name: value for field, value in source.ListFields() if field.name != "graph"})
     fields = {field.name: value for field, value in source.graph.ListFields() if field.name != "initializer"}
     model.graph.CopyFrom(onnx.GraphProto(**fields))
@@ -181,10 +178,7 @@ def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
-    """Replace symbols such as ``"2"`` with the number.
-
-    Some exporters write them; TensorRT takes them for dynamic sizes.
-    """
+    """Replace symbols such as ``"2"``, which some exporters write, with numbers: TensorRT takes them for dynamic."""
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
             dim.dim_value = int(dim.dim_param.strip())

@@ -65,7 +65,7 @@ def part_of(
     outputs: Iterable[str],
     constants: Sequence[TensorProto],
 ) -> ModelProto:
-    """Return a model for ONNX Runtime that consists of some nodes of a model without functions."""
+    """Return a model that consists of some nodes of another model without functions, for ONNX Runtime."""
     named = [ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(list(nodes), "part", inputs, named, constants)
     return helper.make_model(graph, ir_version=min(model.ir_version, 12), opset_imports=list(model.opset_import))
@@ -93,10 +93,7 @@ def all_nodes(scope: Scope) -> Iterator[NodeProto]:
 
 
 def captured_names(body: GraphProto) -> set[str]:
-    """Return all names that a body reads: its own tensors, and tensors of outer graphs.
-
-    It cannot redefine the latter.
-    """
+    """Return all names of tensors that a body (of If, Loop or Scan) reads, its own and those of outer graphs."""
     scopes = [s for s in nested_scopes(body) if isinstance(s, GraphProto)]
     return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
 

@@ -50,7 +50,7 @@ def was_rewritten(path: Path) -> bool:
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
-    """Return a text about the first difference between the plan and the rewritten model; empty if they agree."""
+    """Describe the first difference between the inputs and outputs of a plan and of a model; empty if they agree."""
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
         declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
@@ -96,7 +96,7 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if a size is dynamic in the plan, but fixed in the model. Then an engine would support only this size."""
+    """True if a size is dynamic in the plan, but fixed in the model, so that an engine would support only this size."""
     pairs = zip(planned, declared or (), strict=False)
     return any(isinstance(b, int) and not isinstance(a, int) and not a.isdecimal() for a, b in pairs)
 
@@ -106,7 +106,7 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 
     Args:
         model: the rewritten model.
-        options: the caller's options. They always give the limits of the check, and the file of name patterns.
+        options: the caller's options. The limits of the check and the file of name patterns are always taken from them.
         path: path of the model, for messages.
 
     Raises:

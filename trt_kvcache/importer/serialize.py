@@ -20,7 +20,7 @@ _GRAPH, _INITIALIZER = b"\x3a", b"\x2a"
 
 
 def serialize_model(model: onnx.ModelProto) -> bytes:
-    """Return bytes that parse as `model`. Large weights are the last initializers."""
+    """Return a model as protobuf bytes, in which large weights are the last initializers."""
     shell, weights = detach_weights(model)
     replace_field(shell.graph.initializer, [t for t in shell.graph.initializer if t.name not in weights])
     return b"".join([shell.SerializeToString(), *_parts(weights.values())])

@@ -223,9 +223,9 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Fold tensors that are computed from constants and known sizes.
+    """Replace tensors that are computed from constants and known sizes by constants, and remove branches.
 
-    Return the model with shapes, and taken branches.
+    Return the model with inferred shapes, and the names of the If nodes that were replaced.
     """
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
@@ -251,13 +251,12 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
-    """True if the stated shape of an output has the same rank as the inferred shape."""
     of_graph, of_exporter = shape_of(inferred), shape_of(stated)
     return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
-    """Return small constants; maps names to values. Also turn Constant nodes into initializers, in place."""
+    """Turn Constant nodes into initializers, in place. Return a map from names of small constants to values."""
     outputs = {v.name for v in graph.output}
     others = []
     for node in graph.node:
@@ -318,10 +317,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Run nodes over small constants in ONNX Runtime.
-
-    Return the results that other nodes read; maps names to values.
-    """
+    """Compute nodes over small constants in ONNX Runtime. Return the results that other nodes read, by name."""
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -365,10 +361,7 @@ def _shapes(model: ModelProto) -> dict[str, Any]:
 
 
 def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
-    """Replace each If that has a constant condition with the branch that is taken.
-
-    Return the names of the replaced nodes.
-    """
+    """Replace each If with a constant condition by the branch that is taken. Return the replaced nodes' names."""
     done = []
     while (index := next((i for i, n in enumerate(graph.node) if is_op(n, "If") and n.input[0] in constants), -1)) >= 0:
         node = graph.node[index]
@@ -379,10 +372,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace the node at `index` with one of its branches, in place.
-
-    Names in the branch get the node's name as prefix.
-    """
+    """Replace the node at `index` by one of its branches, in place. Names in the branch get the node's as prefix."""
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
@@ -409,7 +399,6 @@ def _short(name: str) -> str:
 
 
 def _merge_equal(graph: GraphProto) -> None:
-    """Merge nodes with the same operator, attributes and inputs."""
     outputs = {v.name for v in graph.output}
     constants = {name: (v.dtype.str, *v.shape, v.tobytes()) for name, v in _small_values(graph).items()}
     fixed = outputs.union(*(names_read(node) - {*node.input} for node in graph.node))
@@ -432,7 +421,7 @@ def _merge_equal(graph: GraphProto) -> None:
 
 
 def drop_dead(graph: GraphProto) -> None:
-    """Remove nodes, initializers and stated shapes that no output needs."""
+    """Remove nodes, initializers and stated shapes that no graph output needs, in place."""
     used = {v.name for v in graph.output}
     needed = []
     for node in reversed(graph.node):
@@ -452,7 +441,7 @@ def _drop_shapes(graph: GraphProto) -> None:
 
 
 def _refuse_hidden(node: NodeProto) -> None:
-    """Refuse control flow with a cache update or an attention in it: TensorRT's cache layer runs in every step."""
+    """Refuse an If, Loop or Scan that contains a cache update or an attention, because TensorRT would always run it."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     inner = [n for body in bodies for n in all_nodes(body)]
     hidden = {n.op_type for n in inner if n.op_type == "TRT_KVCacheUpdate"}

@@ -1,4 +1,4 @@
-"""Reinterpret the bytes of a weight under another name, element type and shape.
+"""Give the bytes of a weight another name, element type and shape; make stand-ins (tensors without data).
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
@@ -34,10 +34,7 @@ def is_stand_in(tensor: onnx.TensorProto) -> bool:
 
 
 def storage(tensor: onnx.TensorProto) -> str | None:
-    """Return a text that identifies the data of a tensor, the same for all views.
-
-    None if the tensor contains its data.
-    """
+    """Return a text that identifies a tensor's data, equal for all views; None if the tensor contains its data."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
     entries = {e.key: e.value for e in tensor.external_data}
@@ -57,7 +54,7 @@ def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) 
 
 
 def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
-    """Reinterpret the bytes of `tensor` (little-endian, as in ONNX) in another type and shape.
+    """Return a tensor with the same bytes as `tensor` (little-endian, as in ONNX), but another type and shape.
 
     Raises:
         ValueError: the new type and shape need another number of bytes.

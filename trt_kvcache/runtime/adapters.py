@@ -1,6 +1,6 @@
-"""Adapters (LoRA) of a session.
+"""Keeps the LoRA adapters of a session: small changes of the model, of which each sequence may choose one.
 
-Host memory holds all of them by name; slots of the runner hold those that sequences need.
+Host memory holds every loaded adapter. The runner holds those that the sequences of a step need, in its adapter slots.
 
 If a name is unloaded or reused, running sequences keep the adapter that they started with.
 """
@@ -27,14 +27,14 @@ from trt_kvcache.runtime.runner import Array, Runner
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """An adapter in host memory. Two adapters are equal only if they are the same object.
+    """A LoRA adapter in host memory. Two adapters are equal only if they are the same object.
 
     Attributes:
         name: the name under which it was loaded.
         rank: the largest rank of its modules.
         digest: digest of its contents: cache rows depend on the model and on this digest.
-        arrays: A ``[inputs, rank]`` and B ``[rank, outputs]`` by input of the model, in the model's dtype; inputs that
-            the adapter does not change are left out.
+        arrays: the factors by the name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the
+            model's dtype. Inputs that the adapter does not change are left out.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Adapters(Mapping[str, int]):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the adapters' contents, by name."""
+        """Digests of the contents of the loaded adapters, by adapter name."""
         return {name: self._known[name].digest for name in sorted(self._known)}
 
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
@@ -111,11 +111,7 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter with this name; None if `name` is None.
-
-        Raises:
-            OptionError: there is no adapter of this name.
-        """
+        """Return the adapter with this name, None if `name` is None; raise `OptionError` if there is none."""
         if name is None:
             return None
         adapter = self._known.get(name) if isinstance(name, str) else None
@@ -132,10 +128,9 @@ class Adapters(Mapping[str, int]):
 
 
 def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
-    """Open the adapter folders that a caller gave by name.
+    """Open adapter folders, given as a mapping from adapter names to paths; return them by name.
 
-    Raises:
-        OptionError: `adapters` is not a mapping, or a folder holds no adapter.
+    Raises `OptionError` if `adapters` is not a mapping, or a folder holds no adapter.
     """
     if adapters is None:
         return {}
@@ -145,7 +140,7 @@ def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
 
 
 def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
-    """Return plan options for these adapters, unless the options ask for adapters already."""
+    """Return `options` with a LoRA rank and modules that fit all these adapters. A rank in `options` is kept."""
     options = options or PlanOptions()
     if options.lora_rank is not None or not folders:
         return options
@@ -155,7 +150,7 @@ def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder])
 
 
 class AdapterSlots:
-    """The adapters in the slots of a runner. A new adapter takes the slot of the least recently used one.
+    """Loads adapters into the adapter slots of a runner. A new adapter replaces the least recently used one.
 
     Args:
         runner: runner of the model.
@@ -167,7 +162,7 @@ class AdapterSlots:
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
-        """Reserve slots for the adapters of running sequences, in the order of the sequences.
+        """Reserve adapter slots for running sequences: `adapters` holds the adapter of each, the most important first.
 
         Returns:
             The adapters that have a slot or will get one, at most as many as there are slots; and None, for sequences
@@ -181,7 +176,7 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Load the adapters of a step into slots. Return the slot of each row, which is 0 for a row without an adapter.
+        """Load the adapters of a step into adapter slots. Return the slot of each row; 0 for a row without an adapter.
 
         If no row has an adapter, return None.
 
@@ -218,11 +213,7 @@ class AdapterSlots:
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
-    """Convert an adapter to the model's inputs.
-
-    Raises:
-        OptionError: the model takes no adapters, or not this one.
-    """
+    """Convert an adapter to the LoRA inputs of the model; raise `OptionError` if the model cannot take it."""
     if plan is None:
         raise OptionError(
             f"adapter '{name}': the model takes no adapters; plan the model with --lora-rank {folder.rank} or more"
@@ -248,7 +239,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of a module in an adapter. `key` names the module of the model that they change."""
+    """Columns `start` to `stop - 1` of an adapter's B. They change the model's module `key`."""
 
     module: LoraModule
     key: _Key
@@ -257,7 +248,7 @@ class _Piece:
 
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
-    """Return the columns of a product by module: of each fused module, and of the whole product if it is a module."""
+    """Return the range of a product's output columns that each of its modules computes, by module."""
     ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
         ranges[module_key(product.whole)] = 0, product.outputs
@@ -267,7 +258,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Split an adapter's module into modules that the model has: the module itself, or those that it fuses."""
+    """Yield the parts of an adapter's module: one for each module of the model that it changes."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:
@@ -299,7 +290,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one product. If the model fuses several modules, their ranks follow one after the other."""
+    """Return A and B of one product of the model. If it fuses several modules, their ranks follow one after another."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):

@@ -1,7 +1,7 @@
-"""Describes the buffers that a session keeps from step to step, caches and state, in one way.
+"""Describes the buffers that a session keeps from step to step: caches and state.
 
-A batch row of a cache has one place per token along its sequence axis. A batch row of state is one value for the whole
-text. Rows are therefore moved by ranges of *tokens*; state moves with the first token.
+A batch row of a cache has one cache row for each token along its sequence axis. A batch row of state is one value for
+the whole text. Callers name parts of both by ranges of *tokens*; state belongs to the first token.
 """
 
 from __future__ import annotations
@@ -18,38 +18,37 @@ from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, UpdateMode
 
 
 def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
-    """Return the caches that the caller keeps from step to step."""
+    """Return the caches of a plan that the caller keeps from step to step."""
     return tuple(c for c in plan.caches if c.carried)
 
 
 def linear_capacity(plan: CachePlan) -> int | None:
-    """Return the largest number of tokens that a sequence may have in the linear caches.
+    """Return the largest number of tokens that a sequence may have in the linear caches; None if all are circular.
 
-    None if all caches are circular, because these never fill up.
-
-    If every step writes a fixed number of tokens, the whole last step must fit, however few tokens it is asked for.
+    If every step writes a fixed number of tokens, the padding tokens of the last step must fit, too.
     """
     linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
     return min((c.capacity - filled_up(c) for c in linear), default=None)
 
 
 def filled_up(cache: CacheUpdate) -> int:
-    """Return how many padding tokens a step writes beside one real token."""
+    """Return the number of padding tokens in a step with one real token. It is 0 if the update length is dynamic."""
     return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
 @dataclass(frozen=True)
 class Carried:
-    """One buffer: a cache or a state.
+    """The buffer of one cache or one state.
 
-    A batch row is `planes` runs of `capacity` cache rows of `width` numbers; state is one cache row.
+    A batch row of a cache consists of `planes` parts (such as heads). Each part has `capacity` cache rows of `width`
+    numbers. A batch row of state counts as a single cache row.
 
     Attributes:
         past, present: names of the graph's input and output.
         shape: physical shape, batch first.
         axis: index of the sequence axis in `shape`; None for state.
         capacity: tokens along `axis`; 1 for state.
-        in_place: past and present are one buffer; else a step reads one and writes the other.
+        in_place: past and present are one buffer; else a step reads one buffer and writes another.
     """
 
     past: str
@@ -72,12 +71,12 @@ class Carried:
 
     @cached_property
     def planes(self) -> int:
-        """Number of runs of cache rows in a batch row."""
+        """Number of separate parts (such as heads) in a batch row. Each has `capacity` cache rows."""
         return prod(map(int, self.shape[1 : self.axis or 1]))
 
     @cached_property
     def width(self) -> int:
-        """Numbers in one cache row of one plane."""
+        """Number of elements in one cache row of one plane."""
         return prod(map(int, self.shape[(self.axis or 0) + 1 :]))
 
     @property
@@ -86,29 +85,29 @@ class Carried:
         return self.range_bytes(0, self.capacity)
 
     def places(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the range along `axis` that tokens ``start .. stop - 1`` take.
+        """Return the first index along `axis` of tokens ``start .. stop - 1``, and the index after their last one.
 
-        For state, this is everything if `start` is 0, and nothing otherwise.
+        For state, return everything (0, 1) if `start` is 0, and an empty range otherwise.
         """
         if self.axis is None:
             return 0, int(start == 0)
         return start, max(start, min(stop, self.capacity))
 
     def row_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of the first `tokens` tokens of one batch row."""
+        """Return the shape of that part of a batch row that holds the first `tokens` tokens."""
         sizes = [int(d) for d in self.shape[1:]]
         if self.axis is not None:
             sizes[self.axis - 1] = min(tokens, self.capacity)
         return tuple(sizes)
 
     def range_bytes(self, start: int, stop: int) -> int:
-        """Return the bytes of the range `places` of one batch row."""
+        """Return how many bytes tokens ``start .. stop - 1`` take in one batch row."""
         first, last = self.places(start, stop)
         return self.planes * (last - first) * self.width * self.array_dtype.itemsize
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return all caches that the caller keeps, then all state."""
+    """Return a `Carried` for each cache that the caller keeps from step to step, and then for each state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)
@@ -118,11 +117,11 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 
 
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
-    """Return why a sequence cannot go back to its first tokens after other tokens followed them; empty if it can.
+    """Return why a sequence of this model cannot drop its latest tokens and continue before them; empty if it can.
 
     Args:
         plan: plan of the model.
-        rings: circular caches count as a reason, too, because the text may be longer than they are.
+        rings: count circular caches as a reason, because a text may be longer than such a cache.
     """
     if plan.states:
         return f"the model keeps state ('{plan.states[0].past}') that every step replaces"

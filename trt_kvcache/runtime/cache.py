@@ -58,7 +58,7 @@ class KVCache:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Number of tokens in the cache, by slot."""
+        """Number of tokens of each slot that are in the cache, by slot."""
         with self._guard.lock, self._guard.open:
             return {name: slot.length for name, slot in self._rows.slots.items()}
 
@@ -70,26 +70,23 @@ class KVCache:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Slots that have no row now."""
+        """Slots whose cache contents were moved to host memory or to a file, so that they have no row now."""
         with self._guard.lock, self._guard.open:
             return tuple(name for name, slot in self._rows.slots.items() if slot.row < 0)
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of slots at a time.
-
-        It is larger than `rows` only if slots that do not run give up their rows.
-        """
+        """Largest number of slots at a time. It exceeds `rows` only if slots that do not run give up their rows."""
         return self._rows.max_sequences or self.rows
 
     @property
     def rows(self) -> int:
-        """Number of rows of every buffer: most sequences in a step."""
+        """Number of batch rows of every cache buffer, which is the most sequences in a step."""
         return self._rows.count
 
     @property
     def capacity(self) -> int | None:
-        """Most tokens of one sequence; None if nothing limits them: circular caches keep the last tokens.
+        """Most tokens of one sequence; None if there is no limit, because all caches are circular.
 
         The limit is the smallest linear cache, or the model's position table if it is shorter. A sequence that brings
         its own positions may need fewer positions than it has tokens.
@@ -98,7 +95,7 @@ class KVCache:
 
     @property
     def window(self) -> int | None:
-        """Rows of the smallest circular cache: the sliding window; None if all caches are linear."""
+        """Number of rows of the smallest circular cache, which is the sliding window; None if all caches are linear."""
         return min(self._rows.rings, default=None)
 
     @property
@@ -108,7 +105,7 @@ class KVCache:
 
     @property
     def prefix_stats(self) -> PrefixStats | None:
-        """Counts of the prefix cache so far; None without a prefix cache."""
+        """Hits and other counts of the prefix cache so far; None without a prefix cache."""
         with self._guard.lock, self._guard.open:
             return None if self._rows.prefixes is None else replace(self._rows.prefixes.stats)
 
@@ -118,7 +115,7 @@ class KVCache:
             return list(self._rows.slot(slot).tokens)
 
     def free_tokens(self, slot: int) -> int | None:
-        """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""
+        """Return how many more tokens a slot may get before the cache is full; None if there is no limit."""
         with self._guard.lock, self._guard.open:
             return self._rows.free_tokens(slot)
 
@@ -155,7 +152,8 @@ class KVCache:
 
         Args:
             tokens: token ids.
-            constants: inputs that a sequence has once, for a model with such inputs: an array ``[1, ...]`` for each.
+            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: an array
+                ``[1, ...]`` by input name.
             adapter: name of the adapter that computes the sequence; None: no adapter.
 
         Raises:
@@ -168,7 +166,7 @@ class KVCache:
             return self._rows.take(ids, self.read_constants(constants), self._adapters.find(adapter))
 
     def read_constants(self, constants: Mapping[str, Array] | Constants | None) -> Constants:
-        """Check the constants of a sequence, which are its inputs other than the tokens; return them.
+        """Check inputs that stay the same in all steps of a sequence (see `acquire`), and return them.
 
         Raises:
             PromptError: they do not fit the model's inputs.
@@ -189,14 +187,16 @@ class KVCache:
         """Empty a slot: no tokens, and zeros in its row of every cache. Its constants and its adapter stay.
 
         Raises:
-            SlotError: see `release`.
+            SlotError: the slot is not in use, or is generating.
         """
         with self._guard.lock, self._guard.idle:
             self._rows.idle(slot)
             self._rows.reset(slot)
 
     def fork(self, source: int) -> int:
-        """Return a new slot with the same tokens and cache contents: sequences that share a prefix compute it once.
+        """Copy a slot: return a new slot with the same tokens and cache contents.
+
+        Sequences that share a prefix then compute it only once.
 
         Raises:
             SlotError: the slot is not in use, or no slot is free.
@@ -205,12 +205,12 @@ class KVCache:
             return self._rows.copy(source)
 
     def crop(self, slot: int, length: int) -> None:
-        """Forget all tokens from `length` on, including tokens that wait; their cache rows are zeroed.
+        """Shorten a slot to its first `length` tokens. The cache rows of the other tokens are zeroed.
 
-        The other tokens keep their positions; new tokens follow them.
+        The next tokens of the slot get the positions from `length` on.
 
         Raises:
-            SlotError: see `release`.
+            SlotError: the slot is not in use, or is generating.
             OptionError: `length` is not a whole number.
             CapacityError: `length` is larger than the number of tokens in the slot; or a circular cache has lost rows
                 that the sequence would see at that length; or the model keeps state, which cannot go back.
@@ -229,7 +229,7 @@ class KVCache:
             slots: the slots to reorder; None: all slots, in the order of the property `slots`.
 
         Raises:
-            SlotError: see `release`.
+            SlotError: a slot is not in use, or is generating.
             OptionError: the number of indices is not the number of slots, an index is out of range, or a slot occurs
                 twice.
         """
@@ -262,7 +262,7 @@ class KVCache:
                 self._rows.move(slot, row)
 
     def compact(self) -> None:
-        """Move n slots to rows 0 to n - 1, so that a step over all of them is one row range."""
+        """Move the n slots that have rows to rows 0 to n - 1: one step computes neighbouring rows together."""
         with self._guard.lock, self._guard.idle:
             self._rows.compact()
 
@@ -285,10 +285,7 @@ class KVCache:
             save_slots(path, self._runner, {name: self._rows.slot(name) for name in which})
 
     def load(self, path: str | os.PathLike[str]) -> dict[int, int]:
-        """Load saved slots into new slots.
-
-        Returns:
-            The new slot of each saved slot.
+        """Load all slots of a saved file. Return the new slot for each saved slot.
 
         Raises:
             CacheFileError: the file is unreadable or damaged, or was saved with another model or other caches.
@@ -302,11 +299,11 @@ class KVCache:
     def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
         """Move the cache contents of a slot to host memory or to a file, and free its row; the slot stays.
 
-        Host memory is page-locked if the caches lie on a GPU. `load` can read such a file, too; the file stays when the
-        slot is restored. If the slot is already offloaded and a path is given, its contents move to the file.
+        Host memory is page-locked if the caches lie on a GPU. `load` can read the file of an offloaded slot, too, and
+        the file stays when the slot is restored. If the slot is already offloaded, a path moves its contents there.
 
         Raises:
-            SlotError: see `release`.
+            SlotError: the slot is not in use, or is generating.
             SessionError: too little memory is free.
             OutputError: the file cannot be written. In all cases, nothing has changed.
         """
@@ -321,11 +318,11 @@ class KVCache:
             entry.close()
 
     def restore(self, slot: int) -> None:
-        """Bring an offloaded slot back to a row. Methods that need the row restore the slot, too.
+        """Bring an offloaded slot back to a row. Methods that need the row do this themselves.
 
         Raises:
             SlotError: the slot is not in use; or no row can be freed.
-            CacheFileError: the file is gone or damaged, or holds something else. The slot stays offloaded.
+            CacheFileError: the file is gone or damaged, or holds another cache. The slot stays offloaded.
         """
         with self._guard.lock, self._guard.idle:
             self._rows.with_row(slot)

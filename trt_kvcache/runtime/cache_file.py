@@ -1,10 +1,15 @@
-"""Saved slots: a safetensors file with tokens, cache contents and the identity of the model.
+"""Saved slots: a safetensors file with the tokens and cache contents of slots, and the identity of their model.
 
-Tensors are ``<slot>/tokens`` (int64); ``<slot>/<past>``: the cache rows in use, in the engine's layout, or the whole
-state; and ``<slot>/<input>``: inputs of the whole sequence. Format 2 adds the caller's inputs, for slots that have any:
-``<slot>/given_positions`` (int64 ``[planes, K]``), and, for tokens that are not in the cache yet,
-``<slot>/given_embeds`` ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``). A file without such inputs has format
-1. Format 3 adds the digest of each slot's adapter.
+Each slot has these tensors:
+
+- ``<slot>/tokens``: int64;
+- ``<slot>/<past>``: the cache rows in use, in the engine's layout, or the whole state;
+- ``<slot>/<input>``: an input that stays the same in all steps of the sequence;
+- from format 2 on, if the caller gave positions: ``<slot>/given_positions`` (int64 ``[planes, K]``);
+- from format 2 on, if the caller gave embeddings of tokens that are not in the cache yet: ``<slot>/given_embeds``
+  ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``).
+
+A file has the lowest format that can hold its slots. Format 3 adds the digest of each slot's adapter.
 """
 
 from __future__ import annotations
@@ -47,8 +52,8 @@ class SavedSlots:
 
     Attributes:
         path: path of the file.
-        slots: the saved slots, by the names that they had; they have no rows.
-        adapters: digests of the adapters of slots that have one.
+        slots: the saved slots, by the numbers that they had when they were saved; they have no rows.
+        adapters: digests of the adapters of slots that have one, by slot.
         digest: digest of the file's contents, as saved; None if the file lacks it.
     """
 
@@ -64,11 +69,7 @@ class SavedSlots:
         return name in self._names
 
     def contents(self, slot: int) -> dict[str, Array]:
-        """Return the saved contents of a slot, by cache.
-
-        Raises:
-            CacheFileError: a tensor is missing, or has another dtype or shape.
-        """
+        """Return the saved contents of a slot by past input; raise `CacheFileError` if a tensor is missing or wrong."""
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
@@ -76,18 +77,14 @@ class SavedSlots:
         return arrays
 
     def check(self) -> None:
-        """Compare the digest of the contents that were read with the digest that was saved.
-
-        Raises:
-            CacheFileError: they differ.
-        """
+        """Raise `CacheFileError` if the digest of the tensors that were read is not the one in the file."""
         if self.digest != _digest_of(self._digests, self.slots, self.adapters):
             raise CacheFileError(
                 f"{self.path}: the file is damaged, because its contents are not what was saved; save the cache again"
             )
 
     def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
-        """Return a copy of a tensor, and check its dtype and shape if they are given.
+        """Return a copy of a tensor of the file. Its dtype and shape must be the given ones, if any.
 
         Raises:
             CacheFileError: there is no such tensor, or its dtype or shape differs.
@@ -107,7 +104,7 @@ class SavedSlots:
 
 
 def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> str:
-    """Write slots to a file, completely or not at all; return the digest of the contents. See `KVCache.save`."""
+    """Write slots to a file, completely or not at all; return its digest. `KVCache.save` lists the errors."""
     final = check_output(path)
     tensors: dict[str, Array] = {}
     for name, slot in slots.items():
@@ -147,7 +144,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
 
 
 def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, adapters: Adapters) -> dict[int, int]:
-    """Load all slots of a file into new slots; return the new slot for each former name. See `KVCache.load`."""
+    """Load all slots of a file into new slots; return the new slot by saved slot. `KVCache.load` lists the errors."""
     with open_slots(path, runner, adapters) as saved:
         if len(saved.slots) > rows.free:
             raise SlotError(
@@ -172,7 +169,7 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
 
 
 class FileRows:
-    """The contents of an offloaded slot, in a file that `KVCache.load` can read, too.
+    """The cache contents of an offloaded slot, in a file that `KVCache.load` can read, too.
 
     The file stays when the slot is restored.
 
@@ -191,15 +188,11 @@ class FileRows:
         self._path, self._runner, self._name = Path(path).absolute(), runner, name
 
     def fill(self, row: int) -> None:
-        """See `HostRows`.
-
-        Raises:
-            CacheFileError: the file is gone, damaged, or was replaced.
-        """
+        """Write the saved contents to a batch row of every cache; raise `CacheFileError` if the file is not usable."""
         _write(self._runner, row, self.arrays())
 
     def arrays(self) -> Mapping[str, Array]:
-        """See `HostRows`; `fill` lists the errors."""
+        """Return the saved contents by the name of the past input; `fill` lists the errors."""
         with open_slots(self._path, self._runner, None) as saved:
             if saved.digest != self._digest:
                 raise CacheFileError(
@@ -211,17 +204,16 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """See `HostRows`. The file is not removed, because it belongs to the caller."""
+        """Do nothing: the file belongs to the caller, and stays."""
 
 
 def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
-    """Write the contents of a slot to a row of every cache."""
     for past, data in contents.items():
         runner.write_row(past, row, data)
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
-    """Return a slot's contents by cache, from rows, host memory or a file."""
+    """Return the cache contents of a slot by the name of the past input, from its row, host memory or a file."""
     if slot.offloaded is not None:
         return slot.offloaded.arrays()
     if slot.row < 0:
@@ -232,7 +224,7 @@ def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
 
 @contextmanager
 def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters | None) -> Iterator[SavedSlots]:
-    """Open a file for this runner's model.
+    """Open a file of saved slots, and check that this runner's model can continue them.
 
     Args:
         path: path of the file.
@@ -306,7 +298,7 @@ def _adapters(path: Path, metadata: Mapping[str, str]) -> dict[int, str]:
 
 
 def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, str], adapters: Adapters) -> None:
-    """Set the adapter of each slot that was computed with one."""
+    """Give each slot its loaded adapter, by the adapter's digest in the file."""
     for name, digest in digests.items():
         if name in slots:
             slots[name].adapter = adapters.with_digest(digest)
@@ -318,7 +310,7 @@ def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, 
 
 
 def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> None:
-    """Read positions and embeddings of the slot's tokens, if the file has any."""
+    """Read the positions and embeddings that the caller gave for the slot's tokens, if the file has any."""
     if f"{name}/given_positions" in file:
         data = file.read(f"{name}/given_positions")
         planes = PositionInput(runner.plan).planes
@@ -357,14 +349,14 @@ def _digest(data: Array) -> bytes:
 
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:
-    """Return the digest of a file from the digests of its tensors."""
+    """Return the digest of a file. It covers the digests of its tensors, and the lengths and adapters of its slots."""
     lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
     said = [lengths, sorted(adapters.items())] if adapters else [lengths]
     return blake3(msgspec.json.encode([sorted(tensors.items()), *said])).hexdigest()
 
 
 def _layout(runner: Runner) -> str:
-    """Return, as JSON, the facts that must be equal in two sessions so that one can read the other's files."""
+    """Return, as JSON, the facts about the caches that must be equal when a file is saved and when it is loaded."""
     kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
     carried = [
         (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)
@@ -376,7 +368,7 @@ def _layout(runner: Runner) -> str:
 
 
 def _plain(data: Array) -> Array:
-    """Return the array in a dtype that safetensors has for NumPy; small floats are saved as bytes."""
+    """Return the array as a dtype that safetensors has for NumPy; small floats become unsigned integers (same bits)."""
     return data.view(_plain_dtype(data.dtype))
 
 

@@ -1,7 +1,5 @@
 """Keeps track of the row in which each sequence lies, and of how far each row is written.
 
-The loop and the session use it.
-
 A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. A slot
 holds a list of token ids. The first `length` of them are in the cache; the others wait to be written.
 """
@@ -23,27 +21,28 @@ from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 
 
 class CacheRows:
-    """The sequences in caches of fixed capacity. Callers must hold the lock of the session.
+    """The sequences in caches of fixed capacity, and their rows. Callers must hold the lock of the session.
 
     A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
     sequence gets it, because one NaN in a masked row would poison attention (0 * NaN is NaN).
 
     A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
-    sequences than rows, the least recently used slot is offloaded, starting with slots that do not run.
+    sequences than rows, the least recently used slot is offloaded. Slots that do not run are offloaded first.
 
     Args:
         runner: owns the buffers.
         max_sequences: most slots; slots that do not run give up their rows to others. None: as many slots as rows, not
             counting slots that were offloaded.
-        prefix_cache: bytes for rows that sequences with the same beginning share; None: no prefix cache.
+        prefix_cache: size in bytes of the prefix cache, which keeps cache rows for sequences with the same beginning;
+            None: no prefix cache.
 
     Attributes:
         slots: the state of each slot, oldest first.
-        capacity: see `sequence_capacity`.
+        capacity: most tokens of a sequence; None if there is no limit.
         prefixes: the prefix cache, or None.
 
     Raises:
-        OptionError, SessionError: see `PrefixCache`.
+        OptionError, SessionError: the prefix cache cannot be made, see `PrefixCache`.
     """
 
     def __init__(self, runner: Runner, *, max_sequences: int | None = None, prefix_cache: int | None = None) -> None:
@@ -58,7 +57,7 @@ class CacheRows:
 
     @property
     def count(self) -> int:
-        """Number of rows of every buffer."""
+        """Number of batch rows in every buffer."""
         return self._runner.max_batch
 
     @property
@@ -74,11 +73,7 @@ class CacheRows:
         return is_whole(slot) and slot in self.slots
 
     def slot(self, slot: int) -> Slot:
-        """Return the state of a slot.
-
-        Raises:
-            SlotError: the slot is not in use.
-        """
+        """Return the state of a slot; raise `SlotError` if the slot is not in use."""
         entry = self.slots.get(slot) if is_whole(slot) else None
         if entry is None:
             used = ", ".join(map(str, self.slots)) or "none"
@@ -88,11 +83,7 @@ class CacheRows:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed.
-
-        Raises:
-            SlotError: the slot is not in use, or the decode loop continues it.
-        """
+        """Return the state of a slot that may be changed; raise `SlotError` if it is not in use, or generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
@@ -112,8 +103,8 @@ class CacheRows:
 
         Args:
             tokens: token ids.
-            constants: inputs that the sequence has once.
-            adapter: computes the sequence.
+            constants: inputs that stay the same in all steps of the sequence.
+            adapter: LoRA adapter of the sequence, or None.
             queue: the slot may get its row later. This happens if sequences run in all rows, and no `max_sequences`
                 limits their number.
 
@@ -132,11 +123,7 @@ class CacheRows:
         return self._name(Slot(row, list(tokens), constants=constants, adapter=adapter))
 
     def copy(self, source: int) -> int:
-        """Return a new slot with the same tokens and cache contents.
-
-        Raises:
-            SlotError: see `slot` and `take`.
-        """
+        """Return a new slot with the same tokens and cache contents as `source`; raise `SlotError` if none is free."""
         self.slot(source)
         self._check_free()
         row = self._free_row()
@@ -166,7 +153,7 @@ class CacheRows:
         entry.close()
 
     def crop(self, slot: int, length: int) -> None:
-        """Forget all tokens of a slot from `length` on, including tokens that wait; their cache rows are zeroed.
+        """Shorten a slot to its first `length` tokens. The cache rows of the other tokens are zeroed.
 
         Raises:
             CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or
@@ -185,7 +172,7 @@ class CacheRows:
     def reorder(self, indices: Sequence[int], names: Sequence[int]) -> None:
         """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``.
 
-        Rows are renamed where possible; a row is copied only if several slots continue it.
+        The first slot that continues a row takes over the row itself; only further ones get a copy.
         """
         entries = [self.with_row(name, names) for name in names]
         dropped = sorted(set(range(len(names))) - set(indices))
@@ -237,11 +224,11 @@ class CacheRows:
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return how many tokens one step may write to a slot. The result must equal that of steps of single tokens."""
+        """Return the most tokens that one step may write to a slot with the same results as single steps."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
-        """Return the largest number of tokens that one step may write after `length` tokens.
+        """Return the largest number of tokens that one step may write to a sequence of `length` tokens.
 
         A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
         that earlier tokens of the same update still see.
@@ -249,11 +236,11 @@ class CacheRows:
         return min([self._runner.max_chunk, *(rows - length if length < rows else 1 for rows in self.rings)])
 
     def free_tokens(self, slot: int) -> int | None:
-        """Return how many tokens still fit after the tokens of a slot; None if nothing limits them."""
+        """Return how many more tokens a slot may get before the cache is full; None if there is no limit."""
         return self.free_after(self.slot(slot))
 
     def free_after(self, slot: Slot) -> int | None:
-        """Return how many tokens still fit after those of a sequence; negative if it has too many."""
+        """Like `free_tokens`, for the state of a slot; negative if it already has too many tokens."""
         used = (self._most, len(slot.tokens)), (self._runner.max_positions, slot.next_position)
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
@@ -261,7 +248,7 @@ class CacheRows:
         """Refuse a sequence that is too long, or has positions that the model does not have.
 
         Args:
-            slot: a slot with the sequence.
+            slot: state of a slot that holds the sequence.
             what: name of the sequence in messages.
 
         Raises:
@@ -288,11 +275,11 @@ class CacheRows:
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Note that a step will write cache rows before `stop`: if it fails, they are zeroed before they are reused."""
+        """Record that a step is about to write cache rows before `stop`, so that they are zeroed before reuse."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """Note that the runner has written `tokens` of the slot's waiting tokens, and then `guesses` guesses."""
+        """Record that a step wrote `tokens` waiting tokens of a slot to the cache, and then `guesses` guesses."""
         entry = self.slots[slot]
         length = entry.length + tokens
         self.slots[slot] = replace(
@@ -304,9 +291,9 @@ class CacheRows:
         )
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
-        """Append chosen tokens: first accepted guesses, which are already written, then `after`, which still waits.
+        """Append the tokens that were chosen after a step to a slot, and zero the rows of its `rejected` guesses.
 
-        The rows of the `rejected` guesses are zeroed.
+        `tokens` are correct guesses, which the cache already holds. `after` is the last chosen token, which waits.
         """
         entry = self.slots[slot]
         length = entry.length + len(tokens)
@@ -320,12 +307,10 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Copy the rows of a slot's first tokens from the prefix cache, as many as it has.
-
-        Nothing was written to the slot before.
+        """Fill the beginning of an empty slot from the prefix cache: copy the rows of all first tokens that it holds.
 
         Args:
-            slot: a slot that has a row.
+            slot: a slot that has a row, to which nothing was written before.
             keep: number of last tokens whose logits are needed; the model computes these tokens, and at least one.
         """
         entry = self.slots[slot]
@@ -341,7 +326,7 @@ class CacheRows:
         self.slots[slot] = replace(entry, length=length, written=written, remembered=length)
 
     def remember(self, slot: int) -> None:
-        """Copy the rows of a slot to the prefix cache, if they are new and fill a block."""
+        """Copy the cache rows of a slot to the prefix cache, if a new block of tokens is complete."""
         entry = self.slots[slot]
         if self.prefixes is None or entry.row < 0:
             return
@@ -356,7 +341,7 @@ class CacheRows:
         """Give a slot a row. If no row is free, offload a slot that does not run. Return False if the slot must wait.
 
         Raises:
-            SlotError: see `slot`; or all rows hold sequences that do not run, and no row will become free.
+            SlotError: the slot is not in use; or all rows hold sequences that do not run, so no row will become free.
         """
         if self.slot(slot).row < 0:
             idle = any(s.row >= 0 and not s.running for s in self.slots.values())
@@ -367,10 +352,10 @@ class CacheRows:
         return True
 
     def with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
-        """Return a slot that has a row. If no row is free, offload another slot, but not one in `keep`.
+        """Give a slot a row if it has none; return its state. To free a row, a slot that is not in `keep` is offloaded.
 
         Raises:
-            SlotError: see `slot`; or no row can be freed.
+            SlotError: the slot is not in use; or no row can be freed.
             CacheFileError: the file that the slot was offloaded to is gone or damaged.
         """
         entry = self.slot(slot)
@@ -382,10 +367,9 @@ class CacheRows:
         return self.slots[slot]
 
     def host_copy(self, entry: Slot) -> HostRows | None:
-        """Return the contents of a row in host memory; None if nothing was written to it.
+        """Copy the cache contents of a slot to host memory; None if nothing was written to its row.
 
-        Raises:
-            SessionError: too little memory is free.
+        Raises `SessionError` if too little memory is free.
         """
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
@@ -396,7 +380,7 @@ class CacheRows:
         entry.row = row
 
     def compact(self) -> None:
-        """Move n slots to rows 0 to n - 1, so that a step over all of them is one row range."""
+        """Move the n slots that have rows to rows 0 to n - 1: one step computes neighbouring rows together."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():
@@ -404,7 +388,7 @@ class CacheRows:
                 self.move(name, holes.pop(0))
 
     def touch(self, row: int, stop: int) -> None:
-        """Note that cache rows before `stop` may be written."""
+        """Record that cache rows before `stop` of a batch row may hold values other than zero."""
         self._dirty[row] = max(self._dirty[row], stop)
 
     def _written(self, entry: Slot, length: int) -> int:
@@ -415,25 +399,25 @@ class CacheRows:
         return entry.written if any(entry.written > rows for rows in self.rings) else length
 
     def _clean(self, row: int, start: int) -> None:
-        """Zero a row from cache row `start` on."""
+        """Zero the cache rows of a batch row from `start` on."""
         if self._dirty[row] > start:
             self._runner.zero_rows(row, start, self._dirty[row])
             self._dirty[row] = start
 
     def _truncate(self, row: int, length: int, written: int) -> None:
-        """Zero a row from `length` on; circular caches may keep rows that the `written` tokens filled."""
+        """Zero the cache rows of a batch row from `length` on, except rows of circular caches that are still needed."""
         self._runner.zero_rows(row, length, self._dirty[row])
         self._dirty[row] = max(length, written)
 
     def _copy(self, source: int, row: int) -> None:
-        """Copy the contents of one row to another, which keeps nothing else."""
+        """Replace the contents of `row` by those of row `source`."""
         length = self._dirty[source]
         self._clean(row, length)
         self.touch(row, length)
         self._runner.copy_rows(source, row, length)
 
     def _fill(self, entry: Slot, row: int) -> None:
-        """Write the contents of a slot without a row to a row, and zeros after them."""
+        """Write the contents of an offloaded or new slot to a batch row, and zeros after them."""
         self._clean(row, entry.written)
         self.touch(row, entry.written)
         if entry.offloaded is not None:
@@ -443,7 +427,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if some running sequence has a row, because that row will become free."""
+        """Return True if a running sequence has a row. That row will become free."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:
@@ -464,7 +448,7 @@ class CacheRows:
 
 
 def _digest(slot: Slot) -> bytes:
-    """Return a digest of the slot's adapter: its cache rows depend on tokens and adapter."""
+    """Return the digest of a slot's adapter. With the tokens, it identifies cache rows in the prefix cache."""
     return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
 
 

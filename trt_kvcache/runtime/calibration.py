@@ -21,7 +21,7 @@ _OPTIONS = PlanOptions()
 def calibrate_caches(
     model: str | os.PathLike[str], prompts: Sequence[Prompt], options: PlanOptions = _OPTIONS
 ) -> dict[str, float]:
-    """Run a model over prompts, on the CPU with its own caches, and return the range of each cache.
+    """Run a model over prompts, on the CPU with unquantized caches, and return the range of each cache.
 
     Quantized caches hold rotated rows (`trt_kvcache.importer.families.quantized_caches`): the range of a cache is the
     largest magnitude in its rotated rows.

@@ -1,7 +1,7 @@
-"""Compares an engine with its proof on this machine's GPU, and remembers the engines that passed.
+"""Compares an engine with its proof on this machine's GPU, and records the engines that passed.
 
-An engine that passed gets a file beside it for each kind of GPU, with the versions of driver and TensorRT. The file is
-not signed. It only saves time: anyone who can write it could change the engine, too.
+The proof is a recorded decode. For each kind of GPU, an engine that passed gets a file beside it, with the versions of
+driver and TensorRT. The file only saves time and is not signed: anyone who can write it could change the engine, too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class PassedCheck:
-    """The record of a check that an engine passed.
+    """The record that an engine repeated its proof on a GPU.
 
     Attributes:
         engine, proof: BLAKE3 (hex) of both files.
         gpu: name and compute capability of the GPU.
-        driver: the driver's CUDA version, and its own if known.
+        driver: CUDA version of the driver, and the driver's own version if known.
         backend: name and version of TensorRT.
         checked_by: version of trt_kvcache.
         largest: the largest difference that was found, divided by the allowed one.
@@ -62,7 +62,10 @@ class PassedCheck:
 
 
 def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
-    """Return ``model.engine.NVIDIA-L4.passed_check``, beside the engine or in `folder`: a file for each kind of GPU."""
+    """Return the path of an engine's passed check on this kind of GPU, such as ``model.engine.NVIDIA-L4.passed_check``.
+
+    The file lies in `folder`, or beside the engine if `folder` is None.
+    """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") or "GPU"
     return (folder or engine.parent) / f"{engine.name}.{name}.passed_check"
 
@@ -140,11 +143,11 @@ class CheckReport:
 
 
 def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
-    """Check an engine before a session opens it: once for each GPU, driver and TensorRT, or each time.
+    """Check an engine against its proof before a session opens it.
 
     Args:
         engine: path of the engine.
-        check: ``"first"``, ``"always"`` or ``"off"``.
+        check: ``"first"`` (only without a passed check for this GPU, driver and TensorRT), ``"always"`` or ``"off"``.
         options: options of `TensorRTRunner`; the replay uses its own sizes instead of the session's.
 
     Raises:
@@ -160,12 +163,12 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 
 
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
-    """Replay the proof of an engine; if the engine agrees, write a passed check.
+    """Run the recorded steps of an engine's proof on the GPU, and compare. If all agree, write a passed check.
 
     Args:
         engine: path of the engine.
         options: options of `TensorRTRunner`; sizes are ignored.
-        again: replay even if the engine has a passed check for this GPU.
+        again: run the steps even if the engine has a passed check for this GPU.
 
     Raises:
         ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.

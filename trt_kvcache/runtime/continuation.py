@@ -20,7 +20,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Continuation:
-    """Chooses the tokens after a prompt from the model's scores, makes the events, and decides when the sequence ends.
+    """Continues one prompt: chooses tokens from the model's scores, makes the events, and decides when to end.
 
     It never touches a cache: the decode loop feeds the last token (and a draft) to the model and passes logits back.
 
@@ -77,7 +77,7 @@ class Continuation:
 
     @property
     def looks_at(self) -> int:
-        """Number of highest scores that `advance` needs, see `StepBatch.highest`."""
+        """Number of highest scores that `advance` needs; 0 if it needs the scores of all tokens."""
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
@@ -113,11 +113,11 @@ class Continuation:
         return self._sampler.masked
 
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
-        """Return masks of the tokens that the grammar allows next, and after each of some guesses.
+        """Return bit masks of the tokens that the grammar allows next, and of those that it allows after each guess.
 
         Returns:
-            int32 ``[D + 1, words]``, see `TokenMask`. No bits are set after a guess that the grammar forbids, nor where
-                the grammar fails; `advance` raises that error if the sequence gets there.
+            int32 ``[D + 1, words]`` for D guesses: bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set
+                after a guess that the grammar forbids, nor where the grammar fails; there `advance` raises the error.
         """
         count = self._length - self._prompt_length
         new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
@@ -137,21 +137,21 @@ class Continuation:
         return self._event(None, text, None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens to guess now; 0: do not guess. The guesses follow the last token in the same update.
+        """Return how many tokens to guess after the last token in the next update; 0: do not guess.
 
         Args:
-            most: tokens that the update can take beside the last token; 0 if a circular cache would overwrite old rows
-                with tokens that may be rejected.
+            most: the most guesses that the update can take; 0 if a circular cache would overwrite old rows with tokens
+                that may be rejected.
         """
         count = self.config.prompt_lookup_num_tokens or self.assisted
         # An update gives one token more than its draft, and guesses after the last token of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
-        """Guess by prompt lookup.
+        """Guess the next tokens by prompt lookup: copy what followed an earlier occurrence of the last tokens.
 
         Args:
-            most: see `guesses`.
+            most: how many guesses the update can take.
 
         Returns:
             int64 ``[0 .. most]``.
@@ -160,7 +160,7 @@ class Continuation:
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
-        """Return a copy for a draft model: same text, rules and random numbers, limited to `count` tokens."""
+        """Return a copy that a draft model continues by at most `count` tokens: same text, rules, random numbers."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
         draft = copy(self)
@@ -170,11 +170,11 @@ class Continuation:
         return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
-        """Choose tokens while they equal the draft's, and one more.
+        """Choose tokens as long as they equal the guesses in `draft`, and one more.
 
         Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens equal those
         of single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches; the
-        caller crops the rest.
+        caller removes the other tokens from the caches.
 
         Args:
             draft: int64 ``[D]``, the guesses.
@@ -208,7 +208,7 @@ class Continuation:
         self._length += 1
 
     def _rest(self) -> str:
-        """Return the text that is certain only after the end of the sequence; "" before."""
+        """Return the text that becomes certain at the end of the sequence; empty before the end."""
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()
@@ -221,14 +221,13 @@ class Continuation:
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
     """Propose up to `count` tokens that may follow `tokens`.
 
-    It searches the longest suffix, of at most `max_ngram` tokens, that occurred before. The proposal consists of the
-    tokens after its latest occurrence that has `count` tokens after it. If there is none, it consists of the tokens
-    after its first occurrence, which has the most tokens after it.
+    The search takes the longest suffix of `tokens` that occurred before. The proposal is the text after the latest
+    occurrence that has `count` tokens after it. If there is none, it is the text after the first occurrence.
 
     Args:
         tokens: int64 ``[T]``: the prompt and the generated tokens.
         count: most tokens to propose.
-        max_ngram: longest suffix to search.
+        max_ngram: longest suffix to search, in tokens.
 
     Returns:
         int64 ``[0 .. count]``.

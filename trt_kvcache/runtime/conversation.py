@@ -15,9 +15,9 @@ from trt_kvcache.runtime.session import DecodeSession
 class Conversation:
     """One chat in one slot of a session.
 
-    The chat template writes the whole conversation at each turn. The slot keeps the tokens that it already holds. If
-    the template writes earlier turns differently, for example without the model's thoughts, the slot is cropped to the
-    first difference.
+    At each turn, the chat template writes the whole conversation again. The slot keeps the tokens that it already
+    holds. If the template writes earlier turns differently, for example without the model's thoughts, the slot is
+    cropped to the first difference.
 
     Args:
         session: a session whose tokenizer has a chat template.
@@ -54,12 +54,12 @@ class Conversation:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
-        """Yield another answer to the last message; it replaces the present one.
+        """Yield the events of another answer to the last message. The new answer replaces the present one.
 
         If tokens are drawn, the random numbers differ from those of earlier answers.
 
         Raises:
-            CapacityError, OptionError, PromptError, SessionError: see `say`; the last message is dropped then.
+            CapacityError, OptionError, PromptError, SessionError: as in `say`; the last message is dropped then.
         """
         said = self.messages[-2]["content"]
         del self.messages[-2:]
@@ -102,7 +102,7 @@ class Conversation:
         self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=self._again)
 
     def _keep(self, tokens: list[int]) -> int:
-        """Crop the slot to its common beginning with a conversation; return the number of common tokens."""
+        """Crop the slot to the tokens that it shares with the beginning of `tokens`; return their number."""
         cache = self._session.cache
         if self._slot not in cache:
             return 0

@@ -21,7 +21,7 @@ from trt_kvcache.runtime.token_inputs import common_length
 
 
 class DraftModel:
-    """A model that guesses tokens. It has its own slot for each sequence that it guessed for recently.
+    """A smaller model that guesses tokens. It has its own cache slot for each sequence that it guessed for recently.
 
     It chooses tokens as the model does, with the same settings and random numbers, but from its own scores.
 
@@ -71,12 +71,12 @@ class DraftModel:
             )
 
     def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
-        """Guess the next tokens of several sequences, in common steps.
+        """Guess the next tokens of several sequences together. Return the guesses by slot of the model.
 
         If the draft fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the reason.
 
         Args:
-            asked: by slot of the model: the continuation, and how many tokens to guess at most.
+            asked: for each slot of the model: its continuation, and how many tokens to guess at most.
             alive: slots that the model still has.
         """
         outcomes: Outcomes = []
@@ -111,7 +111,7 @@ class DraftModel:
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Make the draft's slot hold the text of a sequence, and let the draft continue it."""
+        """Copy the text of a sequence to the draft's slot for it, and let the draft continue that slot."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]
@@ -135,18 +135,13 @@ class DraftModel:
         self._loop.add(name, after, continuation.guesser(count), outcomes, keep_slot=True)
 
     def _release(self, name: int) -> None:
-        """Release a slot of the draft."""
         if name in self._loop.slots:
             self._loop.remove(name)
         self._cache.drop(name)
 
 
 def check_target(runner: Runner) -> None:
-    """Refuse a model that cannot check guesses.
-
-    Raises:
-        OptionError: the model cannot check guesses.
-    """
+    """Raise `OptionError` if the model cannot check the guesses of a draft."""
     if why := why_no_drafts(runner):
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 

@@ -55,9 +55,9 @@ class Embeddings:
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """Return the first token without its own embedding; None if all have one.
+        """Return the first token that has no embedding of its own; None if all have one.
 
-        Such a token is an unknown id, or marks the place of an image or sound.
+        Such a token is an unknown id, or a placeholder for an image or sound.
         """
         outside = next((token for token in tokens if not 0 <= token < self.rows), None)
         if outside is not None or not len(tokens):
@@ -81,7 +81,7 @@ class Embeddings:
         return rows
 
     def _places(self, tokens: Indices) -> Indices:
-        """Return those known ids that mark places of images or sound, and therefore have no embedding."""
+        """Return those of the known ids that are placeholders for images or sound, and therefore have no embedding."""
         return tokens[:0].ravel()
 
 
@@ -130,12 +130,12 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
 
 
 def embedded_input(plan: CachePlan) -> TensorRole | None:
-    """Return the input of embeddings, for a model that takes embeddings instead of tokens; else None."""
+    """Return the model's input of embeddings if it takes embeddings instead of token ids; else None."""
     return next((t for t in plan.tensors if t.io == "input" and t.embedded), None)
 
 
 def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], waiting: Sequence[Embeds]) -> Array:
-    """Return the embeddings of a step ``[R, S, H]``: those of the caller, and for other tokens those from the table.
+    """Return the embeddings of a step ``[R, S, H]``: those that the caller gave, and the table's for all other tokens.
 
     Args:
         embeddings: looks ids up.
@@ -161,11 +161,7 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
-    """Refuse embeddings of another width than the decoder takes.
-
-    Raises:
-        OptionError: the widths differ.
-    """
+    """Raise `OptionError` if embeddings have another width than the decoder takes. `what` names them."""
     if width != tensor.shape[-1]:
         raise OptionError(
             f"{what}: the embeddings have width {width}, but the model's input '{tensor.name}' {list(tensor.shape)} "
@@ -174,12 +170,11 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Return True for a float type that embeddings may have."""
+    """Return True if embeddings may have this float type."""
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
 def _split(text: str) -> tuple[Path, str]:
-    """Split ``FILE:NAME`` into a path and the name of a tensor."""
     head, _, name = text.rpartition(":")
     return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(text), "")
 
@@ -219,7 +214,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
 
 
 def find_embeddings(model: Path) -> Path | None:
-    """Return the path of the embedding model beside a decoder or engine (or in its folder), or None."""
+    """Find the embedding model of a decoder or engine in its folder. Return its path, or None."""
     return next((path for path in _candidates(model) if path.is_file()), None)
 
 
@@ -245,9 +240,9 @@ def _named_by_genai(folder: Path) -> Iterator[Path]:
 
 
 def scaled_by(checkpoint: Path) -> str | None:
-    """Return the setting of ``config.json`` beside a checkpoint that scales embeddings; None if there is none.
+    """Return the setting in the ``config.json`` of a checkpoint that scales embeddings; None if there is none.
 
-    The place of the scaling differs: in transformers 5.23, Gemma, MiniCPM3 and BART scale when they look tokens up,
+    Models scale at different places: in transformers 5.23, Gemma, MiniCPM3 and BART scale when they look tokens up,
     Granite scales later. So the setting does not tell whether an exported decoder takes scaled embeddings.
     """
     try:
@@ -274,10 +269,10 @@ _SAME = 1e-3  # relative to the scale: a normalization of rows may round differe
 
 
 class ModelEmbeddings(Embeddings):
-    """A table that an embedding model fills, run by ONNX Runtime.
+    """A table of embeddings that is filled by running an exporter's embedding model in ONNX Runtime.
 
-    Inputs beside the token ids, such as features of images, are empty here. For ids that mark the places of these
-    features, some exporters' models return zeros; such ids have no embedding here, and the caller has to give it.
+    The model's other inputs, such as features of images, are empty here. For placeholder ids, which mark where such
+    features go, some models return zeros. A placeholder has no embedding here; the caller must give one.
 
     Args:
         path: path of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
@@ -314,9 +309,9 @@ class ModelEmbeddings(Embeddings):
         return places
 
     def _look_at(self, tokens: Indices) -> None:
-        """Look up new ids.
+        """Run the embedding model for ids that are not in the table yet, and fill in their embeddings.
 
-        A second run gets NaN as features: ids whose embeddings then become NaN have no embedding of their own.
+        A first run gets NaN as features: an id whose embedding becomes NaN is a placeholder for features.
 
         Raises:
             SessionError: the model failed.
@@ -345,11 +340,7 @@ class ModelEmbeddings(Embeddings):
         return {v.name: self._features(v, count) for v in self._others}
 
     def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
-        """Return embeddings from the model.
-
-        Raises:
-            SessionError: the model failed.
-        """
+        """Run the embedding model, and return its embeddings; raise `SessionError` if it fails."""
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):
@@ -372,10 +363,9 @@ class ModelEmbeddings(Embeddings):
         return ids
 
     def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
-        """Return the value of an input beside the token ids: NaN for `count` places, empty for 0.
+        """Return a value for an input other than the token ids: `count` features of NaN; empty if `count` is 0.
 
-        Raises:
-            UnsupportedModelError: the input cannot be empty.
+        Raises `UnsupportedModelError` if the input cannot be empty.
         """
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
@@ -406,11 +396,7 @@ class ModelEmbeddings(Embeddings):
         return output
 
     def _probe(self) -> None:
-        """Refuse a model whose embeddings depend on more than the token.
-
-        Raises:
-            UnsupportedModelError: the embeddings depend on more; or no id has an embedding of its own.
-        """
+        """Raise `UnsupportedModelError` if a token's embedding depends on other tokens or on its position."""
         ids = np.arange(min(self.rows, _PROBED))
         self._look_at(ids)
         ids = ids[self._known[ids] == _OWN]

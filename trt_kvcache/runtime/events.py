@@ -23,13 +23,13 @@ class FinishReason(str, Enum):
 
 @dataclass
 class SpeculationStats:
-    """Counts of guessed tokens.
+    """Counts of the tokens that a draft model or prompt lookup guessed.
 
     Attributes:
-        proposed: draft tokens that were verified.
-        accepted: draft tokens that the model chose as well.
-        updates: number of cache updates that contained a draft.
-        impossible: why no token can be proposed, and what to do; empty if tokens can be proposed.
+        proposed: guessed tokens that the model verified.
+        accepted: guessed tokens that the model chose as well.
+        updates: number of cache updates that contained guesses.
+        impossible: why no token can be guessed, and what to do; empty if tokens can be guessed.
     """
 
     proposed: int = 0
@@ -39,7 +39,7 @@ class SpeculationStats:
 
     @property
     def acceptance(self) -> float:
-        """Share of the proposed tokens that were accepted; 0 if none was proposed."""
+        """Share of the guessed tokens that the model accepted; 0 if none was guessed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def add(self, other: SpeculationStats) -> None:
@@ -55,19 +55,19 @@ class TokenEvent:
     """One more token of one sequence, or its end.
 
     Attributes:
-        sequence: the index of the prompt; or the slot, for a sequence that was added on its own.
+        sequence: index of the prompt in its list. If the sequence was added with `DecodeSession.add`: its slot.
         token: the chosen id; None in an event that only ends the sequence.
         text: new text that is certain now: empty while a character or a possible stop string is incomplete, and always
-            empty without a tokenizer. The texts of a sequence, joined, are its text. One exception: after bytes that
-            are not UTF-8, a tokenizer with byte fallback may decode all tokens to fewer characters than it did step by
-            step.
+            empty without a tokenizer. The joined texts of all events are the text of the sequence. One exception: after
+            bytes that are not UTF-8, a tokenizer with byte fallback may decode all tokens to fewer characters than it
+            did step by step.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
         top_logprobs: tokens and their log-probabilities, the most probable first; their number is
             `GenerationConfig.top_logprobs`.
         finish_reason: why the sequence ended; only in its last event.
         speculation: counts of guessed and accepted tokens; only in the last event, and if prompt lookup or a draft
-            model guesses. Ignored by comparisons: the tokens are the same without drafts.
+            model guesses. Two events may be equal with different counts, because guesses do not change the tokens.
     """
 
     sequence: int

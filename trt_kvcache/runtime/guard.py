@@ -11,7 +11,7 @@ from trt_kvcache.native import HeldSignals
 
 
 class Guard:
-    """Use ``with guard.lock, guard.open:`` to read a session, and ``with guard.lock, guard.idle:`` to change it.
+    """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
     While a session changes, Ctrl-C waits for the end of the block: an exception between two lines would leave half of a
     change. The lock is a separate context manager, because its own methods are not Python code, which Ctrl-C can
@@ -19,7 +19,7 @@ class Guard:
 
     Attributes:
         open: refuses calls after the session is closed.
-        idle: refuses calls after the session is closed, and calls from within a step; within the block signals wait.
+        idle: refuses calls after the session is closed, and calls from code that a step runs; delays signals.
         stepping: locked while a step runs.
     """
 
@@ -52,14 +52,14 @@ class Guard:
         return os.getpid() != self._process
 
     def pause(self) -> None:
-        """Handle a waiting signal now, between two steps of a long change; its handler may raise an error."""
+        """Between two steps of a long change, handle a waiting signal, such as Ctrl-C. This may raise an error."""
         self._signals.deliver()
 
     def close(self) -> None:
-        """Refuse all later calls. The caller holds the lock.
+        """Refuse all later calls to the session. The caller holds the lock.
 
         Raises:
-            SessionError: the call comes from within a step.
+            SessionError: the call comes from code that a step runs.
         """
         if not self.open.closed:
             with self.idle:
@@ -67,7 +67,7 @@ class Guard:
 
 
 class _Open:
-    """Refuses calls once it is closed."""
+    """A context manager that refuses to enter once the session is closed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -81,7 +81,9 @@ class _Open:
 
 
 class _Idle:
-    """Refuses calls once the session is closed, and calls from within a step; within the block signals wait.
+    """A context manager for changes of a session. It delays signals until the end of the block.
+
+    It refuses to enter once the session is closed, and in code that a step runs.
 
     Args:
         open_: tells whether the session is closed.

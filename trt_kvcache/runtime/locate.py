@@ -1,4 +1,4 @@
-"""Finds the first wrong layer of an engine: compares it with ONNX Runtime. Both run the same rewritten model."""
+"""Finds the first layer in which an engine computes other numbers than ONNX Runtime for the same rewritten model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BF
 
 
 def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[str, Any] | None = None) -> CheckReport:
-    """Return the report of an engine that disagrees, with its first wrong layer.
+    """Find the first wrong layer of an engine that failed its check, and return `report` with it.
 
     The engine is built once more, with the results of its layers as outputs. TensorRT may then fuse fewer layers, so
     that the fault disappears.
@@ -91,7 +91,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
 
 
 class _ComparedRunner:
-    """A runner that compares all layers after each step, until one differs."""
+    """Runs steps on an engine, and compares the outputs of all layers with ONNX Runtime's until a layer differs."""
 
     def __init__(
         self, runner: Any, session: Float32Session, proof: Proof, model: ModelProto, values: Sequence[ValueInfoProto]
@@ -107,7 +107,6 @@ class _ComparedRunner:
         return getattr(self._runner, name)
 
     def step(self, batch: StepBatch) -> Array:
-        """See `Runner.step`."""
         if self.finding or self._allowed is None:
             return np.asarray(self._runner.step(batch))
         rows = range(batch.first_row, batch.first_row + batch.rows)
@@ -133,7 +132,7 @@ class _ComparedRunner:
 
 
 def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
-    """Return the outputs of the layers, in the order of the graph."""
+    """Return the outputs of those layers that can be compared, in the order of the graph."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     layers = []
@@ -152,12 +151,12 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
 def build_with_outputs(
     imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path
 ) -> Path:
-    """Build an engine with the same options, with these values as outputs, and write it with its manifest.
+    """Build an engine again with more outputs, and write it with its manifest. Return the engine's path.
 
     Args:
         imported: the model that the engine was built from.
-        manifest: manifest of the engine.
-        values: values of the rewritten model, with their types.
+        manifest: manifest of the engine, with its build options.
+        values: values of the rewritten model that become outputs, with their types.
         folder: folder for both files.
 
     Raises:

@@ -1,10 +1,10 @@
-"""The decode loop: token ids in, token ids out, over any runner.
+"""The decode loop: feeds token ids to a runner, and chooses the next ones from the logits, for many sequences at once.
 
 A sequence is a list of tokens, the first `length` of which are in the cache. Each step writes some of the waiting
-tokens: the next piece of a new sequence's prompt; or the last chosen token of a running sequence, and a draft of the
-next ones. When no token waits any more, the model's scores choose the next token. Sequences join and leave between
-steps. The result of a sequence does not depend on the others. While some sequences decode, a budget limits the prompt
-tokens of a step, so that a long prompt does not stall the others.
+tokens: a part of a new sequence's prompt; or the last chosen token of a running sequence, and guesses of the next
+ones. When no token waits any more, the model's scores choose the next token. Sequences join and leave between steps.
+The result of a sequence does not depend on the others. While some sequences decode, a budget limits the prompt tokens
+of a step, so that a long prompt does not stall the others.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ PREFILL_BUDGET = {"cpu": 16, "gpu": 256}
 prompt reads all weights again. The value for GPUs is an estimate, not measured."""
 
 Outcome = TokenEvent | TrtKvCacheError
-"""The result of a step for one sequence; an error ends it."""
+"""The result of a step for one sequence: an event, or the error that ended the sequence."""
 
 Outcomes = list[tuple[int, Outcome]]
-"""Slots with their outcomes, in order."""
+"""Pairs of a slot and its outcome, in the order in which they happened."""
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """The tokens that one step writes for one slot.
+    """Consecutive tokens of one slot that one step writes.
 
     Attributes:
-        tokens: tokens of the slot that wait, then guesses.
+        tokens: waiting tokens of the slot, then guesses of a draft.
         guesses: number of guesses at the end of `tokens`.
         keep: number of last positions whose logits are needed.
     """
@@ -76,12 +76,12 @@ class _Piece:
 
 @dataclass(frozen=True)
 class Run:
-    """A sequence that is being continued.
+    """A sequence that the decode loop continues.
 
     Attributes:
         outcomes: the list to which each outcome of the sequence is appended at once, so that an interrupt cannot lose
             it.
-        client: the owner of the sequence, see `DecodeLoop.add`.
+        client: the owner of the sequence; waiting clients get rows in turn.
     """
 
     slot: int
@@ -92,7 +92,7 @@ class Run:
 
 
 class DecodeLoop:
-    """Continues the sequences that were added to it.
+    """Generates the next tokens of all sequences that were added to it, step by step.
 
     Args:
         runner: executes the steps.
@@ -132,9 +132,10 @@ class DecodeLoop:
         self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
         client: Hashable = None,
     ) -> None:  # fmt: skip
-        """Continue a slot, whose state becomes `entry`; release it at the end unless `keep_slot`.
+        """Set the state of a slot to `entry`, and continue it. At its end, release the slot unless `keep_slot`.
 
-        Clients take turns when rows are few. A sequence whose client is None counts as a separate client.
+        If more sequences wait than rows are free, clients get rows in turn. If `client` is None, the sequence is its
+        own client.
         """
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
@@ -152,7 +153,7 @@ class DecodeLoop:
         return self._runs.pop(slot)
 
     def give_row(self) -> None:
-        """Give free rows to waiting sequences: each to the client that has waited longest since its last row."""
+        """Give free rows to waiting sequences. The client that has waited longest since its last row comes first."""
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
         waiting = [run for run in self._runs.values() if self._cache.slot(run.slot).row < 0]
@@ -165,14 +166,13 @@ class DecodeLoop:
                 self._turns[run.client] = self._now()
 
     def _now(self) -> int:
-        """Return a number that is later than all turns so far."""
         return max(self._turns.values(), default=0) + 1
 
     def step(self) -> None:
-        """Advance every decoding sequence by a token, or by several if a draft was right; and advance some prompts.
+        """Compute the next token of every decoding sequence (several if a draft was right), and a part of some prompts.
 
-        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. A compact cache
-        needs the fewest steps of the runner.
+        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Neighbouring rows
+        need the fewest steps of the runner.
 
         A sequence that fails ends with its error; the others continue.
         """
@@ -186,9 +186,9 @@ class DecodeLoop:
             self._advance(group)
 
     def _advance(self, group: list[_Piece]) -> None:
-        """Run one step for a group of rows.
+        """Run one step for a group of rows, and choose their next tokens.
 
-        If it fails, run a step for each single row; only sequences whose own step fails end.
+        If the step fails, repeat it for each row alone; only sequences whose own step fails end.
         """
         again = len(group) > 1
         try:
@@ -211,26 +211,26 @@ class DecodeLoop:
 
     @contextmanager
     def _alone(self, slot: int) -> Iterator[None]:
-        """Run code for one sequence: an error ends this sequence only."""
+        """Run a block of code for one sequence; an error in it ends this sequence only."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - bugs, too: the caller of the sequence gets the error
             self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
-        """Sequences in rows whose adapters have slots, or that use none.
+        """Return the sequences that can take part in the next step: with a row, and an adapter slot if needed.
 
-        Sequences that started earlier get slots first; the others wait.
+        Sequences that started earlier get adapter slots first; the others wait.
         """
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
         placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
         return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
-        """Append tokens to slots that do not run and write them, in as many steps as needed.
+        """Append tokens to slots that do not run, and write them to the cache in as many steps as needed.
 
         Returns:
-            Logits as float32 ``[min(keep, new tokens), V]`` of each slot's last positions.
+            By slot: logits of its last positions, float32 ``[min(keep, new tokens), V]``.
 
         Raises:
             TrtKvCacheError: a step failed. The slots are as before, as far as their caches allow. If the model keeps
@@ -273,7 +273,7 @@ class DecodeLoop:
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
-        """Return guesses by slot, for sequences in which only the last chosen token waits."""
+        """Guess the next tokens of decoding sequences by draft model or prompt lookup. Return the guesses by slot."""
         guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
@@ -295,11 +295,11 @@ class DecodeLoop:
         return {s: list(takewhile(lambda t: t < vocab and self._has_embedding(t), g)) for s, g in guesses.items()}
 
     def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
-        """Yield the runner's steps in order: first decoding sequences, then prompts within the budget.
+        """Yield the groups of tokens that the runner computes step by step: decoding sequences first, then prompts.
 
-        A prompt in a row between decoding rows takes part with one token: this costs less than two steps around it. The
-        prompt that was written least recently takes from the budget first. A prompt that needs one whole step takes all
-        of its tokens.
+        A prompt whose row lies between decoding rows joins their step with one token, which costs less than two steps.
+        After that, the budget limits the prompts; the least recently written prompt comes first. A prompt that the
+        model must see in one step is never split.
         """
         prompts = [run.slot for run in runs if run.slot in self._runs and self._cache.slot(run.slot).pending > 1]
         decoding = [run.slot for run in runs if run.slot in self._runs and run.slot not in prompts]
@@ -320,7 +320,7 @@ class DecodeLoop:
                     yield [piece]
 
     def _pieces(self, slots: Iterable[int], most: int | None = None) -> list[_Piece]:
-        """Return the next piece of each of these prompts."""
+        """Return the tokens of each of these prompts that the next step writes."""
         pieces = []
         for slot in slots:
             with self._alone(slot):
@@ -328,12 +328,12 @@ class DecodeLoop:
         return pieces
 
     def _last_token(self, name: int, draft: list[int]) -> _Piece:
-        """Return the piece of the last chosen token and its draft."""
+        """Return the last chosen token of a slot and the guesses in `draft` as one piece."""
         slot = self._cache.slot(name)
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
-        """Return as many waiting tokens as fit into one step, with logits for those among the last `keep`."""
+        """Return the next waiting tokens of a slot, as many as fit into a step, with logits for the last `keep`."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
@@ -367,7 +367,7 @@ class DecodeLoop:
         )
 
     def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """Return True if two pieces of one length have the same positions."""
+        """Return True if two pieces of the same number of tokens have the same positions."""
         places = [self._cache.slot(p.slot).positions for p in (piece, other)]
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
@@ -395,7 +395,7 @@ class DecodeLoop:
         return read
 
     def _batch(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> StepBatch:
-        """Return the step of a group."""
+        """Return the inputs of a step for a group of rows."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
@@ -417,7 +417,7 @@ class DecodeLoop:
         )
 
     def _write(self, group: list[_Piece], batch: StepBatch) -> Logits:
-        """Run the step. Return logits ``[R, most kept positions, V]``, or the highest scores of each position."""
+        """Run a step. Return logits ``[R, most kept positions, V]``, or only the highest scores of each position."""
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
         try:
@@ -436,7 +436,7 @@ class DecodeLoop:
         return logits
 
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
-        """Choose the next token, or the correct tokens of a draft and one more; drop the rest of the draft.
+        """Choose the next tokens of a sequence: its guesses as long as they are right, and one more.
 
         An error ends the sequence. If the error is not an `Exception` (such as KeyboardInterrupt), return it.
         """
@@ -468,14 +468,14 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens in `outcomes` to the slot: correct guesses and the last token. Return the last token."""
+        """Append the tokens of these outcomes to the slot: correct guesses, then the last token. Return the latter."""
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
         return tokens[-1] if tokens else -1
 
     def last(self, run: Run, reason: FinishReason) -> Outcome:
-        """Return the last outcome of a sequence that ends because its caller asked for it."""
+        """End a sequence at its caller's request, and return its last outcome."""
         try:
             return run.continuation.finish(reason)
         except Exception as error:  # noqa: BLE001 - such as the tokenizer's, in text that was held back
@@ -485,7 +485,6 @@ class DecodeLoop:
         return self._embeddings is None or self._embeddings.missing([token]) is None
 
     def _fail(self, slot: int, error: BaseException) -> None:
-        """End a sequence with an error."""
         self._end(slot, as_outcome(error))
 
     def _end(self, slot: int, outcome: Outcome) -> None:
@@ -493,7 +492,7 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """End a sequence that has its last outcome."""
+        """Stop continuing a slot that has its last outcome. Release it unless the caller wants to keep it."""
         if not self.remove(slot).keep_slot:
             self._cache.drop(slot)
 
@@ -503,7 +502,7 @@ def _ends(outcome: Outcome) -> bool:
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
-    """Return the error that a sequence reports for an error that ends it."""
+    """Return the error to report for a sequence that ended with `error`; foreign errors become a `SessionError`."""
     if isinstance(error, TrtKvCacheError):
         return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")

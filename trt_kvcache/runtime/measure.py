@@ -1,4 +1,4 @@
-"""Measures times of a session: prompts by length, steps by position, steps by batch."""
+"""Measures the speed of a session: prefill by length of the prompt, decoding by position and by batch size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Amount = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
 
 @dataclass(frozen=True)
 class Timing:
-    """One measured case.
+    """The measured times of one case, such as decoding with a batch of 4.
 
     Attributes:
         phase: ``"prefill"``: a whole prompt of `tokens`; ``"decode"``: one token per sequence.
@@ -46,7 +46,7 @@ class Timing:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The cells of a row of a table, see `COLUMNS`."""
+        """The timing as texts, one for each column of `COLUMNS`."""
         spread = f"{self.low_ms:.2f} to {self.high_ms:.2f}"
         counts = str(self.batch), str(self.tokens)
         return self.phase, *counts, f"{self.median_ms:.2f}", spread, f"{self.tokens_per_second:.1f}"
@@ -111,7 +111,7 @@ def bench_session(
     warmup: int = 3,
     seconds: float | None = None,
 ) -> Iterator[Timing]:
-    """Measure one case after the other: prefill by length, decode by position, decode by batch at the first position.
+    """Yield timings of a session: prefill by length, then decoding by position, then by batch at the first position.
 
     Args:
         session: a session with all rows free.
@@ -156,7 +156,7 @@ def bench_session(
 
 
 def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> BenchReport:
-    """Return a report: the timings, the model, and the machine."""
+    """Return a report with these timings and facts about the session's model, caches and machine."""
     dtypes = dict.fromkeys("float32" if c.dtype == "float" else c.dtype for c in session.plan.caches)
     return BenchReport(
         model=model,
@@ -172,11 +172,7 @@ def report(session: DecodeSession, model: str, timings: Sequence[Timing]) -> Ben
 
 
 def load_report(path: Path) -> BenchReport:
-    """Read a report that ``bench`` printed: the last line of a file.
-
-    Raises:
-        OptionError: the file cannot be read, or holds no report.
-    """
+    """Return the report in the last line of a file that ``bench`` printed; raise `OptionError` if there is none."""
     try:
         lines = read_file(path).splitlines()
         return msgspec.json.decode(lines[-1] if lines else b"", type=BenchReport)
@@ -195,7 +191,7 @@ Tokens = Callable[[int], list[int]]
 
 @dataclass(frozen=True)
 class _Steps:
-    """Limits of repeating a step: measured runs, warmup runs, and seconds."""
+    """How often to run a step: measured runs, warmup runs before them, and a limit in seconds."""
 
     repeats: int
     warmup: int

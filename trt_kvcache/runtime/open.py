@@ -1,4 +1,4 @@
-"""Opens the runner of a file (an engine runs on a GPU, a model on the CPU), and reads files that lie beside it."""
+"""Opens the runner of a model (CPU) or engine (GPU), its tokenizer, and its default settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trt_kvcache.runtime.runner import Runner
 
 
 class Unread:
-    """Replaces a tokenizer that cannot be read.
+    """Stands for a tokenizer that is missing or cannot be read.
 
     Args:
         why: the reason, for the error message of a text prompt.
@@ -63,7 +63,9 @@ small models.
 
 
 def default_sampling(model: Path) -> dict[str, Any]:
-    """Return the sampling of servers and chats: from ``generation_config.json`` beside the model, or `USUAL_SAMPLING`.
+    """Return the sampling settings of a model for servers and chats.
+
+    They come from ``generation_config.json`` beside the model; else `USUAL_SAMPLING`.
 
     Raises:
         OptionError: the file is unreadable, or has a value that is out of range.
@@ -78,14 +80,14 @@ def default_sampling(model: Path) -> dict[str, Any]:
 
 
 def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
-    """Return the config with the end token that a tokenizer names, if it names one."""
+    """Return `config` with the tokenizer's end token as ``eos_token_id``; unchanged if the tokenizer names none."""
     end = getattr(tokenizer, "eos_token_id", None)
     return replace(config, eos_token_id=end) if isinstance(end, int) else config
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How sequences share steps and rows of the caches.
+    """Settings for many sequences in one session: how they share steps and rows of the caches.
 
     Attributes:
         max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that do not run move to
@@ -111,11 +113,7 @@ class Schedule:
             raise OptionError(f"prefill_budget is {self.prefill_budget}; it must be at least 1 token")
 
     def check(self, max_batch: int) -> None:
-        """Refuse fewer sequences than there are rows.
-
-        Raises:
-            OptionError: there are fewer.
-        """
+        """Raise `OptionError` if `max_sequences` is smaller than `max_batch` of the session."""
         most = self.max_sequences
         if most is not None and as_whole(most, "max_sequences") < max_batch:
             raise OptionError(
@@ -153,7 +151,7 @@ class GpuOptions:
         index: index of the GPU.
         cuda_graphs: record decode steps as CUDA graphs.
         kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
-        bindings: replacements of the modules of TensorRT and CUDA, for tests.
+        bindings: objects that tests use instead of the Python modules of TensorRT and CUDA.
     """
 
     index: int = 0
@@ -168,7 +166,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class RunnerOptions:
-    """Options of a runner; see `DecodeSession.open`."""
+    """Options for opening a runner; the parameters of `DecodeSession.open` with the same names explain them."""
 
     device: str = "auto"
     check: str = "first"
@@ -190,10 +188,10 @@ class RunnerOptions:
 
 
 def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
-    """Open an ``.onnx`` file or its folder with ONNX Runtime; an engine or its folder on a GPU.
+    """Open a file for running: an ``.onnx`` model with ONNX Runtime, or an engine on a GPU; or the folder of either.
 
     Raises:
-        OptionError: the file cannot run on that device, or the options are for the other one.
+        OptionError: the file cannot run on that device, or the options are for the other device.
         VerificationError: the engine's results on this GPU differ from its proof.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
@@ -233,11 +231,10 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Open a tokenizer.
+    """Return the tokenizer for a session.
 
-    A path names a ``tokenizer.json``; None means the file beside the model; False means no tokenizer.
-
-    Other objects are returned unchanged.
+    `tokenizer` may be the path of a ``tokenizer.json``; None for the file beside the model; False for no tokenizer; or
+    a tokenizer object, which is returned unchanged.
     """
     if tokenizer is None or tokenizer is False:
         return None if tokenizer is False else find_tokenizer(model)

@@ -1,4 +1,7 @@
-"""Cache rows of earlier texts in host memory: blocks of tokens, found by a hash of all tokens up to their end."""
+"""The prefix cache: keeps cache rows of earlier texts in host memory, for new texts that begin in the same way.
+
+Rows are kept in blocks of tokens. A block is found by a hash of all tokens up to its end.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ class PrefixStats:
 
     Attributes:
         lookups: sequences that were looked up at their start.
-        hits: sequences of which a prefix was found.
-        saved_tokens: tokens of these prefixes: their rows were copied, not computed.
+        hits: sequences of which the first tokens were found.
+        saved_tokens: tokens that were found: their rows were copied, not computed.
         blocks: blocks in the cache now, of `BLOCK` tokens each.
         dropped: blocks that were replaced.
     """
@@ -42,10 +45,10 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Copies of cache rows. Each row must depend only on the adapter and on the token ids up to it.
+    """Copies of the cache rows of earlier texts. A row must depend only on the adapter and on the tokens up to it.
 
     When a new block needs space, the least recently used block is dropped; among the blocks of one text, the last block
-    goes first. A block can be found only together with all blocks before it, so it is of no use without them.
+    goes first, because a block is of no use without the blocks before it.
 
     Args:
         runner: runner of the caches.
@@ -80,15 +83,12 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the leading blocks of a text that are in the cache.
+        """Return the names of the leading blocks of a text that are in the cache, for `fill`.
 
         Args:
             tokens: tokens of the text.
             most: largest number of tokens to find.
             adapter: digest of the adapter that the rows are computed with; empty: no adapter.
-
-        Returns:
-            Names of the blocks, for `fill`.
         """
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
@@ -98,12 +98,12 @@ class PrefixCache:
         return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
-        """Write the first blocks of a text to a row of every cache."""
+        """Write the cache rows of these blocks, the first ones of a text, to batch row `row` of every cache."""
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
     def add(self, row: int, tokens: Sequence[int], blocks: int, adapter: bytes = b"") -> None:
-        """Copy the first blocks of a text from a row of every cache, unless they are in the cache."""
+        """Copy the first blocks of a text from batch row `row` of every cache, unless the cache has them already."""
         names = _names(tokens, blocks, adapter)
         for at, name in enumerate(names):
             if name in self._places:
@@ -126,7 +126,7 @@ class PrefixCache:
                 self._places.move_to_end(name)
 
     def _place(self, keep: Container[bytes]) -> int | None:
-        """Return a place for one more block; None if a block in `keep` would have to go."""
+        """Return the index of free memory for one more block; None if a block in `keep` would have to go."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._places))
@@ -149,11 +149,7 @@ def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
 
 
 def _check(plan: CachePlan) -> None:
-    """Refuse models whose rows depend on more than the token ids up to them, or do not stay.
-
-    Raises:
-        OptionError: the model is of this kind.
-    """
+    """Raise `OptionError` if cache rows depend on more than the token ids up to them, or change later."""
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
         why = f"each row also depends on an input beside the tokens ('{constants[0].name}')"

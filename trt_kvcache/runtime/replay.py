@@ -1,7 +1,7 @@
-"""Replays the proof of an engine; and decodes with a session's runner, for comparisons.
+"""Replays an engine's proof: decodes the same tokens as when the proof was recorded, and compares the results.
 
-steps    logits, compared with the proof
-caches   after each part: newest rows, compared with the proof; rows that no token wrote must keep their bits
+- After each step, it compares the logits.
+- After each part of the decode, it compares the newest cache rows. Rows that no token wrote must keep their bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHOSEN = 0.25  # largest share of an output's rows that other chosen experts ma
 
 
 class SessionSteps(TextCaches):
-    """A runner (`trt_kvcache.compare.decode.Runner`) over a session's runner.
+    """Decodes texts for comparisons with a session's runner: an adapter to `trt_kvcache.compare.decode.Runner`.
 
     A session with fewer rows than texts decodes some of the texts, and returns logits of these.
 
@@ -65,11 +65,11 @@ class SessionSteps(TextCaches):
         return self._first + text - self.texts.start
 
     def read(self, name: str, text: int) -> Array:
-        """See `TextCaches.read`."""
+        """Return the contents of a cache for one text, as in `TextCaches.read`."""
         return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """See `TextCaches.write`. The first call starts all texts and fills the spare rows."""
+        """Replace the contents of a cache for some texts. The first call also starts all texts and fills spare rows."""
         if name not in self.buffers:
             return
         spare = self._spare if not self.ends.any() else ()
@@ -78,7 +78,7 @@ class SessionSteps(TextCaches):
             self.runner.write_row(name, row, contents.astype(self.buffers[name].array_dtype))
 
     def start(self, rows: int, texts: range | None = None) -> None:
-        """See `Runner.start`. `texts` says which texts are decoded; None: all texts."""
+        """Start `rows` new texts without tokens. Only those in `texts` are decoded; None: all."""
         self.begin(rows, texts)
         self.fill()
         inputs = self._inputs.tensors
@@ -89,7 +89,7 @@ class SessionSteps(TextCaches):
         ]
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """See `Runner.step`."""
+        """Decode the next tokens of some texts and return their logits, as in `Runner.step`."""
         self.skip(piece)
         rows = [row for row in piece.rows if row in self.texts]
         batch = self._batch(piece, rows, tokens[[piece.rows.index(row) for row in rows]])
@@ -116,7 +116,7 @@ class SessionSteps(TextCaches):
 
 @dataclass(frozen=True)
 class Difference:
-    """The largest difference found in one output, relative to the allowed one.
+    """The largest difference found in one output, and the allowed difference.
 
     Attributes:
         output: name of the logits, or of a cache's past.
@@ -130,7 +130,7 @@ class Difference:
 
     @property
     def part(self) -> float:
-        """The difference divided by the allowed one; infinite if they cannot be compared."""
+        """The found difference divided by the allowed one; infinite if the numbers cannot be compared."""
         if self.found is None:
             return math.inf
         return max(self.found.largest / self.allowed.largest, self.found.typical / self.allowed.typical)
@@ -138,7 +138,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """A disagreement.
+    """A place where an engine disagrees with its proof.
 
     Attributes:
         step: number of the step, from 0.
@@ -154,13 +154,12 @@ class Finding:
     what: str
 
     def __str__(self) -> str:
-        """Return the text of messages."""
         return f"output '{self.output}' at step {self.step} ('{self.part}'), row {self.row}: {self.what}"
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of a replay.
+    """The result of replaying an engine's proof.
 
     Attributes:
         steps: number of steps that were run; the first part with a disagreement is the last one.
@@ -179,20 +178,17 @@ class Replay:
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Return the rows of the caches that a replay needs: the rows that it uses, and one more if the engine has it."""
+    """Return the number of batch rows for a replay: one for each text, and one that must not change, if possible."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
 def _rows_aligned(plan: CachePlan) -> bool:
-    """Return True if each row of a cache lies at an address that TensorRT accepts.
-
-    Otherwise an engine runs one text at a time.
-    """
+    """Return True if every batch row of a cache starts at an address that TensorRT accepts; else texts run singly."""
     return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
 def replay(runner: Runner, proof: Proof) -> Replay:
-    """Run the steps of a proof.
+    """Decode the tokens of a proof with a runner, and return how its results differ from the proof.
 
     Args:
         runner: runner of the engine with at least `rows_needed` rows; its cache contents are lost.
@@ -238,7 +234,7 @@ class _Replay:
         self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
 
     def _misfit(self) -> str:
-        """Return why a proof cannot belong to this engine, judged by its steps; empty if it can."""
+        """Return why a proof cannot belong to this engine, judged by lengths and cache names; empty if it can."""
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
@@ -258,7 +254,6 @@ class _Replay:
         return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
 
     def _run_texts(self, texts: range) -> None:
-        """Decode these texts."""
         steps, part = self._steps, ""
         steps.start(self._facts.rows, texts)
         starts, prints = steps.ends.copy(), dict[tuple[str, int], Array]()
@@ -296,23 +291,23 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _leave_out_choices(self) -> None:
-        """Drop findings that chosen experts explain: few rows of an output, for which two experts were nearly equal."""
+        """Drop findings that come from another choice of experts: few rows differ, where two experts scored alike."""
         for name, (outliers, rows) in self._outliers.items():
             if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return rows of the batch in which a cache row may stay unchanged; for state, only rows of other texts."""
+        """Return the batch rows to check for unwanted changes: spare rows; for caches, also the rows of the texts."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
-        """Return the rows ``[capacity, numbers]`` of a cache."""
+        """Return the contents of a cache in one batch row, as ``[capacity, numbers]``."""
         values = self._runner.read_row(buffer.past, row, buffer.capacity)
         rows = self._steps.tensors[buffer.past].physical_rows(values[None])[0]
         return np.asarray(rows.reshape(buffer.capacity, -1))
 
     def _prints(self, buffer: Carried, row: int) -> Array:
-        """Return a number for the bits of each row of a cache."""
+        """Return a checksum of the bits of each cache row in one batch row, as uint64 ``[capacity]``."""
         values = np.ascontiguousarray(self._cache_rows(buffer, row))
         width = 8 if values.itemsize * values.shape[1] % 8 == 0 else values.itemsize
         bits = values.view(f"u{width}").astype(np.uint64, copy=False)
@@ -320,7 +315,7 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, name: str) -> None:
-        """Compare the newest rows, as numbers."""
+        """Compare the newest rows of a cache with the proof, within the allowed difference."""
         if name in self._facts.allowed[part]:
             for text in self._steps.texts:
                 wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])
@@ -331,7 +326,7 @@ class _Replay:
     def _compare_untouched(
         self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array
     ) -> None:
-        """Compare the rows of a cache that no token wrote, bit by bit."""
+        """Check that the cache rows that no token wrote have the same bits as before."""
         changed = self._prints(buffer, row) != before
         if not changed.any():
             return
@@ -346,7 +341,10 @@ class _Replay:
             self._find(buffer.past, number, part, text, "changed cache rows that no token went to")
 
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
-        """Compare a difference with the allowed one. One row of a part, or one part of one row, may differ more."""
+        """Record a difference, and a finding if it is larger than allowed.
+
+        One row of a part may differ more. If there is only one row, one part of it may.
+        """
         facts = self._facts
         limit = facts.allowed[part].get(name)
         if limit is None:

@@ -63,7 +63,7 @@ class Generation:
     top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
     def take(self, event: TokenEvent) -> None:
-        """Add the token, the text and the other data of the sequence's next event."""
+        """Add the token, text and other data of one event to the result."""
         if event.token is not None:
             self.tokens.append(event.token)
         if event.logprob is not None:
@@ -76,14 +76,14 @@ class Generation:
 
 @dataclass(frozen=True, eq=False)
 class ReadPrompt:
-    """One prompt as the decode loop takes it.
+    """One prompt after all checks, in the form that the decode loop takes.
 
     Attributes:
         tokens: token ids.
         embeds: ``[S, H]`` in the model's dtype, replacing the embeddings of all tokens; None: the session looks up the
             ids.
         positions: int64 ``[planes, S]``; None: they follow the earlier tokens.
-        constants: the model's other inputs for this prompt.
+        constants: inputs of the model that stay the same in all steps of this prompt.
     """
 
     tokens: list[int]
@@ -92,12 +92,12 @@ class ReadPrompt:
     constants: Constants = NO_CONSTANTS
 
     def after(self, slot: Slot) -> Slot:
-        """Return `slot` with this prompt appended; the prompt waits to be written."""
+        """Return a copy of `slot` with the tokens of this prompt appended. They wait to be written to the cache."""
         return slot.appended(self.tokens, self.embeds, self.positions)
 
 
 class PromptReader:
-    """Reads and checks callers' prompts.
+    """Checks the prompts of callers, and turns texts into token ids.
 
     Args:
         runner: runner of the model.
@@ -122,7 +122,7 @@ class PromptReader:
         return self._runner.vocab if self._embeddings is None else min(self._runner.vocab, self._embeddings.rows)
 
     def takes(self, token: int) -> bool:
-        """Return True if prompts may have this id without an embedding from the caller."""
+        """Return True if a prompt may have this token id although the caller gives no embedding for it."""
         return (
             is_whole(token)
             and 0 <= token < self.vocab
@@ -132,11 +132,11 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Read several prompts with their inputs. No prompt may be empty.
+        """Check several prompts with their inputs; return them in order. No prompt may be empty.
 
         Raises:
-            PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.
-            CapacityError: see `after`.
+            PromptError: as in `read`; or there are more or fewer constants, embeddings or positions than prompts.
+            CapacityError: a prompt is longer than the cache.
         """
         entries = "prompts, each a text or a list of token ids"
         prompts = as_list(prompts, "prompts", entries, PromptError)
@@ -153,11 +153,11 @@ class PromptReader:
     def read_added(
         self, slot: int | None, prompt: Prompt, constants: Any, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
-        """Read a prompt that is appended to a slot (None: a new slot). Return it, and the slot's contents with it.
+        """Check a prompt that is appended to a slot (None: a new slot). Return it, and the slot's state with it.
 
         Raises:
-            PromptError: see `read`; or there is nothing to run.
-            CapacityError: see `after`.
+            PromptError: as in `read`; or there is nothing to run.
+            CapacityError: slot and prompt together are longer than the cache.
             SlotError: the slot is not in use, or runs.
         """
         entry = Slot(-1) if slot is None else self._rows.idle(slot)
@@ -171,11 +171,11 @@ class PromptReader:
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:
-        """Read prompts that are to be written to slots, by slot.
+        """Check the tokens that a caller wants to write to slots. Return them by slot.
 
         Raises:
-            PromptError: see `read`; or there is nothing to write.
-            CapacityError: see `after`.
+            PromptError: as in `read`; or there is nothing to write.
+            CapacityError: slot and tokens together are longer than the cache.
             SlotError: a slot is not in use, or runs.
         """
         for name, mapping in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
@@ -193,17 +193,13 @@ class PromptReader:
         return checked
 
     def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """Return the contents of a slot with a prompt appended.
-
-        Raises:
-            CapacityError: they do not fit.
-        """
+        """Return the state of a slot with a prompt appended; raise `CapacityError` if they do not fit the cache."""
         after = prompt.after(entry)
         self._rows.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
-        """Read one prompt, which may be empty.
+        """Check one prompt, which may be empty; return it as token ids with its inputs.
 
         Raises:
             PromptError: a text without a tokenizer, ids that are not a flat list of integers, or an id that the model
@@ -234,11 +230,7 @@ class PromptReader:
         return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
-        """Return the tokenizer.
-
-        Raises:
-            PromptError: there is no tokenizer, and `what` is text.
-        """
+        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs it."""
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
         return self._tokenizer
@@ -274,7 +266,7 @@ def is_one(prompts: object) -> bool:
 
 
 def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
-    """Refuse a config that the model cannot follow.
+    """Refuse a generation config that asks for guessed tokens if the model cannot verify them.
 
     Args:
         config: the config to check.
@@ -307,10 +299,9 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return the value of each prompt; None for each if `values` is None.
+    """Return one value for each prompt: those in `values`, or None for each if `values` is None.
 
-    Raises:
-        PromptError: there are more or fewer values than prompts.
+    Raises `PromptError` if there are more or fewer values than prompts.
     """
     if values is None:
         return [None] * len(prompts)

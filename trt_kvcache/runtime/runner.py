@@ -1,4 +1,4 @@
-"""The interface between the decode loop and the runners, which execute a model. There are two runners.
+"""The interface of runners, which execute a model for the decode loop: one with TensorRT, one with ONNX Runtime.
 
 A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, and one value per row of every state. It
 allocates and zeroes them once, and runs steps on contiguous rows of them. A runner knows nothing of sequences, prompts
@@ -30,7 +30,7 @@ HostBytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class HostMemory:
-    """A piece of host memory.
+    """Memory of the host that a runner allocated.
 
     Attributes:
         data: uint8 ``[size]``, not initialized.
@@ -43,18 +43,18 @@ class HostMemory:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """One step: `S` new tokens for each of `R` neighbouring rows.
+    """The inputs of one step: `S` new tokens for each of `R` neighbouring rows.
 
     Attributes:
         first_row: the step reads and writes rows ``first_row .. first_row + R - 1`` of every cache.
         tokens: int64 ``[R, S]``.
         starts: int64 ``[R]``: total number of tokens in each row before this step, not wrapped for circular caches.
         keep: number of last positions whose logits the caller wants: 0 to S.
-        constants: constants of each row, all of equal sizes; empty if the model takes none.
+        constants: inputs of each row that stay the same in all steps, all of equal sizes; empty if the model has none.
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
         positions: int64 ``[R, planes, S]``, or one plane for all; None: the position of each token is its cache row.
-        highest: how many of the highest scores of each position the caller needs, with all scores that equal the last
-            of them; 1: only the first of the highest; 0: all scores.
+        highest: how many of the highest scores of each position the caller needs; scores equal to the lowest of these
+            are needed, too. 1: only the first of the highest; 0: all scores.
         masks: returns the tokens that may be among the `highest`; None: all. A runner should call it after the step has
             started, so that both run at the same time.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for none; None: all 0.
@@ -83,16 +83,16 @@ class StepBatch:
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the step, by the names of axes in a plan."""
+        """Sizes of the step's axes, by the names that a plan gives to axes."""
         return axis_sizes(self.rows, self.length) | {"kept": max(self.keep, 1)}
 
     @cached_property
     def longest(self) -> int:
-        """Most tokens in a row after this step."""
+        """The number of tokens after this step in the row that has most."""
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
-        """Yield each row as a separate step."""
+        """Yield a step for each row."""
         for i in range(self.rows):
             one = slice(i, i + 1)
             yield replace(
@@ -129,7 +129,7 @@ class Runner(Protocol):
     def identity(self) -> str:
         """Return a digest of the source model's content, equal for a model and the engines built from it.
 
-        See `trt_kvcache.runtime.step_inputs.model_identity`. It may read whole files: call it only to save and load.
+        It may read whole files: call it only to save and load.
         """
         ...
 
@@ -148,13 +148,13 @@ class Runner(Protocol):
         ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``min(tokens, capacity)`` cache rows of one row to another, in every cache; and the state."""
+        """Copy the first `tokens` cache rows of batch row `source` to row `target` in every cache; and all state."""
         ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, up to each cache's capacity.
 
-        State has one value for the whole text: it becomes 0 if `start` is 0, else it stays.
+        State has one value for the whole text: it becomes 0 if `start` is 0; otherwise it stays.
         """
         ...
 
@@ -177,13 +177,13 @@ class Runner(Protocol):
         ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Fill one slot of an adapter input with factors; later steps that use the slot read them.
+        """Write factors of a LoRA adapter to one adapter slot of a model input. Later steps that use the slot read it.
 
         Args:
             name: name of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
             slot: number of the slot, from 1 on; slot 0 stays zero.
-            data: factors in the input's dtype, of the input's rank or less; the rest of the slot becomes 0. None: all
-                becomes 0.
+            data: factors in the input's dtype, of the input's rank or less; the rest of the slot becomes 0. None: the
+                whole slot becomes 0.
         """
         ...
 
@@ -196,7 +196,7 @@ class Runner(Protocol):
         ...
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
-        """Copy what tokens ``start .. stop - 1`` wrote in one batch row to host memory, and wait for it.
+        """Copy the cache rows of tokens ``start .. stop - 1`` of one batch row to host memory, and wait for the end.
 
         Args:
             row: row of the batch.

@@ -37,7 +37,7 @@ class Score:
 
 
 def score(session: DecodeSession, text: str | Sequence[int], window: int | None = None) -> Score:
-    """Score a text with a session, in windows if it is longer than the caches.
+    """Score a text: how probable the model finds each token. A text longer than the caches is scored in windows.
 
     Each window begins with the second half of the last one, which is not scored again. So each scored token sees at
     least half a window of text before it, except in the first window.

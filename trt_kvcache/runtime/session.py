@@ -62,7 +62,7 @@ _GREEDY = GenerationConfig()
 
 
 class DecodeSession:
-    """Decodes with one model. Use it in a ``with`` block, or close it.
+    """A model that is ready to generate. Use it in a ``with`` block, or close it.
 
         with DecodeSession.open("my-export/") as session:
             print(session.generate("Hello", max_new_tokens=64).text)
@@ -80,7 +80,7 @@ class DecodeSession:
         encoder: opens the model's encoder at its first use; the session passes its lock.
         config: the default for generations that bring no config.
         schedule: how sequences share the rows of the caches.
-        adapters: see `open`.
+        adapters: folders of LoRA adapters, by name; see `open`.
         draft: guesses tokens; the session closes it.
         sampling: see the attribute `sampling`.
 
@@ -235,7 +235,7 @@ class DecodeSession:
 
     @property
     def name(self) -> str:
-        """Runtimes and devices of decoder, encoder and draft, as text."""
+        """Runtime and device of the decoder, and of encoder and draft if there are any, as text."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
         encoder = "" if self._encoder is None else self._encoder.where
         return ", ".join(part for part in (self._runner.name, encoder, draft) if part)
@@ -282,7 +282,7 @@ class DecodeSession:
         return self._tokenizer
 
     def encode(self, source: Source) -> dict[str, Any]:
-        """Run the encoder of an encoder-decoder; the decoder reads the result beside each text.
+        """Run the encoder of an encoder-decoder model for one sequence, and return its results for the decoder.
 
         The encoder runs on the decoder's device, or on the CPU if it has no engine; `name` tells which.
 
@@ -395,8 +395,8 @@ class DecodeSession:
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on, as the tokenizer's chat template takes them.
-            config: see `generate`.
-            settings: see `generate`.
+            config: settings of the answer; None: `config` of the session.
+            settings: fields of `GenerationConfig`, which override the config; see `generate`.
 
         Raises:
             PromptError: there is no tokenizer.
@@ -410,12 +410,7 @@ class DecodeSession:
         config: GenerationConfig | None = None,
         **settings: Unpack[Settings],
     ) -> Iterator[TokenEvent]:
-        """Answer the last message of a conversation; yield an event per token.
-
-        Args:
-            messages: see `chat`.
-            config: see `generate`.
-            settings: see `generate`.
+        """Answer the last message of a conversation; yield an event per token. `chat` explains the arguments.
 
         Raises:
             PromptError, OptionError: see `chat`.
@@ -425,17 +420,18 @@ class DecodeSession:
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **how: Any
     ) -> list[int]:
-        """Return the token ids of a conversation, up to the start of the model's answer.
+        """Write a conversation with the chat template. Return its token ids, up to the start of the model's answer.
 
         Args:
-            messages: see `chat`.
+            messages: the conversation, see `chat`.
             tools: functions that the model may call, for chat templates that support tools: ``{"type": "function",
                 "function": {"name": "f", "parameters": {...}}}``.
             how: fields of `trt_kvcache.runtime.text.chat_template.Chat`, such as ``values={"enable_thinking": False}``
                 for the template.
 
         Raises:
-            PromptError, OptionError: see `chat`.
+            PromptError: there is no tokenizer.
+            OptionError: there is no chat template, or it fails on the messages.
         """
         entries = "messages, such as {'role': 'user', 'content': 'Hello'}"
         several = as_list(messages, "messages", entries, PromptError)
@@ -466,11 +462,8 @@ class DecodeSession:
     ) -> Iterator[TokenEvent]:
         """Continue every prompt; yield an event per token. `TokenEvent.sequence` is the index of the prompt.
 
-        Prompts are checked at the call; the first step runs when the first event is asked for. Closing the iterator
-        ends its sequences and frees their slots.
-
-        Raises:
-            PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`.
+        Arguments and errors are those of `generate`. Prompts are checked at the call; the first step runs when the
+        first event is asked for. Closing the iterator ends its sequences and frees their slots.
         """
         config = self._configured(config, settings)
         checked, _ = self._read(prompts, constants, inputs_embeds, positions)
@@ -488,7 +481,7 @@ class DecodeSession:
         positions: PositionsAll | npt.ArrayLike = None,
         **settings: Unpack[Settings],
     ) -> AsyncIterator[TokenEvent]:
-        """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after the step."""
+        """`stream` for asyncio: steps run in a thread. If the task is cancelled, its sequences end after the step."""
         events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions, **settings)
         async with aclosing(in_a_thread(events)) as steps:
             async for event in steps:
@@ -512,9 +505,9 @@ class DecodeSession:
     ) -> int:
         """Add a sequence: each `step` advances it, and its slot is freed when it ends.
 
-        If other sequences run in all rows, the new one waits until one of them ends. Clients take turns; the sequences
-        of one client start in the order in which they were added. A session opened with `max_sequences` refuses more
-        sequences than that.
+        If other sequences run in all rows, the new one waits until one of them ends. Clients get free rows in turn; the
+        sequences of one client start in the order in which they were added. A session opened with `max_sequences`
+        refuses more sequences than that.
 
         Args:
             prompt: text or token ids; may be empty if `slot` holds tokens that are not in its cache yet.
@@ -566,7 +559,7 @@ class DecodeSession:
             return name
 
     def step(self) -> list[TokenEvent]:
-        """Advance all sequences once; return the events of sequences that were added with `add`.
+        """Compute the next tokens of all sequences; return the events of those that were added with `add`.
 
         Ctrl-C waits for the end of a step. The next call returns the events that the interrupted one did not return.
 
@@ -578,12 +571,12 @@ class DecodeSession:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Slots that `step` advances or has events of; sequences may have ended within `generate` or a stream."""
+        """Slots that `step` will advance, and slots that ended during other calls but still have events for it."""
         with self._guard.lock, self._guard.open:
             return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 
     def remove(self, slot: int) -> None:
-        """End a sequence, running or not, and free its slot. A stream that it belongs to reports it as cancelled.
+        """End a sequence, running or not, and free its slot. A stream of this sequence reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.
@@ -600,7 +593,7 @@ class DecodeSession:
     def stop(self, slot: int) -> None:
         """End a running sequence; its slot stays, with its tokens and caches, as after `add` with `keep`.
 
-        Nothing happens if the sequence has already ended. A stream that it belongs to reports it as cancelled.
+        Nothing happens if the sequence has already ended. A stream of this sequence reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.
@@ -682,7 +675,7 @@ class DecodeSession:
             )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:
-        """Return all prompts with their inputs, checked; and True if `prompts` is one prompt, not a list."""
+        """Check all prompts with their inputs. Return them; and True if `prompts` is one prompt, not a list."""
         one = is_one(prompts)
         several = [prompts] if one else prompts
         each = [[value] if one and value is not None else value for value in inputs]

@@ -1,4 +1,4 @@
-"""One sequence in the cache: its text, its limits, and its contents outside of the caches."""
+"""One sequence in the cache: its tokens and positions, its row, and its cache contents if it was offloaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class HostRows:
-    """Contents in host memory, page-locked if the caches lie on a GPU.
+    """The cache contents of an offloaded slot in host memory, page-locked if the caches lie on a GPU.
 
     Args:
         runner: runner of the caches.
@@ -43,11 +43,11 @@ class HostRows:
         runner.pack_rows(row, 0, tokens, self._memory.data)
 
     def fill(self, row: int) -> None:
-        """Write the contents to a row of every cache."""
+        """Write the saved contents to a batch row of every cache."""
         self._runner.unpack_rows(row, 0, self._tokens, self._memory.data)
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the contents by cache, as `Runner.read_row` does."""
+        """Return the saved contents by the name of the past input, in the shapes that `Runner.read_row` returns."""
         arrays, start = {}, 0
         for buffer in self._buffers:
             stop = start + buffer.range_bytes(0, self._tokens)
@@ -63,7 +63,7 @@ class HostRows:
 
 @dataclass
 class Slot:
-    """One sequence in the cache. To change its text, the cache stores a new object.
+    """The state of one sequence in the cache. To change its tokens, the cache stores a new object.
 
     Attributes:
         row: row of every cache buffer; -1: the slot has no row now.
@@ -71,7 +71,7 @@ class Slot:
         length: total number of tokens in the cache; circular caches hold the last of them.
         written: the largest length since the last crop; it shows how far a circular cache was overwritten.
         running: the decode loop continues the sequence; only the loop may change the slot.
-        constants: inputs of the sequence beside its text.
+        constants: inputs of the sequence other than its tokens, the same in all steps.
         adapter: adapter that computes the sequence; None: no adapter.
         embeds: the caller's embeddings of tokens that wait.
         positions: positions of its tokens.
@@ -107,7 +107,7 @@ class Slot:
         return self.positions.after(len(self.tokens))
 
     def appended(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> Slot:
-        """Return a copy with more tokens that wait.
+        """Return a copy with more tokens, which wait to be written to the cache.
 
         Args:
             tokens: token ids.
@@ -138,15 +138,15 @@ class Slot:
         )
 
     def copy(self, row: int) -> Slot:
-        """Return a copy of the sequence for another row; it does not run yet."""
+        """Return a copy of the sequence that lies in another batch row and does not run yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
 
     def close(self) -> None:
-        """Free the offloaded contents: the sequence has a row again, or is gone."""
+        """Free the offloaded contents. They are not needed when the sequence has a row again, or is gone."""
         if self.offloaded is not None:
             self.offloaded.close()
 
 
 def sequence_capacity(runner: Runner) -> int | None:
-    """Return the most tokens of a sequence with consecutive positions; None if nothing limits them."""
+    """Return the most tokens that a sequence with consecutive positions may have; None if there is no limit."""
     return min((n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None), default=None)

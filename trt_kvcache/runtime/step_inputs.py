@@ -1,4 +1,4 @@
-"""A step's inputs except caches, computed from the roles in the plan; its logits; and its padding to fixed sizes.
+"""Computes the inputs of a step except caches, reads its logits, and pads it to a model's fixed sizes.
 
 Pure NumPy, for all runners. A model whose batch, or whose number of tokens per step, is fixed at more than one computes
 all of its rows and tokens in each step. Rows that do not take part compute some token at the start of their caches;
@@ -49,7 +49,7 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 
 
 class StepLogits:
-    """The output with the logits of a model.
+    """Describes the output that holds the logits of a model.
 
     Attributes:
         name: name of the output.
@@ -104,26 +104,21 @@ class StepLogits:
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
-        """Return the shape of the output in this step."""
+        """Return the shape of the logits output in this step."""
         sizes, tensor = batch.sizes, self._tensor
         dims = zip(tensor.shape[:-1], tensor.axes[:-1], strict=True)
         return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)
 
     def last(self, output: Array, batch: StepBatch) -> Array:
-        """Return the last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
+        """Return the logits of the last `keep` positions, ``[R, keep, V]``, from a step's output; the dtype stays.
 
-        Raises:
-            SessionError: the model returns fewer positions.
+        Raises `SessionError` if the model returns fewer positions.
         """
         positions = self.check(batch)
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """Return the number of positions that the model returns logits of in this step.
-
-        Raises:
-            SessionError: the step asks for more.
-        """
+        """Return for how many positions a step returns logits; raise `SessionError` if `batch` asks for more."""
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
@@ -134,7 +129,7 @@ class StepLogits:
 
 
 class StepInputs:
-    """Fills the inputs of a step.
+    """Computes the inputs of a step from the roles in the plan.
 
     Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step brings its
     own positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as is right for text.
@@ -146,7 +141,7 @@ class StepInputs:
             one position.
         max_rows: most rows in a step; None if the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
-        constants: inputs that a sequence has once.
+        constants: the inputs that stay the same in all steps of a sequence.
         embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
         fixed_length: the only number of tokens per row and step that the model takes, or None.
 
@@ -178,16 +173,16 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Return zeros as embeddings of tokens ``[R, S]``, for a model that takes embeddings; None for other models.
+        """Return zeros in place of embeddings for tokens ``[R, S]``; None for models that take token ids.
 
-        Steps whose results are not used take them.
+        They serve steps whose results are not used.
         """
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the number of rows of every cache buffer, if the caller or the model fixes it; else None.
+        """Return the number of rows that the caller (`asked`) or the model fixes for every cache buffer; else None.
 
         Raises:
             OptionError: the model is fixed at another number.
@@ -200,15 +195,15 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the longest length of a sequence with a position table of `rows`; padding tokens must fit, too."""
+        """Return the most tokens of a sequence for a position table of `rows` entries; padding tokens must fit, too."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
         """Return the most tokens per row in a step that the model, its contracts and its smallest cache allow.
 
         Args:
-            asked: the caller's number; None: `default`, or less.
-            default: see `asked`.
+            asked: the caller's number; None: `default`, or the allowed number if that is smaller.
+            default: the number if the caller asks for none.
 
         Raises:
             OptionError: `asked` is more than is allowed.
@@ -225,10 +220,7 @@ class StepInputs:
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Return rows, tokens per row, cache rows that are read, and so on.
-
-        Steps with equal signatures have inputs of equal shapes.
-        """
+        """Return the sizes that determine all input shapes of a step: rows, tokens per row, cache rows read, ..."""
         sizes = batch.constants[0].sizes if batch.constants else ()
         positions = (batch.sizes["kept"],) if self._logits_span else ()
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
@@ -239,27 +231,30 @@ class StepInputs:
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
-        """Return all inputs except caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
+        """Return the values of all inputs by name, C-contiguous, in the model's dtypes.
+
+        Caches, state, constants and spans are left out.
+        """
         sizes = batch.sizes
         arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, arrays)
         return arrays
 
     def fill(self, batch: StepBatch, into: Mapping[str, Array]) -> None:
-        """Write the values of `arrays` into existing arrays of the same shapes and dtypes."""
+        """Write the same values as `arrays` into existing arrays of the right shapes and dtypes."""
         for tensor in self._inputs:
             target = into[tensor.name]
             target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of `arrays`, of spans and of constants, without computing values."""
+        """Return the shapes of the inputs in `arrays`, of spans and of constants, without computing values."""
         sizes = batch.sizes
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
         constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
         return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
     def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
-        """Return the values of one input, in a shape that broadcasts to its own."""
+        """Return the values of one input, in a shape that broadcasts to the input's shape."""
         role, dtype = tensor.role, self._dtypes[tensor.name]
         if tensor.embedded:
             return _embeds(batch, tensor)
@@ -292,7 +287,7 @@ class StepInputs:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
-        """Return the caches that attention reads with these lengths or this mask; all if the plan does not say."""
+        """Return the caches to which an input of lengths or a mask belongs; all caches if the plan does not say."""
         return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
 
     def _circular(self, tensor: TensorRole) -> bool:
@@ -414,22 +409,18 @@ class StepInputs:
 
 
 def _has_no_rows(tensor: TensorRole) -> bool:
-    """Return True if rows at different positions need different values, but the input has no axis for rows."""
+    """Return True if an input has no axis for rows, although each row may need another value."""
     per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
     return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
 
 
 def _lowest(dtype: np.dtype[Any]) -> float:
-    """Return the lowest finite value: added to a score it hides the key, and a fully hidden row does not become NaN."""
+    """Return the lowest finite number. As a bias it hides a key; a row with all keys hidden does not become NaN."""
     return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the embeddings of the step, in a shape that broadcasts to the input's.
-
-    Raises:
-        SessionError: the step has no embeddings.
-    """
+    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if it has none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
@@ -440,7 +431,7 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` in a shape that broadcasts to the input's."""
+    """Return the caller's positions ``[R, planes, S]`` in a shape that broadcasts to the input's shape."""
     if len(tensor.shape) < 3:
         return place(by_token(values[:, 0], tensor), tensor.axes)
     if "tokens" not in tensor.axes:
@@ -452,7 +443,7 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 def why_no_session(plan: CachePlan) -> str:
     """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
 
-    A model without tokens is not a decoder: the program that plans it also runs it.
+    Empty, too, for a model without tokens: it is not a decoder, and no session runs it.
     """
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""
@@ -465,13 +456,16 @@ def why_no_session(plan: CachePlan) -> str:
 
 
 def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callable[[StepBatch], Array]) -> Array:
-    """Run a step, padded to the fixed sizes of the model, and undo the padding; return the logits ``[R, keep, V]``.
+    """Run a step of a model with fixed sizes: pad its rows and tokens, run it, undo the padding.
 
     Args:
         runner: holds the rows of the caches.
         inputs: inputs of the model.
         batch: the step that is asked for.
-        run: runs the step that the model takes instead.
+        run: runs the padded step.
+
+    Returns:
+        Logits ``[R, keep, V]`` of the step that was asked for.
     """
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):

@@ -1,4 +1,4 @@
-"""Delivers outcomes: streams share the steps of one loop with each other and with ``DecodeSession.step``."""
+"""Delivers the events of sequences to their callers: streams, and ``DecodeSession.step``, share one decode loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 
 class Reader:
-    """Reads the events of sequences. `Streams.leave` frees its slots; if it was interrupted, `Streams.end_gone` does.
+    """Owns the slots of one stream. `Streams.leave` frees them; if it was interrupted, `Streams.end_gone` does.
 
     Ctrl-C may interrupt each line of a generator, also those that free its slots at the end. A weak reference tells
     that the generator has ended, without code that a signal could interrupt.
@@ -36,7 +36,7 @@ class Reader:
 
 
 class Streams:
-    """Steps a loop, and keeps each outcome for the stream or the caller of `step` that waits for it.
+    """Runs the steps of a decode loop, and keeps each outcome for the stream or caller that waits for it.
 
     Args:
         guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
@@ -54,7 +54,7 @@ class Streams:
         self._readers: list[tuple[weakref.ref[Reader], set[int]]] = []
 
     def step(self) -> list[TokenEvent]:
-        """See `DecodeSession.step`."""
+        """Run a step, and return the events of sequences that no stream added; see `DecodeSession.step`."""
         events: list[TokenEvent] = []
         try:
             with self._guard.lock, self._guard.idle:
@@ -84,7 +84,7 @@ class Streams:
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots of added sequences with outcomes that `step` has not returned yet: steps of streams produced them."""
+        """Slots whose outcomes `step` still has to return, because steps of streams produced them."""
         return tuple(dict.fromkeys(slot for slot, _ in self.added))
 
     def forget(self, slot: int) -> None:
@@ -92,9 +92,9 @@ class Streams:
         self.added[:] = [outcome for outcome in self.added if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
-        """Yield the events of prompts. If there are more prompts than free rows, the others wait.
+        """Generate for several prompts, and yield their events. If there are too few free rows, some prompts wait.
 
-        Closing the iterator ends unfinished ones.
+        Closing the iterator ends unfinished sequences.
         """
         waiting = deque(zip(continuations, prompts, strict=True))
         mailbox: Outcomes = []
@@ -118,7 +118,7 @@ class Streams:
             self.leave(reader)
 
     def reader(self) -> Reader:
-        """Return a new reader. Only the caller may keep a reference to it, and only until it has read all events."""
+        """Return a new `Reader` for one stream. Only the stream may refer to it, until it has read all events."""
         reader = Reader()
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader
@@ -131,12 +131,12 @@ class Streams:
                 self._readers.remove(known)
 
     def leave(self, reader: Reader) -> None:
-        """End the unfinished sequences of a reader. Within a step nothing ends; the next step ends them."""
+        """End the unfinished sequences of a reader. During a step of the loop, this is left to the next step."""
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
             self._end(reader.slots)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
-        """Give free rows to waiting prompts."""
+        """Give free rows to waiting prompts, and add them to the loop; raise `SlotError` if no row can get free."""
         self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()
@@ -152,7 +152,7 @@ class Streams:
             )
 
     def _advance(self) -> None:
-        """Run one step of the loop."""
+        """Run one step of the loop, after waiting sequences got free rows."""
         self.end_gone()
         self._loop.give_row()
         self._rows.compact()
@@ -168,7 +168,10 @@ class Streams:
 
 
 async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
-    """Yield the events of a stream, each computed in a thread. Closing it closes the stream after the current step."""
+    """Yield the events of a stream, each computed in a thread, so that asyncio is not blocked.
+
+    Closing waits for the current step, and then closes the stream.
+    """
     step: asyncio.Task[TokenEvent | None] | None = None
     try:
         while True:

@@ -68,7 +68,9 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
-        """A grammar of JSON for a schema, given as an object or as text: one line, properties in the schema's order.
+        """Return a grammar of JSON texts that match a schema: on one line, with properties in the schema's order.
+
+        `schema` is a JSON object or its text.
 
         Raises:
             OptionError: `schema` is not a JSON schema, has keywords that llguidance does not know, or allows no text.
@@ -95,7 +97,7 @@ class Grammars:
         )
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """Return a grammar that allows one of several texts.
+        """Return a grammar that allows exactly one of these texts.
 
         Raises:
             OptionError: there is no text, or one is empty.
@@ -105,7 +107,7 @@ class Grammars:
         return self.lark("start: " + " | ".join(map(json.dumps, texts)))
 
     def lark(self, grammar: str) -> Grammar:
-        """Return a context-free grammar, from Lark's syntax as llguidance reads it, or from llama.cpp's GBNF.
+        """Return a context-free grammar. llguidance's dialect of Lark and llama.cpp's GBNF are supported.
 
         Args:
             grammar: text with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
@@ -124,7 +126,7 @@ class Grammars:
 
     @property
     def special_texts(self) -> list[str]:
-        """The names of special tokens; texts do not show them."""
+        """The names of special tokens, such as ``<|im_end|>``. The text of a generation leaves them out."""
         return [self._vocabulary.tokens[token].decode() for token in self._vocabulary.special_token_ids]
 
     def _compile(self, grammar: str, what: str) -> Grammar:
@@ -142,7 +144,7 @@ class Grammars:
 
 
 class _Vocabulary:
-    """The vocabulary of a session, with the attributes and the call that llguidance expects of a tokenizer."""
+    """The vocabulary of a session, in the form that llguidance expects of a tokenizer."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -156,7 +158,7 @@ class _Vocabulary:
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """Return the tokens of a text that a grammar forces: as the tokenizer writes it, if possible."""
+        """Return token ids for a text that a grammar forces: the tokenizer's own if they decode to this text."""
         ids: list[int] = []
         try:
             ids = self._tokenizer.encode(text, special_tokens=False)
@@ -170,24 +172,20 @@ class _Vocabulary:
 
 
 class _Matched:
-    """A compiled grammar.
-
-    A copy of it is the mask of one sequence: the copy's matcher has read the tokens of the last call.
-    """
+    """A compiled grammar. Each sequence uses a copy, which keeps track of the tokens that it has read."""
 
     def __init__(self, matcher: Any, most: int) -> None:
         self._matcher, self._words = matcher, most
         self._read: list[int] = []
 
     def start(self) -> TokenMask:
-        """See `Grammar`."""
+        """Return a copy of the grammar for a new sequence, which has no tokens yet."""
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
-        """See `TokenMask`. After tokens that the grammar forbids, no bits are set.
+        """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if it forbids these.
 
-        Raises:
-            OptionError: the grammar exceeds llguidance's limits.
+        Raises `OptionError` if the grammar exceeds llguidance's limits.
         """
         tokens: list[int] = new_tokens.tolist()
         same = common_length(self._read, tokens)

@@ -1,4 +1,4 @@
-"""Inputs of a sequence: its token ids, positions, and embeddings of tokens that wait."""
+"""Inputs of a sequence: its token ids, their positions, and the caller's embeddings of tokens that wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trt_kvcache.input_values import axes_with_planes, fixed_length, named_axes
 
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
-    """Check token ids and return them as a list: a model may read wrong memory for an id that it does not have.
+    """Check token ids and return them as a list. A model may read wrong memory for an id that it does not have.
 
     Args:
         tokens: a flat list of ids, possibly empty.
@@ -45,7 +45,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return the length of the common beginning of two texts.
+    """Return how many leading tokens two texts have in common.
 
     Slices are compared, because that is faster than comparing single tokens.
     """
@@ -84,7 +84,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """Return a copy with embeddings for tokens from `start` on; `start` is after all present ones."""
+        """Return a copy that also has `rows` as embeddings of the tokens from `start` on, which is after all others."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -124,11 +124,11 @@ class Positions:
         return np.concatenate([known, np.broadcast_to(follow, (len(self.array), len(follow)))], axis=1)
 
     def after(self, length: int) -> int:
-        """Return the position of the token after the first `length`; `length` is at least K."""
+        """Return the position of the token that follows the first `length` tokens; `length` is at least K."""
         return self.next + length - int(self.array.shape[1])
 
     def followed(self, length: int, positions: Indices) -> Positions:
-        """Return a copy in which tokens after the first `length` have these positions, int64 ``[planes, S]``."""
+        """Return a copy in which tokens after the first `length` have `positions`, int64 ``[planes, S]``."""
         before = np.broadcast_to(self.of(0, length), (len(positions), length))
         return Positions(np.concatenate([before, positions], axis=1))
 
@@ -142,7 +142,7 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 
 
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
-    """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are in order.
+    """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are consecutive.
 
     If all tokens come after the caller's positions, as in decoding, there is one plane.
     """
@@ -157,7 +157,7 @@ def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: in
 
 
 class PositionInput:
-    """The model's input of positions.
+    """Checks the positions that callers give, against the model's input of positions.
 
     Args:
         plan: plan of the model.

@@ -1,4 +1,4 @@
-"""Builds answers in OpenAI's form, whole or in chunks, from the events of a session."""
+"""Builds the answers of OpenAI's API from the events of a session: complete ones, or chunks of a stream."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """Names tokens by text and bytes, for log-probabilities: the texts of an answer's tokens, joined, are its text.
+    """Returns the text and bytes by which log-probabilities name a token.
+
+    The joined texts of an answer's tokens are the answer's text.
 
     Args:
         tokenizer: tokenizer of the session, or None.
@@ -52,11 +54,11 @@ class TokenNames:
 
     @property
     def has_text(self) -> bool:
-        """True if there is a tokenizer."""
+        """True if there is a tokenizer, so that tokens have texts."""
         return self._tokenizer is not None
 
     def of(self, token: int) -> dict[str, Any]:
-        """Return name and bytes of a token. Bytes that are not UTF-8 get the name that OpenAI's API gives them."""
+        """Return the text and bytes of a token. Bytes that are not UTF-8 are spelled out, as in OpenAI's API."""
         known = self._known
         if known is None or token not in known.texts:
             text = "" if self._tokenizer is None else self._tokenizer.decode([token])
@@ -76,7 +78,7 @@ class TokenNames:
 
 
 class Answer:
-    """The answer to one request.
+    """Collects the events of one request, and turns them into the answer of OpenAI's API.
 
     Args:
         asked: the request.
@@ -110,7 +112,7 @@ class Answer:
         }
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event to the answer; return its text, without parts of tool calls."""
+        """Add an event of sequence `place` to the answer. Return its text, without parts of tool calls."""
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
@@ -147,7 +149,7 @@ class Answer:
         return all(done.finish_reason for done in self._done)
 
     def told(self) -> str:
-        """Return counts and times so far, for a line of the log."""
+        """Return counts of tokens and times so far as text, for a line of the log."""
         usage, now = self.usage, time.perf_counter()
         tokens, first = usage["completion_tokens"], self._first - self._start
         later = tokens - len(self._done)  # rate without first tokens, which include the time of the prompt
@@ -156,7 +158,7 @@ class Answer:
         return f"{usage['prompt_tokens']} prompt tokens, {tokens} new{came}{rate}"
 
     def first_lines(self) -> Iterator[bytes]:
-        """Yield the lines of a stream before any token: roles, or prompts to echo."""
+        """Yield the chunks of a stream that come before any token: roles, or prompts to echo."""
         for place, done in enumerate(self._done):
             choice, more = self._choice(place, None, [], []), {}
             if self._chat:
@@ -170,7 +172,7 @@ class Answer:
                 yield _line(self._chunk([choice]) | more)
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event; yield its line of a stream, if there is something to send."""
+        """Add an event of sequence `place`; yield the chunk of the stream for it, if there is something to send."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
@@ -187,13 +189,13 @@ class Answer:
         yield _line(self._chunk([choice]))
 
     def last_lines(self) -> Iterator[bytes]:
-        """Yield the last lines of a stream: the usage, if the request asks for it, and the end."""
+        """Yield the last chunks of a stream: the token counts, if the request asks for them, and the end mark."""
         if self._with_usage:
             yield _line(self._chunk([]) | {"usage": self.usage})
         yield b"data: [DONE]\n\n"
 
     def failed(self, error: ApiError) -> bytes:
-        """Return the line that ends a stream after an error."""
+        """Return the chunk that ends a stream after an error."""
         return _line(error.body)
 
     def calls(self, place: int) -> list[dict[str, Any]]:
@@ -239,7 +241,7 @@ class Answer:
         return {"chosen": chosen, "top": top, "offset": len(self._asked.prompts[place]) + len(self._done[place].text)}
 
     def _drops_space(self, place: int, chosen: dict[str, Any], text: str) -> bool:
-        """True if the decoder drops the space of the first token, as many do at the beginning of a text."""
+        """Return True if decoding drops the space of the first token, as many tokenizers do at the start of a text."""
         return not self._done[place].tokens and chosen["token"].startswith(" ") and text[:1] not in ("", " ")
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
@@ -264,7 +266,7 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """Return log-probabilities by text, of the best tokens and the chosen one; for equal texts, the highest."""
+    """Return log-probabilities by token text: of the best tokens and the chosen one; for equal texts, the highest."""
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 
@@ -275,10 +277,10 @@ def _line(chunk: dict[str, Any]) -> bytes:
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Return the answer once all its events have come. Cancelling the call ends the sequences that still run.
+    """Wait for all events of a request, and return the answer. If the call is cancelled, running sequences end.
 
     Raises:
-        TrtKvCacheError: see `ServingCore.events`.
+        TrtKvCacheError: a sequence failed, see `ServingCore.events`.
     """
     async with aclosing(events):
         async for place, event in events:

@@ -79,7 +79,7 @@ class ApiError(TrtKvCacheError):
 
 
 def as_api(error: TrtKvCacheError) -> ApiError:
-    """Return an error of a session or a core in OpenAI's form."""
+    """Convert an error of a session or a core to the error that the client gets in OpenAI's form."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -96,16 +96,12 @@ def as_api(error: TrtKvCacheError) -> ApiError:
 
 
 def too_many(message: str) -> ApiError:
-    """Return the error of a queue that is full."""
+    """Return the error that the client gets if too many requests wait (HTTP 429)."""
     return ApiError(429, message, code="queue_full", headers=LATER)
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the adapter that a request names as its model; None for the model itself.
-
-    Raises:
-        ApiError: the request names a model that is not served.
-    """
+    """Return the adapter that a request names as its model; None for the model itself, `ApiError` for other names."""
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -115,7 +111,7 @@ def find_adapter(requested: str | None, name: str, adapters: Collection[str]) ->
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream."""
+    """The field `stream_options` of a request, with options for streams."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # padding that hides the length of tokens
@@ -158,7 +154,7 @@ class CompletionRequest(_Request):
 
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
-    """A message of a chat."""
+    """One message of a chat, in OpenAI's form."""
 
     role: str
     content: str | list[Any] | None = None
@@ -177,7 +173,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The function of a tool call."""
+    """Name and arguments of the function that an earlier answer called."""
 
     name: str
     arguments: str
@@ -185,7 +181,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolCall(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool call of a message."""
+    """A tool call in a message of an earlier answer."""
 
     id: str
     function: CalledFunction
@@ -281,7 +277,7 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Convert the fields of a request, none of them null, to a typed request.
+    """Convert the fields of a JSON request to a typed request. No field may be null.
 
     Raises:
         ApiError: a field is unknown, of another type, out of range or not supported.
@@ -305,11 +301,7 @@ def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
-    """Parse the body of a request to load or unload an adapter.
-
-    Raises:
-        ApiError: the body is not such a request.
-    """
+    """Parse a request to load or unload an adapter; raise `ApiError` if the body is not such a request."""
     try:
         return msgspec.json.decode(body, type=AdapterRequest)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -332,7 +324,7 @@ _NESTED: dict[str, Any] = {
 
 
 def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
-    """Return the tree without null fields, which count as absent; floats without a fraction become whole numbers."""
+    """Return JSON data without null fields, which count as absent. Floats without a fraction become whole numbers."""
     if isinstance(tree, list):
         return [_cleaned(one, nested) for one in tree]
     if isinstance(tree, dict):
@@ -344,7 +336,9 @@ def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
 def prepare(
     session: DecodeSession, request: CompletionRequest | ChatRequest, most: int, adapter: str | None = None
 ) -> Asked:
-    """Check a request, and prepare it to run. This runs the tokenizer and the chat template, which may take time.
+    """Check a request, and convert it to prompts and settings that the session can run.
+
+    This runs the tokenizer and the chat template, which may take time.
 
     Args:
         session: the session that will run it.
@@ -428,7 +422,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """True if the chat template knows no tools; False if it writes calls in a form that cannot be read."""
+    """Return True if the chat template knows no tools; False if it writes calls in a form that cannot be read."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):
@@ -436,7 +430,7 @@ def _takes_no_tools(session: DecodeSession) -> bool:
 
 
 def _called(call: ToolCall, at: int) -> dict[str, Any]:
-    """Return a call in the form that chat templates take. Its arguments keep their spelling; no text means ``{}``."""
+    """Return an earlier tool call in the form of chat templates. Its arguments stay unchanged; "" becomes ``{}``."""
     text = call.function.arguments.strip() or "{}"
     try:
         arguments = json.loads(text)
@@ -448,10 +442,10 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return the text of a message's content, which may be a list of parts; None if a part is no text.
+    """Return the text of a message's content; None if a part is not text.
 
     Args:
-        content: the content.
+        content: a text, or a list of parts in OpenAI's form.
         fields: for each type of a part, the field with its text.
     """
     if isinstance(content, str):
@@ -482,7 +476,7 @@ def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[l
 
 
 def _several(prompt: Any) -> list[Any]:
-    """Return the prompts of a request; a single prompt may come without a list."""
+    """Return the prompts of a completion request as a list; the request may give a single prompt without a list."""
     return prompt if isinstance(prompt, list) and prompt and not _is_ids(prompt) else [prompt]
 
 
@@ -519,7 +513,7 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """Return the session's settings, overridden by the model's recommended sampling, and both by the request."""
+    """Return the settings of a request: its own fields, then the model's recommended sampling, then the session's."""
     own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
     asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     sampling = own | asked
@@ -563,7 +557,7 @@ def _config(
 
 
 def _quoting(error: OptionError, param: str | None, why: str, message: str | None = None) -> ApiError:
-    """Return a refusal whose message may quote the client; the log gets only `param` and `why`."""
+    """Return an error whose message may quote the client's text. The log gets only `param` and `why`."""
     return ApiError(400, message or str(error), param, logged=f"{param}: {why}" if param else why)
 
 

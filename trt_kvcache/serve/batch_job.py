@@ -34,7 +34,7 @@ _MOST = 1024
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The answer to a row.
+    """The answer to one row of a batch job.
 
     Attributes:
         number, digest: number and digest of the `Row`.
@@ -49,7 +49,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class RowRunner:
-    """Answers rows with a session, as the server answers requests.
+    """Answers the rows (requests) of a batch job with a session, in the same way as the server.
 
     Args:
         session: the session; it stays open, and no other code may use it meanwhile.
@@ -123,7 +123,7 @@ class RowRunner:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """The counts of a complete job.
+    """The counts of a completed batch job.
 
     Attributes:
         rows: rows in the file.
@@ -143,15 +143,15 @@ def run_batch(
     compute: Callable[[Iterator[Row], Callable[[str, Answered], None]], None],
     progress: Callable[[int, int], None],
 ) -> BatchDone:
-    """Compute the rows of a file that have no answer yet, and write all answers in the order of the rows.
+    """Run a batch job: answer the rows of a file that have no answer yet; write all answers in the order of the rows.
 
     Finished rows are kept in a `Journal` beside the output until the output is written. A job that was killed continues
     from it.
 
     Args:
-        file: see `read_rows`.
-        output: see `write_lines`; it must not exist.
-        defaults: see `read_rows`.
+        file: path of the requests, see `read_rows`.
+        output: path of the answers, see `write_lines`; it must not exist.
+        defaults: values of fields that a request does not have.
         compute: takes the rows to compute; it calls back with the digest of the model, and with each answer.
         progress: called with the numbers of answered rows and of all rows.
 
@@ -201,7 +201,9 @@ def _check_new(output: Path) -> None:
 
 
 class Journal:
-    """Stores the answers so far on disk, each at once. No other process may have the file open meanwhile.
+    """The answers of a batch job so far, in a file. Each answer is stored at once, so that a killed job can continue.
+
+    No other process may have the file open meanwhile.
 
     Args:
         output: path of the job's output; the journal is this path with ``.journal`` at its end.
@@ -260,7 +262,7 @@ class Journal:
             ) from None
 
     def claim(self, model: str) -> None:
-        """Record the digest of the model that computes the answers; see `RowRunner.model`.
+        """Record which model computes the answers, as the digest `RowRunner.model`.
 
         Raises:
             OutputError: the journal holds answers of another model or of other settings.
@@ -290,7 +292,7 @@ class Journal:
         return record
 
     def clear(self) -> None:
-        """Forget all answers; `close` removes an empty journal."""
+        """Remove all answers from the journal; `close` removes an empty journal."""
         with self._one_line():
             self._db.execute("DELETE FROM rows")
 
@@ -304,7 +306,7 @@ _BATCH = 1000
 
 
 class Row(msgspec.Struct, frozen=True):
-    """A row as read. It may be invalid.
+    """One request of a batch job, as read from the file. It may be invalid.
 
     Attributes:
         number: line or row in the file, from 1.
@@ -329,7 +331,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(file: Path, defaults: dict[str, Any]) -> Iterator[Row]:
-    """Read the rows of a file, one after another. Empty lines are skipped.
+    """Read the requests of a batch job from a file, one after another. Empty lines are skipped.
 
     Args:
         file: path of a JSONL file; or of a Parquet file, if the name ends with ``.parquet``.
@@ -365,7 +367,7 @@ def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _parquet_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield number and JSON of each row of a Parquet file; fields that are null are left out."""
+    """Yield the number and the JSON text of each row of a Parquet file, without fields that are null."""
     arrow, parquet = _arrow(file)
     number = 0
     try:

@@ -33,7 +33,7 @@ class EndingError(SessionError):
 
 @dataclass(frozen=True)
 class Work:
-    """One sequence to continue.
+    """A prompt that a request wants to have continued.
 
     Attributes:
         tokens: token ids of the prompt.
@@ -57,7 +57,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A sequence that runs, or waits for a row."""
+    """A sequence in the session: it runs, or waits for a row."""
 
     request: _Request
     place: int
@@ -70,10 +70,10 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 
 
 class ServingCore:
-    """Runs requests of any number of clients on one session. It uses all rows of the session.
+    """Runs the requests of any number of clients on one session, in a thread. It uses all rows of the session.
 
-    Each request is a client of the session, which lets them take turns. A request whose reader is slow keeps its own
-    tokens in memory, and delays no other request.
+    Each request is a client of the session, so free rows go to requests in turn. A request whose reader is slow keeps
+    its own tokens in memory, and delays no other request.
 
     Args:
         session: the session; it stays open, and no other code may step it or add to it meanwhile.
@@ -131,7 +131,9 @@ class ServingCore:
     async def events(
         self, works: Sequence[Work], config: GenerationConfig
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Continue sequences; yield the index of each in `works`, and its event. Closing the iterator ends the others.
+        """Continue the prompts of one request; yield the index in `works` and the event of each new token.
+
+        Closing the iterator ends the sequences that still run.
 
         Raises:
             QueueFullError: the queue has no room for all of them; none of them runs.
@@ -156,7 +158,7 @@ class ServingCore:
             self._leave(request)
 
     def close(self) -> None:
-        """End all sequences with an `EndingError`, and then the thread."""
+        """End all sequences with an `EndingError`, and then end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -295,7 +297,7 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """Return the error that the client gets. For a bug, write the trace to the log."""
+    """Return the error to send to the client for an error of a sequence. If it is a bug, write the trace to the log."""
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
@@ -303,13 +305,13 @@ def _said(error: Exception) -> TrtKvCacheError:
 
 
 def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work]]:
-    """Yield the first sequence of each request, then the second of each, and so on."""
+    """Yield the prompts of several requests in turn: the first of each request, then the second of each, and so on."""
     for place, works in enumerate(zip_longest(*(request.works for request in requests))):
         yield from ((request, place, work) for request, work in zip(requests, works, strict=True) if work is not None)
 
 
 def _deliver(outcomes: _Outcomes) -> None:
-    """Put outcomes into the queues of their requests, with one call into each event loop."""
+    """Send each outcome to the request that waits for it, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, _Outcomes] = defaultdict(list)
     for outcome in outcomes:
         by_loop[outcome[0].loop].append(outcome)
@@ -332,7 +334,7 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 
 
 class Metrics:
-    """The counters and histograms of a core. Times are in seconds.
+    """The counters and histograms of a serving core, for Prometheus. Times are in seconds.
 
     Args:
         model: name of the model, a label of each number.

@@ -125,13 +125,13 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
 
 class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
-    """The engine whose methods Dynamo's worker calls.
+    """The interface between Dynamo's worker and a serving core: the worker calls its methods.
 
     Args:
         session: the session; it stays open.
         name: name of the model.
-        texts: see `write_texts`.
-        max_queue: see `ServingCore`.
+        texts: the folder that `write_texts` wrote.
+        max_queue: most sequences that wait for a row.
 
     Raises:
         OptionError: the model's settings count new tokens, or its results depend on how a prompt is split into steps.
@@ -156,11 +156,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> Any:
-        """Refuse to be started from Dynamo's own command line: use `trt-kvcache worker`.
-
-        Raises:
-            OptionError: always.
-        """
+        """Raise `OptionError`: Dynamo's own command line cannot start this engine, but `trt-kvcache worker` can."""
         raise OptionError("Dynamo cannot start this engine by a command line of its own; start 'trt-kvcache worker'")
 
     async def start(self, worker_id: int) -> EngineConfig:
@@ -176,7 +172,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         )
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Register the adapters."""
+        """Register each adapter at Dynamo, as a model of its own."""
         for name in self._session.adapters:
             await register_model(
                 ModelInput.Tokens,
@@ -236,7 +232,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             chunks.put_nowait(None)
 
     async def cleanup(self) -> None:
-        """End running requests, and wait until the frontend knows: it moves them to other workers."""
+        """End running requests, and wait until the frontend knows about this: it moves them to other workers."""
         await asyncio.to_thread(self._core.close)
         until = time.monotonic() + _SLOW
         while self._tasks and time.monotonic() < until:
@@ -254,7 +250,7 @@ def _as_dynamo(error: TrtKvCacheError) -> Exception:
 
 
 def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
-    """Return the sequence and the settings that a request asks for.
+    """Convert a request of Dynamo's frontend to a prompt and the settings of its generation.
 
     Args:
         session: the session that will run it.
@@ -305,14 +301,14 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
 
 
 def run(engine: Engine, texts: Path, name: str, host: str, started: Callable[[], None]) -> None:
-    """Register the worker, and answer until SIGTERM or Ctrl-C.
+    """Register the worker at Dynamo, and answer requests until SIGTERM or Ctrl-C.
 
     Dynamo's environment variables (``DYN_NAMESPACE``, ``DYN_DISCOVERY_BACKEND``, ...) configure the worker. Without
     them, workers find each other through files on this machine.
 
     Args:
         engine: the engine; its core is closed at the end.
-        texts: see `write_texts`.
+        texts: the folder that `write_texts` wrote.
         name: name of the model.
         host: address to listen at.
         started: called before the worker is registered.

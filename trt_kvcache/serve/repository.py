@@ -46,14 +46,16 @@ __all__ = ["TritonPythonModel"]
 def write_repository(
     model: Path, output: Path, name: str, parameters: Mapping[str, int], adapters: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write ``output/name/``, completely or not at all. Other models of the repository are not touched.
+    """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all.
+
+    Other models of the repository are not touched.
 
     Args:
         model: folder of an engine or of a model; it is copied.
         output: folder of the repository.
         name: name of the model in Triton.
         parameters: `max_batch`, `capacity`, `max_queue` of the session and its core, if given.
-        adapters: folders of adapters (LoRA) by the names that requests choose them by; they are copied.
+        adapters: folders of adapters (LoRA), by the names with which requests choose them; they are copied.
 
     Returns:
         The folder that was written.

@@ -27,14 +27,14 @@ _REFUSED = {
 
 
 class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
-    """The form of the answer."""
+    """The field `text` of a request: the form of the answer's text, such as a JSON schema."""
 
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
-    """The reasoning effort, for chat templates that read it."""
+    """The field `reasoning` of a request: the reasoning effort, for chat templates that read it."""
 
     effort: str | None = None
     summary: str | None = None  # there are no summaries of thoughts
@@ -77,7 +77,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
-    """Return the chat that a request asks for.
+    """Convert a request of the Responses API to a chat request.
 
     Raises:
         ApiError: the request refers to something that would have to be stored, or has an unknown item.
@@ -135,7 +135,7 @@ def _content(content: Any, at: int) -> str:
 
 
 def _format(text: TextSettings | None) -> dict[str, Any] | None:
-    """Return the format in the form of chats, which nest the schema one level deeper."""
+    """Convert a response format to the form of chat requests, which nest the schema one level deeper."""
     asked = text and text.format
     if not asked or asked.get("type") != "json_schema":
         return asked or None
@@ -152,14 +152,14 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    """Return the tool choice in the form of chats, which nest the name one level deeper."""
+    """Convert a tool choice to the form of chat requests, which nest the name one level deeper."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
 
 
 class ResponseAnswer:
-    """The answer to one request.
+    """Turns the events of one request into the answer of the Responses API, or into events of its stream.
 
     Args:
         request: the request as it was read.
@@ -176,18 +176,18 @@ class ResponseAnswer:
         self._in_text = False
 
     def whole(self) -> dict[str, Any]:
-        """Return the complete answer, once `answer` has all events."""
+        """Return the complete answer, after `answer` has got all events."""
         for _ in self._ends():
             pass
         return self._body(self._status())
 
     def first_lines(self) -> Iterator[bytes]:
-        """Yield the events of a stream before any token."""
+        """Yield the events that begin a stream, before any token."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self._body("in_progress"))
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event; yield the events of the stream that follow from it."""
+        """Add a token event of sequence `place`; yield the stream's events for it."""
         text = self._answer.take(place, event)
         if text:
             yield from self._begins_text()
@@ -213,7 +213,7 @@ class ResponseAnswer:
 
     @property
     def _called(self) -> int:
-        """Number of calls among the items."""
+        """Number of tool calls among the items of the answer."""
         return sum(item["type"] == "function_call" for item in self._items)
 
     def _begins_text(self) -> Iterator[bytes]:
@@ -225,7 +225,7 @@ class ResponseAnswer:
             yield self._event("response.content_part.added", part=_part(""), content_index=0, **place)
 
     def _ends(self, *, whole: bool = True) -> Iterator[bytes]:
-        """Yield events that complete the text (before a call, or at the end), and events of new calls."""
+        """Yield events that complete the text (before a tool call, or at the end), and events of new calls."""
         calls = self._answer.calls(0)
         self._text = self._answer.said(0)
         if whole and not calls and not self._items:  # an answer without tokens still has a message

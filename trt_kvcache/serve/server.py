@@ -1,4 +1,4 @@
-"""Runs the serving process: a socket, uvicorn, and an orderly end."""
+"""Runs the process of the server: opens the socket, runs uvicorn, and lets running requests end before it stops."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ a client might send a request over a connection that the server is just closing.
 
 
 def read_keys(file: Path) -> list[str]:
-    """Return the keys in a file, one per line; empty lines and lines that begin with # are skipped.
+    """Read API keys from a file, one per line. Empty lines and lines that begin with # are skipped.
 
     Raises:
         OptionError: the file cannot be read, other users can read it, or it has no key.
@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Ends in order: after the first signal, new requests are refused, and running ones get time to end."""
+    """The uvicorn server. After the first signal it refuses new requests, and gives running ones time to end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float, started: Callable[[], None]) -> None:
         super().__init__(config)
@@ -105,11 +105,11 @@ class _Server(uvicorn.Server):
 
 
 def serve(service: Service, sock: socket.socket, drain: float, started: Callable[[], None]) -> None:
-    """Serve until SIGTERM or Ctrl-C, and then until running requests have ended.
+    """Serve requests until SIGTERM or Ctrl-C, and then until running requests have ended.
 
     Args:
         service: the service; its core is closed at the end.
-        sock: see `bind`.
+        sock: the listening socket, from `bind`.
         drain: most seconds that running requests get to end.
         started: called once the server answers requests and handles signals.
     """

@@ -60,13 +60,13 @@ _T = TypeVar("_T")
 
 
 class Service:
-    """An application that serves a session.
+    """The ASGI application that serves a session with OpenAI's API.
 
     Args:
         session: the session; it stays open.
         name: name of the model.
         keys: each request needs one of them; empty: requests need no key.
-        max_queue: see `ServingCore`.
+        max_queue: most sequences that wait for a row.
         lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
         origins: origins of web pages that may read the answers, such as ``https://example.org``; ``*``: any page.
         told: called with a log line for each answered request under /v1: path, status, tokens, times, and the reason of
@@ -137,7 +137,7 @@ class Service:
             )
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Return why a request under /v1 is refused, or None."""
+        """Return the error for a request under /v1 that is refused (key, shutdown, queue); None if it may run."""
         if self._keys and not self._has_key(scope):
             return ApiError(
                 401, "no valid API key; send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
@@ -259,7 +259,7 @@ class Service:
 
 
 class _Door:
-    """Refuses requests without a key and requests during the drain; counts and logs the others."""
+    """ASGI middleware: refuses requests without a key, and all requests during shutdown; counts and logs the others."""
 
     def __init__(self, service: Service, inner: ASGIApp) -> None:
         self._service, self._inner = service, inner
@@ -291,7 +291,6 @@ class _Door:
 
 
 def _told(scope: Scope, status: int, seconds: float) -> str:
-    """Return the log line of a request."""
     answer: Answer | None = scope.get(_ANSWER)
     reason = "".join(c if c.isprintable() else "?" for c in scope.get(_REASON, ""))[:_MOST_LOGGED]
     said = f": {reason}" if reason else "" if answer is None else f": {answer.told()}"
@@ -301,7 +300,7 @@ def _told(scope: Scope, status: int, seconds: float) -> str:
 
 
 class _Stream(StreamingResponse):
-    """Closes its source when the client goes away, even in the middle of a write."""
+    """A streamed response. If the client goes away, even in the middle of a write, its source is closed."""
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
@@ -328,11 +327,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for the work, and cancel it if the client goes away.
-
-    Raises:
-        ClientDisconnect: the client has gone away.
-    """
+    """Return the result of a coroutine; if the client goes away, cancel it and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -351,7 +346,7 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 
 async def _streamed(http: Request, events: _Events, answer: Answer | ResponseAnswer) -> Response:
-    """Return a stream of server-sent events; an error before the first token still sets the HTTP status."""
+    """Return a streamed response of server-sent events. An error before the first token still sets the HTTP status."""
 
     async def first() -> tuple[int, TokenEvent]:
         return await anext(events)
@@ -475,7 +470,7 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
 
 
 def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
-    """Return the text of tokens, without special tokens.
+    """Return the text of the token ids in a request, without special tokens.
 
     Raises:
         ApiError: the model does not know a token, or there is no tokenizer.

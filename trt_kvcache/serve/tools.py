@@ -1,6 +1,6 @@
-"""The form that a request wants for its answer: a grammar, or tool calls.
+"""Makes answers follow the form that a request asks for: a grammar, such as a JSON schema, or tool calls.
 
-Finds how a chat template writes calls, compiles a grammar for them, and reads them in answers.
+For tool calls, it finds how a chat template writes them, compiles a grammar for them, and reads them in answers.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the `Grammars` of a session. They are made once, because this takes time for each token of the vocabulary.
+    """Return the `Grammars` object of a session. It is made once, which takes time for each token of the vocabulary.
 
     Raises:
-        OptionError: see `Grammars`.
+        OptionError: the session cannot have grammars, see `Grammars`.
     """
     with _grammars_lock:
         if session not in _cache:
@@ -67,7 +67,7 @@ def grammars_of(session: DecodeSession) -> Grammars:
 
 
 def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
-    """Return the grammar of a request; None if it asks for plain text.
+    """Compile the grammar that a request asks for; None if it asks for plain text.
 
     Raises:
         OptionError: the grammar does not compile, the request names none or several, or the session has no grammars.
@@ -93,7 +93,7 @@ def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True):
-    """The function of a tool. Calls follow its parameters even if `strict` is false."""
+    """The function that a tool offers to the model. Calls follow its parameters even if `strict` is false."""
 
     name: Annotated[str, Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -102,7 +102,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool of a chat."""
+    """A tool that a chat request offers to the model, in OpenAI's form."""
 
     type: Literal["function"]
     function: Function
@@ -111,7 +111,7 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ToolForm:
-    """The texts that a chat template writes around the names and arguments of calls.
+    """The texts that a chat template writes around the names and arguments of tool calls.
 
     Attributes:
         begin: text before the name of the first call.
@@ -152,7 +152,7 @@ _ARGUMENTS = {"argument_9": "value_9"}
 
 
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
-    """Find how a chat template writes calls, by rendering some; return `GENERIC` if it knows no tools.
+    """Find how a chat template writes tool calls, by rendering some. Return `GENERIC` if the template knows no tools.
 
     Args:
         render: returns the prompt for messages and tools.
@@ -198,14 +198,14 @@ def _unread(what: str) -> OptionError:
 
 
 def _after(text: str, prompt: str) -> str:
-    """Return the text after the prompt."""
+    """Return the part of a rendered chat after its prompt; refuse a template that changes the prompt."""
     if not text.startswith(prompt):
         raise _unread("an answer that begins right after the prompt")
     return text[len(prompt) :]
 
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
-    """Return the text of calls, without the texts that the template writes around every answer."""
+    """Return the text that the template writes for calls of these functions, without its texts around every answer."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
     ]
@@ -217,7 +217,7 @@ def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], nam
 
 
 def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages for a template that knows no tools: tools, calls and results are text in the generic form.
+    """Convert messages for a template that knows no tools: tools, calls and results become text in the form `GENERIC`.
 
     Args:
         messages: messages of a chat.
@@ -257,7 +257,7 @@ _forms_lock = threading.Lock()
 
 
 def form_of(session: DecodeSession) -> ToolForm:
-    """Return how the chat template of a session writes calls.
+    """Return the form in which the chat template of a session writes tool calls.
 
     Raises:
         OptionError, PromptError: there is no template, or its form of calls cannot be read.
@@ -273,7 +273,7 @@ def form_of(session: DecodeSession) -> ToolForm:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The calls that an answer may make.
+    """The tool calls that an answer may make, and how they are written.
 
     Attributes:
         form: how calls are written.
@@ -288,12 +288,12 @@ class ToolUse:
     grammar: Grammar
 
     def reader(self) -> CallReader:
-        """Return a reader for one answer."""
+        """Return a new `CallReader`, which separates calls from text in one answer."""
         return CallReader(self.form, self.tools, required=self.required)
 
 
 def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, parallel: bool) -> ToolUse | None:
-    """Return the calls that an answer may make; None if it may make none.
+    """Return the tool calls that an answer may make; None if it may make none.
 
     Args:
         session: the session that answers.
@@ -335,10 +335,9 @@ def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
 def tool_grammar(
     session: DecodeSession, form: ToolForm, tools: Sequence[Tool], *, required: bool, parallel: bool
 ) -> Grammar:
-    """Return the grammar of an answer: calls; or, if no call is required, text or text followed by calls.
+    """Compile the grammar of an answer with tool calls; raise `OptionError` if a tool's parameters do not compile.
 
-    Raises:
-        OptionError: the parameters of a tool do not compile.
+    If no call is required, text may come before the calls, or stand alone.
     """
     calls = " | ".join(
         f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools
@@ -364,7 +363,7 @@ def _schema(parameters: dict[str, Any] | None) -> str:
 
 
 class CallReader:
-    """Separates calls from text in an answer while it arrives.
+    """Separates tool calls from text in one answer, while the answer arrives.
 
     Args:
         form: how calls are written.
@@ -382,7 +381,7 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Take more text (`last`: the end of the answer); return the text that is certainly not part of a call."""
+        """Take more text of the answer (`last`: its end); return the text that is certainly not part of a call."""
         self._rest += text
         said = ""
         if not self._in_calls:
@@ -398,7 +397,7 @@ class CallReader:
         return said
 
     def _read(self) -> None:
-        """Move complete calls from the text to `calls`."""
+        """Move complete calls from the collected text to `calls`."""
         while (lead := self._form.between if self.calls else self._form.begin) is not None:
             for start in (lead + name + self._form.middle for name in self._names):
                 if self._rest.startswith(start):

@@ -41,10 +41,10 @@ _CODES = {400: "INVALID_ARG", 404: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAV
 
 
 class TritonPythonModel:
-    """The class whose methods the python backend calls. All requests of an instance share the rows of one session."""
+    """The model class that Triton's python backend calls. All requests of an instance share the rows of one session."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the session.
+        """Open the session and the serving core.
 
         Args:
             args: arguments of the backend; `write_repository` wrote the ``parameters`` of the configuration.
@@ -122,7 +122,7 @@ class TritonPythonModel:
 
 
 async def _others() -> None:
-    """Let the event loop run its other tasks."""
+    """Let the event loop run its other tasks once."""
     if others := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(others)
 
@@ -144,7 +144,6 @@ def _read(request: Any) -> CompletionRequest:
 
 
 def _element(request: Any, name: str) -> Any:
-    """The only element of an optional input, or None."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)
     if tensor is None:
         return None

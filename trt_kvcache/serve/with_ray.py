@@ -44,15 +44,15 @@ def answer_with_ray(
     rows: Iterable[Row],
     take: Callable[[str, Answered], None],
 ) -> None:
-    """Answer rows with actors. If an actor dies, Ray starts another one, which computes the block again.
+    """Answer the rows of a batch job with Ray actors. If an actor dies, Ray starts another, which repeats the block.
 
     Args:
         model: path of the engine or model, on every machine.
-        name: see `RowRunner`.
+        name: name of the model.
         options: options of `DecodeSession.open`.
         workers: number of actors; None: one for each GPU for an engine, one for a model.
         rows: the rows; all are read before the first one is computed.
-        take: see `trt_kvcache.serve.batch_job.run_batch`.
+        take: called with the model's digest and each answer, see `run_batch`.
 
     Raises:
         OptionError: there are fewer GPUs than workers.
@@ -96,7 +96,7 @@ def answer_with_ray(
 
 
 def _absolute(value: Any) -> Any:
-    """Return an absolute path, which workers find from their own folders; or a mapping to such paths."""
+    """Return a path, or a mapping to paths, as absolute ones, because workers run in other folders."""
     if isinstance(value, dict):
         return {key: _absolute(one) for key, one in value.items()}
     return value.resolve() if isinstance(value, Path) else value

@@ -1,8 +1,8 @@
-"""Decides whether a rewritten model is correct. Recognizers only guess; the check tests each guess.
+"""Checks that a rewritten model computes the same numbers as the exported model.
 
-The check finds every part that the two models compute differently, and cuts it out of both models. Both parts run in
-ONNX Runtime on random queries, keys and values. The steps are chosen so that different masks, windows and layouts give
-different numbers.
+The check finds every region, a part that the two models compute differently, and cuts it out of both models. The
+original and the rewritten side of a region run in ONNX Runtime on random queries, keys and values. The steps are chosen
+so that different masks, windows and layouts give different numbers.
 
     hashed_graph       digests, which show that tensors are equal by construction
     symbolic_shapes    shapes as products of batch and new tokens
@@ -50,15 +50,15 @@ class Checked:
     """Facts that the check adds to a plan.
 
     Attributes:
-        notes: name parts that were not compared, and facts that only running the model shows.
-        prefill_in_one_step: see `CachePlan`.
+        notes: notes for the plan: parts that were not compared, and facts that only a run of the model shows.
+        prefill_in_one_step: True if tokens of a step depend on each other, so that prompts must not be split.
     """
 
     notes: tuple[str, ...] = ()
     prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """Return the plan with these facts added."""
+        """Return the plan with these facts."""
         whole = plan.prefill_in_one_step or self.prefill_in_one_step
         return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 
@@ -75,9 +75,9 @@ def check_rewrite(
     """Refuse a rewritten model that does not compute the same numbers as the original.
 
     Args:
-        original: the exported model, without functions; its weights may be stand-ins.
-        rewritten: the rewritten model; its weights may be stand-ins, too.
-        plan: plan of the model, with the limits in its options.
+        original: the exported model, without functions; its large weights may be stand-ins (without data).
+        rewritten: the rewritten model; its large weights may be stand-ins, too.
+        plan: plan of the model; its options limit memory and time.
         weights: the weights that have stand-ins in the models; maps names to tensors.
         folder: folder of the external data.
         thorough: also run steps after pasts of every length up to 4,096.
@@ -141,7 +141,7 @@ def check_rewrite(
 
 @dataclass(frozen=True)
 class Verdict:
-    """The answer for one region.
+    """The result of the check for one region (a changed part of the model).
 
     Attributes:
         name: the tensor or the cache that the region computes.
@@ -151,7 +151,7 @@ class Verdict:
             ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or ``"mixed"`` (the
             numbers of a token depend on how many tokens a step has).
         why: the reason in words; empty for most equal regions.
-        layer: see `Region`.
+        layer: index of the attention that reads the region's caches; None if unknown.
     """
 
     name: str
@@ -183,9 +183,9 @@ _answering: list[Child] = []
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Start the process that checks, or return the running one. It loads ONNX Runtime while the caller continues.
+    """Start the child process of the check, or return the running one. It loads ONNX Runtime in the background.
 
-    If `to_ask` is set, the process joins `_answering`. No other call ends the process while it is in that list.
+    If `to_ask` is set, the caller will ask this process something: until then, no other call ends it.
     """
     memory = options.check_memory << 30
     with _lock:
@@ -212,7 +212,7 @@ def _verdicts(
     *,
     thorough: bool = False,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts of `check_models`, from a process with the limits of the plan's options.
+    """Return the verdicts of `check_models`, computed in a child process with limits on memory and time.
 
     Raises:
         ChildError: the process exceeded a limit, or ended early.

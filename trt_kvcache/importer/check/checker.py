@@ -38,7 +38,7 @@ _DRAWN = (1 << 20, 8 << 20)  # bytes of random weights: usual limit, and limit i
 
 
 def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict, ...]:
-    """Compare the two models of a request; return the verdicts."""
+    """Compare the two models of a request in the child process; return the verdicts of all regions."""
     original, rewritten = (onnx.ModelProto.FromString(parts.pop(0)) for _ in range(2))
     verdicts = open_verdicts(again=request.plan.options.recheck)
     with exact_experts(), listening(caller.tell), keeping(verdicts):
@@ -47,7 +47,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """The weights that are stored inside the model. Each read asks the caller for one weight."""
+    """Weights stored inside the model, which only the caller has. Each access asks the caller for one weight."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -114,7 +114,7 @@ def _with_batch(tensor: TensorRole) -> TensorRole:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Compares regions; compares regions with the same key only once."""
+    """Compares the two sides of regions. Of regions with the same key, only the first is compared."""
 
     plan: CachePlan
     limits: IndexLimits
@@ -124,16 +124,16 @@ class _Judge:
     done: dict[str, Verdict] = field(default_factory=dict)
 
     def verdict(self, region: Region) -> Verdict:
-        """Return the verdict for a region, with its name."""
+        """Return the verdict for a region, from an equal earlier region if there is one."""
         if region.key not in self.done:
             self.done[region.key] = self._compared(region)
         name = next(iter(region.joins), ", ".join(region.presents))
         return replace(self.done[region.key], name=name, layer=region.layer)
 
     def _compared(self, region: Region) -> Verdict:
-        """Return the verdict for a region.
+        """Run both sides of a region and return the verdict.
 
-        A region with caches runs with the model's own weights; others run with few rows of random weights.
+        A region with caches runs with the model's weights. Other regions run with random weights of few rows.
         """
         own = has_caches(region, self.plan)
         first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)

@@ -21,7 +21,7 @@ _SMALL = 1 << 16  # bytes; digests of larger constants (weights) contain names i
 
 
 class Graph:
-    """A model with its functions inlined.
+    """A model without functions, with its nodes, constants and readers of tensors.
 
     Attributes:
         inputs: graph inputs without a default value; maps names to inputs.
@@ -53,7 +53,7 @@ class Graph:
         self._attributes: dict[int, list[tuple[str, bytes]]] = {}
 
     def constant_digest(self, name: str) -> str:
-        """Return a digest of a small constant's contents, or of a weight's name, type and shape."""
+        """Return a digest of a constant: of its contents if it is small, otherwise of its name, type and shape."""
         if name not in self._digests:
             self._digests[name] = _digest_of(_contents(self.constants[name], name))
         return self._digests[name]
@@ -84,16 +84,15 @@ class Graph:
         taken: Container[str] = (),
         nodes: Sequence[onnx.NodeProto] | None = None,
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the digest of every tensor.
+        """Return a digest of how each tensor is computed; tensors with equal digests are equal.
 
         Args:
-            leaves: maps graph inputs, or inputs of the part, to digests.
-            taken: tensors that count as equal on both sides. In digests of their readers, they appear only with their
-                name.
+            leaves: digests of the graph inputs, or of the inputs of the part, by name.
+            taken: tensors that count as equal in both models. Digests of their readers contain only their names.
             nodes: the part of the graph to digest; None: the whole graph.
 
         Returns:
-            A digest for each tensor as its readers see it; and for each tensor in `taken`, a digest of how it is
+            Digests of all tensors, to be used for their readers; and digests of how the tensors in `taken` are
             computed.
         """
         seen = dict(leaves)
@@ -134,14 +133,11 @@ class Graph:
         return [*direct, *self._inner[id(node)]]
 
     def _holds(self, name: str) -> bool:
-        """True if the tensor belongs to the graph itself, not to a subgraph of a node."""
+        """True if the tensor belongs to the main graph, not to a subgraph such as the branch of an If."""
         return name in self.makes or name in self.constants or name in self.inputs
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
-        """Return all tensors that depend on `roots`.
-
-        The search does not continue after the tensors in `through`, nor after Shape nodes if `shapes` is False.
-        """
+        """Return all tensors that depend on `roots`. Paths end at `through`, and at Shape nodes unless `shapes`."""
         tainted = set(roots)
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
@@ -154,7 +150,8 @@ class Graph:
         """Return the nodes that compute `outputs` from the tensors in `stop` and graph inputs.
 
         Returns:
-            The nodes in order, the names of tensors in `stop` and of inputs that they read, and the names of constants.
+            The nodes in order; the names of the tensors in `stop` and of the graph inputs that these nodes read; and
+                the names of the constants that they read.
         """
         todo = list(outputs)
         wanted = set(todo)
@@ -179,10 +176,7 @@ class Graph:
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    """Yield the nodes except Identity.
-
-    Its input and output get one name: the graph output's name, if one is an output.
-    """
+    """Yield the nodes except Identity, whose input and output get one name: that of a graph output, if any."""
     fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
     names: dict[str, str] = {}
@@ -227,7 +221,7 @@ def _contents(tensor: TensorProto, name: str) -> object:
 
 
 def _said(a: onnx.AttributeProto) -> bytes:
-    """Return the value of an attribute as bytes, independent of how its tensor is stored."""
+    """Return the value of an attribute as bytes; equal tensors give equal bytes, however they are stored."""
     if a.type == a.TENSOR and a.t.data_location != TensorProto.EXTERNAL:
         values = numpy_helper.to_array(a.t)
         return repr((values.shape, values.dtype.str)).encode() + values.tobytes()
@@ -238,5 +232,4 @@ def _said(a: onnx.AttributeProto) -> bytes:
 
 
 def _digest_of(said: object) -> str:
-    """Return a digest of the value's `repr`."""
     return hashlib.sha1(repr(said).encode(), usedforsecurity=False).hexdigest()

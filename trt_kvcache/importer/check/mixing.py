@@ -3,14 +3,14 @@
     long = ReduceMax(positions) > 4096                  one value for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
-The result for a text must not depend on the other texts in its batch: models with such a dependence are refused. If the
-tokens of a step depend on each other (as with a mean over the step), sessions must not split prompts. So this module
-runs the model on two batches that share one sequence; and on the same tokens in one step and one by one. The numbers
-of the shared sequence, and of each token, must be equal in both runs.
+If the result for a text depends on other texts of its batch, the model is refused. If the tokens of a step depend on
+each other (as with a mean over the step), sessions must not split prompts. To find the first, this module runs two
+batches that share one sequence. To find the second, it runs the same tokens in one step and one by one. The numbers of
+the shared sequence, and of each token, must be equal.
 
-This module does not run regions with caches, because the check compares them with the original row by row. It also
-leaves out products with large weights, lookups in large tables and mixtures of experts, because they compute each token
-separately. It compares the inputs of these operators, and replaces their results with random numbers.
+Regions with caches do not run, because the check compares them with the original row by row. Operators that compute
+each token separately do not run, either: products with large weights, lookups in large tables, and mixtures of experts.
+Their inputs are compared, and random numbers replace their results.
 """
 
 from __future__ import annotations
@@ -60,12 +60,10 @@ _EXACT = 1e-5  # sums may be taken in another order
 
 
 def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """Judge all operators outside of the regions with caches.
+    """Return a verdict if the model mixes sequences of a batch, or tokens of a step, outside of regions with caches.
 
-    `load` returns a copy of a model with the data of its weights.
-
-        Returns None if no sequence depends on other sequences, and no token on other tokens of its step. Also returns
-        None if ONNX Runtime cannot run this part of the model.
+    `load` returns a copy of a model with the data of its weights. The result is None if nothing is mixed, or if ONNX
+    Runtime cannot run this part of the model.
     """
 
     @lru_cache
@@ -107,7 +105,7 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
 
 
 def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
-    """Return a verdict if tokens of one step depend on each other. Models with states are skipped."""
+    """Return a verdict if tokens of one step depend on each other; None otherwise, and for models with states."""
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in pair.plan.caches), default=0)
@@ -119,11 +117,10 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
 
 
 class _Outside:
-    """The rewritten model without the regions that read caches.
+    """The rewritten model without the regions that read caches, as a model that can run.
 
     A step has `batch` sequences with `length` new tokens each. If `inner` is set, all tensors are outputs. If `whole`
-    is
-    set, no region is left out: in models with a fixed batch, all rows start at the same position, so regions cannot
+    is set, no region is left out: in models with a fixed batch, all rows start at the same position, so regions cannot
     compare sequences of different lengths.
     """
 
@@ -168,13 +165,13 @@ class _Outside:
         self._session = UnfusedSession(open_types(model, wide=True))
 
     def _axis(self, shape: Shape | None) -> int | None:
-        """Return the axis of the sequences: a separate axis, or an axis whose outer factor is the batch."""
+        """Return the axis of a shape that holds the sequences: the batch, or the batch times other sizes."""
         if shape and self._is_fixed:  # shapes are numbers: the batch is first
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
     def runs(self, past: int) -> bool:
-        """True if the model runs after `past` tokens per sequence. Beyond the end of a table, ONNX Runtime fails."""
+        """True if the model runs after `past` tokens per sequence. ONNX Runtime fails beyond the end of a table."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError:
@@ -196,9 +193,9 @@ class _Outside:
         return "the model cannot compute later positions"
 
     def longest_past(self, last: int) -> int:
-        """Return the smallest past, at most `last`, after which the model does not run; 0 if it runs after `last`.
+        """Return the shortest past, at most `last` tokens, after which the model cannot run; 0 if it runs after `last`.
 
-        TensorRT returns arbitrary numbers beyond the end of a table.
+        ONNX Runtime fails beyond the end of a table; TensorRT would return arbitrary numbers.
         """
         if self.runs(last):
             return 0
@@ -229,7 +226,7 @@ class _Outside:
         return self._same(a[both], b[both])
 
     def first_mixed_token(self, start: int) -> str:
-        """Name the first tensor that differs between one step of all tokens and steps of one token, or an empty name.
+        """Return the name of the first tensor that differs between one step and steps of one token; empty if none.
 
         Raises:
             RunError: it is unknown which part of an input belongs to which token.
@@ -252,7 +249,7 @@ class _Outside:
         return ""
 
     def _of_token(self, feeds: Mapping[str, Array], place: int) -> Feeds:
-        """Return the inputs for one token of a step."""
+        """Return the inputs for a step of one token, cut out of the inputs of a longer step."""
         taken = {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
         for tensor in (t for t in self._plan.tensors if t.name in feeds and t.name not in taken):
             values = feeds[tensor.name]
@@ -290,7 +287,7 @@ class _Outside:
         return feeds
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
-        """Return the feeds of the second batch, but with sequence `row` from the first batch."""
+        """Return the inputs of a step for the second batch, in which sequence `row` is taken from the first batch."""
         inputs = [t for t in self._plan.tensors if t.io == "input"]
         axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
         axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
@@ -307,7 +304,6 @@ class _Outside:
         return mixed
 
     def _of_row(self, values: Array, axis: int, row: int) -> tuple[slice, ...]:
-        """Return the index that selects one sequence of an array."""
         size = values.shape[axis] // self._batch
         return (*[slice(None)] * axis, slice(row * size, (row + 1) * size))
 
@@ -315,7 +311,7 @@ class _Outside:
 def _caches_left_out(
     pair: ModelPair, regions: Sequence[Region], pasts: set[str]
 ) -> tuple[dict[str, Shape], list[str]]:  # fmt: skip
-    """Return the shapes of the results of regions with caches, by name; and the tensors that these regions read."""
+    """For regions with caches, return the shapes of their results, by name, and the tensors that they read."""
     graph = pair.rewritten
     stops: dict[str, Shape] = {}
     read: list[str] = []
@@ -339,8 +335,8 @@ def _large_left_out(
     """Find operators with large weights that compute each token separately; add the tensors that they read to `read`.
 
     Returns:
-        The shapes of their results, by name. And for each lookup in a large table, a lookup in a smaller table with the
-        same number of rows, each of one number.
+        The shapes of the operators' results, by name; and for each lookup in a large table, a lookup in a table with as
+        many rows, but one number in each row.
     """
     graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
     large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
@@ -374,7 +370,7 @@ def _is_by_token(node: NodeProto, large: set[str]) -> bool:
 
 
 def _separates_tokens(shape: Sequence[Term]) -> bool:
-    """True if the tokens of a step have a separate axis, or the shape does not depend on their number."""
+    """True if the tokens of a step have their own axis in a shape, or the shape does not depend on their number."""
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 

@@ -1,4 +1,4 @@
-"""Pair both models for the check: find inputs with the same meaning; infer types and shapes; compare interfaces."""
+"""Prepare the exported and the rewritten model for the check: match their inputs, infer shapes, compare outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trt_kvcache.importer.steps.original_interface import COUNTED
 
 @dataclass
 class ModelPair:
-    """Both graphs, with the types and shapes of their tensors."""
+    """The graphs of the original and the rewritten model, with types and shapes of all tensors."""
 
     original: Graph
     rewritten: Graph
@@ -29,12 +29,12 @@ class ModelPair:
 
     @property
     def sides(self) -> tuple[Graph, Graph]:
-        """The original and the rewritten graph."""
+        """The graphs of the original and the rewritten model."""
         return self.original, self.rewritten
 
 
 def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
-    """Read both models. From the plan, use only the roles of inputs and outputs."""
+    """Read both models for the check. Only the roles of inputs and outputs are taken from the plan."""
     sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
@@ -42,7 +42,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """Return the axes of an input. An unknown axis of a constant has the length of the encoder's text."""
+        """Return the axes of an input; an unknown axis of a constant is the length of the encoder's output."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -70,7 +70,7 @@ def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _same(plan: CachePlan) -> set[str]:
-    """Return the names of inputs that have the same meaning on both sides."""
+    """Return the names of inputs with the same meaning in the original and the rewritten model."""
     after = {t.name: t for t in plan.tensors if t.io == "input"}
     return {
         t.name
@@ -86,7 +86,7 @@ def _same(plan: CachePlan) -> set[str]:
 
 
 def check_interface(pair: ModelPair, presents: set[str]) -> None:
-    """Check that both models have the outputs that the plan states, with its types and shapes."""
+    """Refuse a model whose outputs differ from the plan in name, type or shape."""
     original, rewritten = pair.sides
     gone = [c.old for c in pair.plan.changes if c.io == "output" and not c.new]
     for name in (name for name in original.outputs if name not in rewritten.outputs):
@@ -124,10 +124,7 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
 
 
 def _depends_on_text(pair: ModelPair, name: str) -> bool:
-    """True if an output of the original is computed from tokens or float inputs.
-
-    An output that only passes an input through does not count.
-    """
+    """True if an output of the original, other than a copied input, is computed from tokens or float inputs."""
     graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
     inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}
@@ -136,7 +133,7 @@ def _depends_on_text(pair: ModelPair, name: str) -> bool:
 
 
 def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
-    """True if the inferred type and shape agree with the plan. Unknown types and sizes count as agreeing."""
+    """True if a tensor's inferred type and shape agree with the plan. Unknown types and sizes always agree."""
     if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
         return False
     if kind.shape is None:

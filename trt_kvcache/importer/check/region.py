@@ -1,10 +1,10 @@
-"""Cuts the changed parts (regions) out of both graphs. Most regions are small enough to run without weights.
+"""Cuts regions, the parts that the rewrite changed, out of the graphs of both models.
 
-A *join* is a tensor that has the same name in both graphs, but that they compute differently. Regions that read a join
-assume that both tensors are equal. The region that ends at the join has to show it. A region goes back from its join to
-*boundaries*, to other joins, and to graph inputs. Boundaries are tensors that depend on the tokens and are equal by
-construction; the check feeds them random numbers. Every other output of the graph must be equal by construction, or is
-the end of a region. So regions cover every path from an input to an output.
+A *join* is a tensor with the same name in both graphs, but computed differently. The region that ends at the join shows
+that both tensors are equal. Regions that read the join assume this. A region goes back from its join to *boundaries*,
+to other joins, and to graph inputs. Boundaries are tensors that depend on the tokens and are equal by construction; the
+check feeds them random numbers. Every other output of the graph must be equal by construction, or is the end of a
+region. So regions cover every path from an input to an output.
 """
 
 from __future__ import annotations
@@ -34,14 +34,13 @@ _FEW = 4  # the most numbers of a constant from which lengths are computed
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that is an input of both sides of a region.
+    """A tensor that both sides of a region read as input: equal in both models, and fed with random numbers.
 
     Attributes:
-        names: its names in the original and in the rewritten graph. A graph that computes it more than once has several
-            names.
+        names: its names in the original and in the rewritten graph; several if a graph computes it more than once.
         elem_type: its element type in the original.
         shape: its shape, in terms of B and S.
-        in_span: True if the rewritten side has only the last positions of the tensor, as many as the logits span says.
+        in_span: True if the rewritten side has only the last positions of the tensor, those whose logits are wanted.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -56,17 +55,17 @@ class Region:
 
     Attributes:
         joins: maps the names of joins, which are the same on both sides, to their shapes.
-        in_span: names of joins that have only the last positions on the rewritten side.
-        presents: names of cache outputs.
-        models: the region of the original and of the rewritten graph, without shapes. The outputs are `joins`, followed
-            by `presents`.
+        in_span: joins of which the rewritten side has only the last positions.
+        presents: names of cache outputs that the region computes.
+        models: the two sides: the region in the original and in the rewritten graph. The outputs are `joins`, then
+            `presents`.
         boundaries: tensors that are inputs of both sides.
         key: regions with the same key get the same verdict.
-        integers: integers from which either side computes lengths.
+        integers: integer constants from which either side computes lengths.
         rows: for caches of fixed length in the original: maps the name of the past to its number of rows.
         layer: index of the attention that reads the region's caches, from 0. None if the region has no cache, or the
             model has only one attention.
-        is_end: True if the join is a graph output of any type, such as a view of a cache; no other region reads it.
+        is_end: True if the join is a graph output that no other region reads.
         drawn: True if the weights are random numbers; then the results must vary.
     """
 
@@ -165,9 +164,9 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Return keys, values and scores of the original that have an entry for every cache row, with or without a token.
+    """Return tensors of the original, such as keys and scores, with one entry for every cache row, used or not.
 
-    They cannot be joins: rows without a token hold garbage, but the check feeds joins with normal numbers.
+    They cannot be joins: rows without a token hold garbage, but joins are fed with normal numbers.
     """
     graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
@@ -186,7 +185,7 @@ def _over_rows(pair: ModelPair) -> set[str]:
 def _ends(
     pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """Return the outputs that differ. Each has the same type and shape in both models, so a region can compare it.
+    """Return the outputs that the two models compute differently, and that a region can compare.
 
     If the rewritten model returns only the logits of the last positions, remove its Slice before the comparison.
 
@@ -228,10 +227,10 @@ def _region(
     stops: Sequence[Mapping[str, str]],
     equal: Sequence[Mapping[str, str]],
 ) -> Region:
-    """Return the region that computes `joins` and `presents` from `stops`.
+    """Return the region that computes `joins` and `presents`. It begins at the tensors in `stops`.
 
-    The region also starts at tensors in `equal` of which it reads only the shape. Exporters take batch and length from
-    the embedded tokens; so the region need not include the embedding table.
+    If the region reads only the shape of a tensor in `equal`, it begins there, too. Exporters take batch and length
+    from the embedded tokens, and this leaves the embedding table out of the region.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
@@ -314,7 +313,7 @@ def _layer(plan: CachePlan, inputs: Iterable[str]) -> int | None:
 
 
 def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
-    """Return the names of a region's keys and values: tensors that it multiplies with queries or softmax weights."""
+    """Return the names of the keys and values in one side of a region: operands of its products and attentions."""
     graph = Graph(model)
     weights = {name for node in graph.nodes if node.op_type == "Softmax" for name in node.output}
     of_caches = graph.tainted(caches, through=weights, shapes=False)
@@ -323,7 +322,7 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Return caches of which the models read only the shape, and that they do not return."""
+    """Return caches that the models neither return nor read, except for their shape."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
     outputs = ({value.name for value in model.graph.output} for model in both)
@@ -331,14 +330,14 @@ def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]
 
 
 def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
-    """Return a copy of the model with these outputs."""
+    """Return a copy of the model whose only outputs are these tensors."""
     copy = copied(model)
     replace_field(copy.graph.output, (onnx.ValueInfoProto(name=name) for name in names))
     return copy
 
 
 def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Return tensors of which these nodes read only the shape."""
+    """Return the tensors of which these nodes read only the shape."""
     read: set[str] = set()
     measured: set[str] = set()
     for node in nodes:
@@ -355,7 +354,7 @@ def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tu
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
-    """Return the region as a model. Its inputs have symbolic shapes, because steps differ in size."""
+    """Return one side of a region as an ONNX model. Its inputs have symbolic shapes, because steps differ in size."""
     nodes, fed, used = cone
     inputs = []
     for name in fed:
@@ -371,7 +370,7 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
-    """Rename outputs of a node that are boundaries, because boundaries are inputs of the model."""
+    """Return a node whose outputs in `fed` are renamed: those are inputs of the region's model instead."""
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
@@ -398,7 +397,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return a digest of each output's computation. Numbers replace the names of boundaries, weights and caches."""
+    """Return a digest of how each output is computed, with numbers instead of the names of inputs and weights."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -430,7 +429,7 @@ def _key(
 
 
 def _facts(tensor: OriginalTensor | None) -> str:
-    """Return all facts about an original input or output that the check uses, without names and symbols."""
+    """Return the facts that the check uses about an input or output of the original, without names and symbols."""
     if tensor is None:
         return ""
     sizes = tuple(size if isinstance(size, int) else "?" for size in tensor.shape)
@@ -444,7 +443,7 @@ def _leaves(
     leaves: Container[str],
     seen: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the leaves in the order in which the outputs read them. The leaves of the first output come first."""
+    """Yield the inputs of a region (leaves) in the order in which its outputs depend on them."""
     makes = {name: node for node in nodes for name in node.output}
     todo = [*outputs][::-1]
     done = set()
@@ -460,7 +459,7 @@ def _leaves(
 
 
 def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """Return the identities of the weights that both sides read. A verdict does not depend on their numbers."""
+    """Return texts that identify weights that both models read. A verdict does not depend on their numbers."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(pair.sides, cones, strict=True)
@@ -483,7 +482,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Yield integers in a region's constants, except sizes that only split axes without tokens, such as heads."""
+    """Yield the integers in a region's constants that may decide lengths; sizes of heads are left out."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)
@@ -513,7 +512,7 @@ def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int])
 
 
 def _is_text(pair: ModelPair, name: str) -> bool:
-    """True if a tensor has the same float type and the same shape in B and S on both sides."""
+    """True if a tensor has the same float type in both models, and the same shape in terms of B and S."""
     kinds = [kinds.get(name) for kinds in pair.kinds]
     known = [k for k in kinds if _known(k)]
     return bool(known) and all(k == known[0] for k in known)

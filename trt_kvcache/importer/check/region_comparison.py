@@ -1,4 +1,4 @@
-"""Plan the steps of a region, run both sides of the region, and describe the first difference."""
+"""Plan test steps for a region, run its original and its rewritten side, and describe the first difference."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thor
 
 
 def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Iterator[_Run]:
-    """Yield the runs of a region: with short caches and at the end of long ones, in float32 and in its own types."""
+    """Yield the runs that compare a region: on short and on full caches, in float32 and in the model's own types."""
     capacities = [c.capacity for c in plan.caches]
     capacity = min((c.capacity for c in _caches(region, plan)), default=max(capacities, default=1))
     allowed = read_limits(plan, _BATCH)
@@ -122,22 +122,22 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if queries, keys or values may be normalized: only a run with small numbers shows the epsilon of a norm."""
+    """True if queries, keys or values may be normalized; small numbers are needed to show the norm's epsilon."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
 
 
 class _Run:
-    """A run of both sides of a region over some steps.
+    """A comparison of both sides of a region over several steps.
 
     Attributes:
-        runs, region: runs the two sides of the region; the region.
-        compared: the steps that were compared.
-        alive: names of joins whose numbers vary within a step or between steps.
+        runs, region: the object that runs the two sides, and their region.
+        compared: the steps that were compared so far.
+        alive: joins whose numbers vary, so that a comparison says something.
 
     Args:
-        runs: runs the two sides of the region.
+        runs: the object that runs the two sides.
         steps: the steps to run.
     """
 
@@ -166,7 +166,7 @@ class _Run:
         return bool(self.compared) or self._was_compared
 
     def has_verdict(self, *, first: bool) -> bool:
-        """True if a stored verdict says that nothing differs. Then the run uses the stored verdict."""
+        """Use a stored verdict for this run. True if there is one, which always says that nothing differs."""
         alive = None if self._verdicts is None else self._verdicts.find(self._name(first=first))
         if alive is not None:
             self.alive, self._was_compared = set(alive), True
@@ -186,10 +186,7 @@ class _Run:
         return why
 
     def _name(self, *, first: bool) -> str:
-        """Return the name of the stored verdict.
-
-        The first run has another name, because it compares more than later runs.
-        """
+        """Return the key of this run's stored verdict. The first run has its own key, because it compares more."""
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
@@ -217,11 +214,11 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Find the first difference.
+        """Find the first difference between both sides of the region, in all steps.
 
         Returns:
-            A description of the first difference, or an empty text. And a bool: if there is a difference, True if the
-            original reads garbage in that step; else True if the original reads garbage in any step.
+            A description of the first difference, or an empty text; and True if the original reads garbage (rows
+            without a token) in the step that differs, or, without a difference, in any step.
         """
         self.compared = []
         leaks = False
@@ -246,20 +243,20 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if garbage of this magnitude changes the original's result. Then the garbage may hide a difference."""
+        """True if garbage of magnitude `full` in rows without a token changes the original's result."""
         if not self.runs.shows_garbage or not self.region.joins:
             return False
         clean = self.runs.original(step, self.runs.feeds(step, 0.0))
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
-        """Find an operand of a product on the rewritten side that is not finite in rows without a token.
+        """Find keys or values of the rewritten side that are not finite in cache rows without a token.
 
         Returns:
             A text with the name of the operand, or an empty text.
 
-        The caches hold finite numbers in these rows. ONNX Runtime hides masked scores with Where. But a kernel may add
-        the mask instead, and NaN plus a mask stays NaN.
+        The caches hold finite numbers in these rows. ONNX Runtime replaces masked scores, but a kernel may add the
+        mask, and NaN plus a mask stays NaN.
         """
         if not self.compared:
             return ""
@@ -304,7 +301,7 @@ class _Run:
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], span: int) -> str:
-        """Return a text about the query at which the sides differ, and about a key that only one side sees, if any."""
+        """Describe where the sides differ: the query, and a key that only one side sees, if there is one."""
         axis = sequence_axis(shape)
         query = None if axis is None else at[axis] + (step.length - span if name in self.region.in_span else 0)
         words = "" if query is None else f"; query {query} of the step"
@@ -328,7 +325,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Return indices of float32 boundaries that are not stored in a cache: a cache would round them on both sides."""
+    """Return indices of the float32 boundaries that no cache stores. A cache would round them on both sides."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -340,13 +337,13 @@ def _queries(region: Region) -> list[int]:
 
 
 class _LargeRun(_Run):
-    """A run on float32 numbers beyond the range of float16. The rewritten side must not cast these to float16.
+    """A run on float32 numbers beyond the range of float16: the rewritten side must not cast them to float16.
 
     Results that overflow in the original do not count. The run looks only for overflows: with scores of millions, a
     softmax leaves only one key for each query, so other differences are not visible.
 
     Args:
-        runs: runs the two sides of the region, in the model's own types.
+        runs: the object that runs the two sides, in the model's own types.
         steps: the steps to run.
         large: indices of the float32 boundaries. In each pass, one of them holds large numbers.
     """
@@ -395,8 +392,6 @@ def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
 
 
 def _shortened(plan: CachePlan, rows: int) -> CachePlan:
-    """Return the plan with all caches shortened to `rows` rows."""
-
     def shorten(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
         return (*shape[:axis], rows, *shape[axis + 1 :])
 
@@ -421,11 +416,11 @@ def rows_needed(integers: Iterable[int], longest: int) -> int:
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Plan steps near every integer, at the end of the capacity and of rings, with uneven rows and idle rows.
+    """Return test steps: with lengths near every integer, at the end of caches and rings, and with unequal sequences.
 
     Args:
         limits: limits of the model.
-        integers: integers from which the region computes lengths; only the eight smallest are used.
+        integers: integer constants from which the region computes lengths. Only the eight smallest are used.
         capacity: rows of the linear caches.
         thorough: also plan steps after pasts of every length up to 4,096.
     """
@@ -433,7 +428,7 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """Return steps that end near the capacity; only one if it is large, because each step copies whole caches."""
+    """Return steps that end near the capacity. If it is large, return one, because each step copies whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
     return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
 

@@ -1,4 +1,4 @@
-"""Run both sides of a region: make the inputs of a step, and return the outputs."""
+"""Run the original and the rewritten side of a region: make the inputs of a step, and return the outputs."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class RegionRuns:
         interface: translates inputs and outputs to the original's interface; None if both sides have the same
             interface.
         shows_garbage: True if caches of the original have rows without a token.
-        garbage: magnitude of the numbers in rows without a token.
-        settled: True if the past rows are rows that a step of the original wrote (for models that round cached rows).
+        garbage: magnitude of the numbers in cache rows without a token.
+        settled: True if a step of the original wrote the past rows; needed for models that round cached rows.
         sessions: sessions of the original and of the rewritten side, once they are open. Several runs of the same
             models share them.
         wide: True if both sides compute in float32.
-        large: index of the boundary that holds numbers beyond the range of float16; None: no boundary does.
-        small: True: all boundaries hold small numbers in every step. False: only in some steps, see `is_small`.
+        large: index of the boundary that holds numbers beyond the range of float16; None: none holds such numbers.
+        small: True: all boundaries hold small numbers in every step. False: only in the steps that `is_small` names.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RegionRuns:
         return OriginalInterface(replace(self.plan, original=original))
 
     def reads(self) -> bytes:
-        """Return all data that determine the results of a step, as bytes for the key of a verdict."""
+        """Return all data that determine the results of steps, as bytes: a part of the key of a stored verdict."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
@@ -121,12 +121,12 @@ class RegionRuns:
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
     def is_small(self, step: Step) -> bool:
-        """True if a step uses small numbers, which show an epsilon: after odd pasts, if no cache rows are read."""
+        """True if a step uses small numbers, which show the epsilon of a norm."""
         reads_rows = any(c.role.name not in self._unread for c in self.caches)
         return self.small or (not reads_rows and self.large is None and step.starts[0] % 2 == 1)
 
     def fits(self, step: Step) -> bool:
-        """True if the step is not too large, and the original can run all rows of the step."""
+        """True if the step fits into memory, and the original can run all its rows."""
         together = self.interface.together if self.interface else None
         if together is not None and len(set(step.starts)) > 1:
             return False
@@ -137,7 +137,7 @@ class RegionRuns:
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
     def open(self, steps: Iterable[Step]) -> None:
-        """Open sessions of both sides, with the inputs of the first of these steps that the original can run.
+        """Open ONNX Runtime sessions for both sides, and run the first of `steps` that the original can run.
 
         Raises:
             RunError: the original does not run. `StuckError`: only the rewritten side does not run.
@@ -161,7 +161,7 @@ class RegionRuns:
             raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step: graph inputs by name, boundaries by index, and caches in the original's form."""
+        """Make all inputs of a step: graph inputs by name, boundaries by index, caches as the original stores them."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         inputs = DrawnInputs(
@@ -208,11 +208,11 @@ class RegionRuns:
                 np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
     def originals(self, step: Step, feeds: Feeds) -> Iterator[Feeds]:
-        """Yield the original's joins and presents: from a run for each sequence, and, if it can, from one run for all.
+        """Yield the original's joins and presents: from one run per sequence, and from one run for all, if possible.
 
         Raises:
             RunError: the original does not run the step.
-            UnsupportedModelError: see `original`.
+            UnsupportedModelError: a join has fewer axes than shape inference says.
         """
         yield self.original(step, feeds)
         groups = self.interface.groups if self.interface is not None else None
@@ -221,7 +221,7 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original, and return its joins and presents.
+        """Run the original side of the region, and return its joins and presents.
 
         If `together`, one run takes as many sequences as possible.
 
@@ -244,7 +244,7 @@ class RegionRuns:
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
-        """Return the original's inputs for one or several runs. Each run takes a slice of the batch."""
+        """Return the inputs for the original's runs; each run takes some sequences of the batch."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
@@ -262,7 +262,7 @@ class RegionRuns:
         ]
 
     def logits_spans(self, step: Step) -> tuple[int, ...]:
-        """Return the lengths of the logits span for which the rewritten side is run."""
+        """Return the numbers of last positions (logits span) for which the rewritten side runs in this step."""
         span = self.plan.logits_span
         if span is None or span.name not in self._needed[1]:
             return (step.length,)
@@ -302,7 +302,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Return the cache in the original's form if the rewrite made it a ring; else return it unchanged."""
+        """Return a cache's description with linear rows if the rewrite made it circular."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

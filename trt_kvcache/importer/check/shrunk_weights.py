@@ -3,9 +3,9 @@
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias have 32 rows
     QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
 
-An operator treats all rows of a weight in the same way. So both sides may shrink in the same way: a smaller size
-replaces a size everywhere (in shapes of weights and boundaries, in attributes, in small integer constants). If the
-smaller sizes do not fit together, ONNX Runtime refuses the model, and the check tries other sizes.
+An operator treats all rows of a weight in the same way. So both sides of a region may shrink in the same way: a smaller
+size replaces a size everywhere, that is, in shapes of weights and boundaries, in attributes, and in small integer
+constants. If the smaller sizes contradict each other, ONNX Runtime refuses the model, and the check tries other sizes.
 
 Constants that are stored in the graph itself, such as zero points that the rewritten side adds, keep their contents. If
 such a constant has rows that differ from its first row, some of these rows are kept.
@@ -44,19 +44,17 @@ _NUMBERS = 4  # the most numbers of a constant from which shapes are computed
 
 @dataclass(frozen=True)
 class _Choice:
-    """A choice of smaller sizes.
+    """The smaller sizes that replace the sizes of a region's weights.
 
     Attributes:
         sizes: maps each size that shrinks to the smaller size.
-        experts: the number of experts of a mixture: the first axis of its stacked matrices, which never shrinks; 0
-            without a mixture.
+        experts: the number of experts, which never shrinks; 0 without experts.
     """
 
     sizes: Mapping[int, int]
     experts: int = 0
 
     def of(self, size: int) -> int:
-        """Return the smaller size, or the size itself if it does not shrink."""
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
@@ -73,7 +71,7 @@ class _Choice:
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return the number of bytes of the constants of both sides. Data that both sides read counts once."""
+    """Return how many bytes of constants both sides of a region read. Data that both read count once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -87,7 +85,7 @@ def shrunk(
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
     """Yield smaller variants of a region: first those of at most `few` bytes, then those of at most `most` bytes.
 
-    A region that has at most `few` bytes is itself the first variant.
+    If the region itself has at most `few` bytes, it is the first variant.
     """
     if bytes_read(region.models) <= few:
         yield region, plan, limits
@@ -103,7 +101,7 @@ def shrunk(
 
 
 def drawn(region: Region) -> Region:
-    """Return the region with random numbers in all weights that are not stored in the graphs."""
+    """Return the region with random numbers in all weights whose data are outside of its models."""
     models = copied(region.models[0]), copied(region.models[1])
     for tensor in (t for model in models for t in model.graph.initializer):
         if (own := storage(tensor)) is not None:
@@ -149,7 +147,7 @@ def has_caches(region: Region, plan: CachePlan) -> bool:
 def _smaller(
     region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
 ) -> tuple[Region, CachePlan, IndexLimits] | None:
-    """Return both sides with smaller sizes; None if constants of the rewritten side would lose rows that matter."""
+    """Return both sides with smaller weights; None if constants of the rewritten side would lose important rows."""
     rows = _rows(region, choice)
     if rows is None:
         return None
@@ -181,12 +179,10 @@ def _smaller(
 
 
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
-    """Return which rows stay; maps the size of an axis to row numbers.
+    """Return the row numbers that shrunk constants of the graph keep; maps the size of an axis to row numbers.
 
-    Up to half of the rows differ from the first row.
-
-    None: some rows differ from the first one, and more than one size shrinks. Then rows of several axes belong
-    together.
+    Up to half of these rows differ from the first row. None: some rows differ, and more than one size shrinks; then it
+    is unknown which rows of several axes belong together.
     """
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]

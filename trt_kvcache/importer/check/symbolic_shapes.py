@@ -1,4 +1,4 @@
-"""Find shapes of tensors as terms in the batch B and the new tokens S, from two steps with different B and S."""
+"""Find tensor shapes as terms such as ``2*B*S`` (batch B, new tokens S), from two steps with different B and S."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Shapes = Mapping[str, tuple[tuple[int | str, ...], tuple[str, ...]]]
 
 @dataclass(frozen=True)
 class Term:
-    """A size ``factor * B**batch * S**sequence``."""
+    """A size of an axis: ``factor * B**batch * S**sequence``, with batch B and new tokens S."""
 
     factor: int
     batch: int
     sequence: int
 
     def at(self, batch: int, sequence: int) -> int:
-        """Return the size for numbers B and S."""
+        """Return the size for a batch and a number of new tokens."""
         return int(self.factor * batch**self.batch * sequence**self.sequence)
 
     def __str__(self) -> str:
@@ -41,13 +41,12 @@ class Term:
 
 @dataclass(frozen=True)
 class Kind:
-    """Element type and shape of a tensor; the shape is None if a dimension is not a term in B and S."""
+    """Element type and shape of a tensor; its shape is None if a size is not a `Term`."""
 
     elem_type: int
     shape: tuple[Term, ...] | None
 
     def __str__(self) -> str:
-        """Return type and shape as text."""
         return f"{dtype_name(self.elem_type)} [{', '.join(map(str, self.shape or ('?',)))}]"
 
 
@@ -56,7 +55,7 @@ class Kinds:
 
     Args:
         model: a model without functions.
-        shapes: dimensions and meaning of the axes of the model's inputs.
+        shapes: sizes and meaning of the axes of each model input.
         batch: the batch that the model fixes, or None.
     """
 
@@ -83,7 +82,7 @@ class Kinds:
 def _sizes(
     value: onnx.ValueInfoProto, dims: tuple[int | str, ...], axes: tuple[str, ...], point: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the shape of an input with the sizes `point`."""
+    """Return the shape of an input for the numbers of batch and new tokens in `point`."""
     sizes = []
     for place, dim in enumerate(value.type.tensor_type.shape.dim):
         known = dims[place] if place < len(dims) else "?"

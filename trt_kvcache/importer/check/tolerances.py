@@ -35,9 +35,9 @@ FAR = 512  # tokens; after longer pasts, sums over keys and biases have ten time
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
     """Return the largest allowed differences of joins and of cache rows, as shares of the largest number.
 
-    The tolerances depend only on the original. Rounding in the rewritten model must not enlarge them.
+    They depend only on the original, so that rounding in the rewritten model cannot enlarge them.
 
-        `wide`: both sides compute in float32. `caches`: the region reads caches.
+        `wide` says that both sides compute in float32, `caches` that the region reads caches.
     """
     original = region.models[0]
     kinds = all_types(original)
@@ -56,9 +56,8 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 def added_rounding(region: Region) -> str:
     """Return a text that says where only the rewritten side rounds to a narrower type; empty if it never does.
 
-    Numbers cannot show such rounding: both sides run in float32, or with a tolerance for the rounding of the original.
-    So this function reads the graphs. If a tensor reaches a result of the original without a cast to a narrower type,
-    the same must be true in the rewritten model.
+    Runs cannot show this rounding, because they use float32 or a tolerance. So this function reads the graphs: a path
+    from input to result without a narrowing cast in the original must have none in the rewritten model.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
@@ -81,7 +80,7 @@ def added_rounding(region: Region) -> str:
 
 
 def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
-    """Return how many bits of `sources` reach each tensor, along the path that keeps most; maps names to bits."""
+    """For each tensor, return how many bits of precision of `sources` reach it on the most precise path."""
     digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
     for node in graph.nodes:
         ways = [digits[name] for name in graph.reads[id(node)] if name in digits]
@@ -129,7 +128,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """Return the rows of tokens ``first .. end - 1``. In a ring, token t is in row t modulo the number of rows."""
+    """Return the cache rows of tokens ``first .. end - 1``. In a ring, token t is in row t modulo its size."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
@@ -138,7 +137,7 @@ def _batch_axis(shape: Sequence[Term]) -> int | None:
 
 
 def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
-    """Return some rows of a batch. Values without a batch axis are returned whole."""
+    """Return the values of some batch rows of a tensor. A tensor without a batch axis is returned whole."""
     axis = _batch_axis(shape)
     if axis is None:
         return values
@@ -152,13 +151,13 @@ def sequence_axis(shape: Sequence[Term]) -> int | None:
 
 
 def token(values: Array, shape: Sequence[Term], place: int) -> Array:
-    """Return one token of a step. Values without an axis of tokens are returned whole."""
+    """Return the values of one token of a step. A tensor without an axis of tokens is returned whole."""
     axis = sequence_axis(shape)
     return values if axis is None else np.take(values, [place], axis)
 
 
 def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array:
-    """Return the last `count` of `length` positions. Values without an axis of tokens are returned whole."""
+    """Return the last `count` of `length` positions of a tensor. Without an axis of tokens, return all of it."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
     if not axes:
         return values
@@ -166,20 +165,20 @@ def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array
 
 
 def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
-    """Concatenate the parts of a batch."""
+    """Concatenate the results of runs that each took some sequences of the batch."""
     axis = _batch_axis(shape)
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
 
 
 def hidden(scores: Array) -> Array:
-    """Replace the lowest number of the type with -inf. ONNX Runtime's Attention writes that number to hidden scores."""
+    """Replace the type's lowest number with -inf, because ONNX Runtime's Attention writes it to masked scores."""
     return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
 
 
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
     """Return the first index at which two arrays differ by more than `tolerance` times the largest number of `a`.
 
-    Integers and booleans must be equal, except if an operator of the region rounds.
+    Integers and booleans must be equal; only if an operator of the region rounds, they may differ.
     """
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
         other = np.argwhere(a != b)
@@ -198,7 +197,7 @@ def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | 
 
 
 def both(original: Any, rewritten: Any) -> str:
-    """Return the numbers of both sides as text."""
+    """Return two differing numbers, original and rewritten, as text for a message."""
     return f"{_number(original)} in the original, {_number(rewritten)} in the rewritten model"
 
 
@@ -207,5 +206,5 @@ def _number(value: Any) -> str:
 
 
 def said(starts: Sequence[int]) -> str:
-    """Return the numbers of tokens before a step as text: one number if all rows have the same."""
+    """Return the numbers of tokens before a step as text; only one number if all sequences have the same."""
     return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -1,4 +1,4 @@
-"""Store verdicts, so that the check does not compare equal regions again.
+"""Store the verdicts of the check, so that regions that were equal once are not compared again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
@@ -45,7 +45,7 @@ class _Entry:
 
 
 class Verdicts:
-    """The verdicts in a folder.
+    """The stored verdicts of the check in a folder.
 
     Args:
         folder: an existing folder for which `is_private` returns True.
@@ -57,10 +57,7 @@ class Verdicts:
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """Return a stored verdict: the joins that varied in a comparison without a difference.
-
-        None if none is stored.
-        """
+        """Return the stored verdict of a comparison: the joins whose numbers varied. None if none is stored."""
         path = self._folder / key
         if self._again:
             return None
@@ -81,7 +78,7 @@ class Verdicts:
         return frozenset(entry.alive)
 
     def keep(self, key: str, alive: Iterable[str]) -> None:
-        """Store that a comparison found no difference. If storing fails, the next check repeats the comparison."""
+        """Store that a comparison found no difference. An error is ignored; then the next check compares again."""
         part = self._folder / f".{key}.{secrets.token_hex(4)}"
         with suppress(OSError):
             self._tidy()
@@ -93,7 +90,6 @@ class Verdicts:
             part.replace(self._folder / key)
 
     def _tidy(self) -> None:
-        """Remove the oldest verdicts if there are too many."""
         if self._tidied:
             return
         self._tidied = True
@@ -107,13 +103,13 @@ _current: ContextVar[Verdicts | None] = ContextVar("verdicts", default=None)
 
 
 def current_verdicts() -> Verdicts | None:
-    """Return the verdicts in use; None outside of `keeping`."""
+    """Return the store of verdicts in use; None outside of a `keeping` block."""
     return _current.get()
 
 
 @contextmanager
 def keeping(verdicts: Verdicts | None) -> Iterator[None]:
-    """Make comparisons within the block look up and store their verdicts in `verdicts`."""
+    """Within the ``with`` block, comparisons look up and store their verdicts in `verdicts`."""
     token = _current.set(verdicts)
     try:
         yield
@@ -122,7 +118,7 @@ def keeping(verdicts: Verdicts | None) -> Iterator[None]:
 
 
 def open_verdicts(*, again: bool) -> Verdicts | None:
-    """Return the verdicts of this user; None if the folder is not private, or if the user switched verdicts off."""
+    """Return the user's store of verdicts; None if its folder is not private, or the user switched the store off."""
     base = cache_folder()
     if base is None or os.environ.get(SWITCH) == "off":
         return None
@@ -148,10 +144,7 @@ def cache_folder() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """True if only this user and root can write to a folder or replace the folder.
-
-    On Windows the folder below %LOCALAPPDATA% has the rights of the user's profile.
-    """
+    """True if only this user and root can change or replace a folder. On Windows, %LOCALAPPDATA% is private."""
     return sys.platform == "win32" or (
         _is_own(folder.lstat()) and all(_is_protected(parent.lstat()) for parent in folder.parents)
     )
@@ -163,13 +156,13 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 def _is_protected(parent: os.stat_result) -> bool:
-    """True if other users cannot rename this user's files in a folder: no rights, or a sticky folder such as /tmp."""
+    """True if other users cannot rename this user's files in a folder: no rights, or a sticky bit as in /tmp."""
     written = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     return sys.platform == "win32" or (parent.st_uid in (0, os.geteuid()) and not written)
 
 
 def key_of(*parts: bytes) -> str:
-    """Return the key of a comparison: a digest of these parts and of the code that compares."""
+    """Return the key of a comparison: a digest of its inputs `parts` and of the code that compares."""
     digest = blake3(_compares())
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -179,7 +172,7 @@ def key_of(*parts: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _compares() -> bytes:
-    """Return a digest of versions, and of the importer's sources (they may change without a new version)."""
+    """Return a digest of all code that compares: versions of packages, and the importer's sources."""
     versions = (
         trt_kvcache.__version__, onnx.__version__, ort.__version__, np.__version__, ml_dtypes.__version__,
         sys.version, platform.system(), platform.machine(),

@@ -43,15 +43,15 @@ def normalize(
     """Bring the caches of a model into canonical form.
 
     Args:
-        model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
+        model: one flat graph with named nodes, without functions; stand-ins replace large inline weights. It is not
             changed.
-        weights: the detached weights.
+        weights: the weights that have stand-ins.
         options: capacity, name patterns, and how to handle windows.
         usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
 
     Returns:
-        The new model and findings. If the model needs no change: the same object and None.
+        The new model and `Findings`, facts for the plan. If the model needs no change: the same model and None.
 
     Raises:
         UnsupportedModelError: a cache or an attention is not supported.
@@ -117,7 +117,7 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
 
 
 def _own_masks(attentions: Sequence[Attention]) -> list[str]:
-    """Return notes on masks that the caller provides."""
+    """Return notes for the plan on masks that the caller must provide."""
     own = [a.mask.own for a in attentions if not a.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [
@@ -128,7 +128,7 @@ def _own_masks(attentions: Sequence[Attention]) -> list[str]:
 
 
 def _narrower(attentions: Sequence[Attention]) -> list[str]:
-    """Return a note if attention weights are float32 in the export, but get the type of the caches here."""
+    """Return a note if attention weights, float32 in the export, get the narrower type of the caches here."""
     kinds = {elem_type(a.key.past) for a in attentions if a.wide_weights and not a.wide}
     return [
         f"the attention weights (results of softmax) are float32 in the exported model, but {name} here, which rounds "

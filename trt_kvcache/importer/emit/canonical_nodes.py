@@ -12,8 +12,8 @@
 mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
 https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer can plan it. The form is standard ONNX.
 
-This module also emits masks and biases that the attributes of Attention cannot express. It brings tensors from one
-layout into another. It defines `Findings`: facts about this rewrite for the plan.
+This module also emits masks and biases that the attributes of Attention cannot express, and changes layouts of tensors.
+`Findings` holds facts about this rewrite for the plan.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
 class Canonical:
-    """Emits nodes into one graph. An input is added to the graph when the first node needs it.
+    """Emits cache updates and attentions into one graph. It adds an input when the first node needs this input.
 
     Args:
         graph: the graph to edit in place.
@@ -88,7 +88,7 @@ class Canonical:
         return positions
 
     def write(self, cache: Cache) -> None:
-        """Make a TensorScatter that writes into `cache.past` and returns `cache.present`. It replaces the old nodes."""
+        """Replace the nodes that update a cache with a TensorScatter from `cache.past` to `cache.present`."""
         update, perm, axis = cache.update, cache.perm, cache.axis
         assert update is not None
         if perm != tuple(range(len(perm))):
@@ -109,7 +109,7 @@ class Canonical:
         self.written.append(present.name)
 
     def attend(self, attention: Attention) -> None:
-        """Make an Attention over caches that returns `attention.result`. It replaces the old nodes."""
+        """Replace the nodes that compute `attention.result` with an Attention over caches."""
         emit, mask, sizes = self.emit, attention.mask, attention.sizes
         kind = elem_type(attention.key.past) or attention.query_type
         kind = FLOAT if attention.wide and kind in _HALVES else kind
@@ -157,10 +157,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Multiply an attention's output by the weight that sinks leave to keys.
-
-        Return the Attention node's outputs.
-        """
+        """Scale an attention's output by what the sinks leave to the keys. Return the Attention's outputs."""
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
@@ -173,10 +170,7 @@ class Canonical:
         return [plain, nothing, nothing, scores]
 
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
-        """Return the mask of an attention: bool, or in the type of its queries.
-
-        None if attributes of the node suffice.
-        """
+        """Return the mask input of an attention (bool, or in the type of the queries); None if the node needs none."""
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
         if attention.key.shifted and (rows := attention.key.window_rows) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
@@ -192,7 +186,7 @@ class Canonical:
         return own_mask
 
     def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
-        """Return a present as ``[B, N, L, D]``, cast to float32 if the products are in float32."""
+        """Return a present cache as keys or values ``[B, N, L, D]``, cast to float32 if the products need it."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
@@ -202,7 +196,7 @@ class Canonical:
         return wide
 
     def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
-        """Return a present as ``[B, N, L, D]``. The layout of the cache itself is changed later."""
+        """Return a present cache as ``[B, N, L, D]``. A later stage changes the layout of the cache itself."""
         if write.axis == 2 and len(write.perm) == 4:
             return write.present
         tensor = write.present
@@ -229,7 +223,7 @@ class Canonical:
 def emit_visible(
     emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
 ) -> gs.Variable:
-    """Emit a mask ``[B, 1, S, R]`` (bool) of the rows of a ring that queries see. Equal attentions share it.
+    """Emit a bool mask ``[B, 1, S, R]`` of the rows of a circular cache (ring) that each query sees.
 
     Args:
         emit: emitter of the graph.
@@ -269,9 +263,9 @@ def emit_visible(
 
 
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
-    """Emit a bias ``[B, H, S, L]`` (float32) that depends on the distance. Equal layers share it.
+    """Emit a float32 bias ``[B, H, S, L]`` that depends on the distance of query and key. Equal layers share it.
 
-    The rewrite later slices the bias to the rows in use; see `rows_in_use`.
+    The rewrite later slices the bias to the cache rows in use.
 
     Args:
         emit: emitter of the graph.
@@ -291,7 +285,7 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
 
 
 def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
-    """Emit slopes times distances, float32 ``[B, H, S, L]``. Equal layers share them. float32 holds distances exactly.
+    """Emit the ALiBi bias, slopes times distances, float32 ``[B, H, S, L]``. Equal layers share it.
 
     Args:
         emit: emitter of the graph.
@@ -322,7 +316,7 @@ PLAIN: Layout = (("b",), ("n", "g"), ("s",), ("d",))
 
 
 def is_plain(layout: Layout) -> bool:
-    """True for ``[B, H, S, D]``."""
+    """True if the layout is ``[B, H, S, D]``."""
     order = order_of(layout)
     in_order = order == tuple(n for n in ATTENTION if n in order)
     return in_order and len(layout) == 4 and all(map(set.issuperset, map(set, PLAIN), layout))
@@ -353,14 +347,14 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """Return the product of sizes; "?" if it combines the batch or the new tokens with another size."""
+    """Return the product of the sizes in one axis; "?" if the batch or the tokens are combined with another size."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """Emit a shape, int64. A dimension is a number, "batch" or "sequence" (size of the tokens), or once "?" (-1)."""
+    """Emit a shape as an int64 tensor. A dimension is a number, "batch", "sequence" (new tokens), or once "?" (-1)."""
     if "?" not in dims:
         last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
         dims = tuple("?" if i == last else d for i, d in enumerate(dims))
@@ -382,14 +376,14 @@ class Findings:
     """Facts for the plan about a model that was brought into canonical form.
 
     Attributes:
-        written: outputs that return caches, and that normalization wrote or kept; none if it did not run.
-        idioms: how the exported model writes each of them, such as ``"Concat"``.
+        written: cache outputs of the canonical form; empty if the model did not change.
+        idioms: how the exported model writes each of these caches, such as ``"Concat"``.
         changes: changes of inputs and outputs.
         original: inputs and outputs of the exported model; empty if the model already was canonical.
         roles: roles of the inputs and outputs, and of added inputs.
-        states: tensors of state, which are no caches.
+        states: states: tensors that go from step to step, but are no caches.
         notes: notes for the reader of the plan.
-        longest: for each cache that became circular: maps the name of its input to the most tokens of one update.
+        longest: maps the input name of each cache that became circular to the most tokens of one update.
         capacity: tokens per sequence if the model does not fix the capacity; else None.
     """
 

@@ -6,9 +6,9 @@
 After caches have a fixed capacity, the graph computes keys and values only from constants and the cache rows in use. A
 plain Attention reads these keys and values.
 
-This module follows tensors forward from the caches, node by node, and reads no values. Shapes in a few samples show the
-axis of rows: one axis is as long as the text, another one as the batch. An operator may still mix rows; a softmax over
-rows is an example. The check refuses such models.
+This module follows tensors forward from the caches, node by node, and reads no values. Samples (steps of the model that
+were run) show the axis of rows by its length. An operator may still mix rows, such as a softmax over rows. The check
+refuses such models.
 """
 
 from __future__ import annotations
@@ -33,20 +33,19 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """A node mixes rows. The message gives the reason; it may be empty."""
+    """Raised if a node mixes cache rows. The message gives the reason, or is empty."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
-    """A tensor that is computed row by row.
+    """A tensor that is computed from caches, and whose rows each depend on one cache row only.
 
     Attributes:
         tensor: the tensor in the exported graph.
         axes: the axis of the batch, and the axis of the rows.
         caches: the caches from which the tensor is computed.
         node: the node that makes the tensor; None if the tensor is a cache.
-        shape: if the node is a Reshape or Expand: its new shape operand, with 0 and -1 as Reshape defines them. Else
-            None.
+        shape: the new shape operand if the node is a Reshape or Expand, with 0 and -1 as in Reshape; otherwise None.
     """
 
     tensor: gs.Tensor
@@ -81,7 +80,7 @@ class Computed:
                     self._broken = self._broken or str(error)
 
     def place(self, attention: Attention, canonical: Canonical) -> Attention:
-        """Emit the keys and values of an attention. Return the attention with these keys and values.
+        """Emit an attention's keys and values from the cache rows in use. Return the attention that reads them.
 
         Raises:
             UnsupportedModelError: keys or values are not computed row by row.
@@ -141,7 +140,7 @@ class Computed:
         return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
 
     def _functions(self, node: gs.Node) -> list[RowFunction]:
-        """Derive the row functions of a node's outputs from those of its inputs.
+        """Return the outputs of a node as `RowFunction` objects, derived from those of its inputs.
 
         Raises:
             MixedError: the node mixes rows.
@@ -218,5 +217,5 @@ class Computed:
 
 
 def _axes_of(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
-    """Return the axes whose sizes in the samples are `sizes`."""
+    """Return the axes of a tensor whose sizes in all samples equal `sizes`."""
     return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]

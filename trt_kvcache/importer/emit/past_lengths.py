@@ -1,4 +1,4 @@
-"""Remove from a graph all remaining dependences on the length of the past.
+"""Change a graph so that nothing depends on P, the length of the past, except positions of new tokens.
 
 After caches have a fixed capacity and attention is canonical, only the positions of the new tokens may depend on the
 length of the text. Some exporters compute positions from the length of a cache, and may add a constant:
@@ -8,11 +8,9 @@ length of the text. Some exporters compute positions from the length of a cache,
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
 The exports of Whisper by onnxruntime-genai have the second form: they slice a table. The export of M2M-100 has the
-third
-form: positions do not count padding. torch's export of Marian looks up the rows once for all sequences. If another
-tensor
-still depends on the length, the import fails and names the tensor. Samples that differ only in P show which tensors
-depend on P.
+third form: positions do not count padding. torch's export of Marian looks up the rows once for all sequences. If
+another tensor still depends on the length, the import fails and names the tensor. Samples (steps that were run) differ
+only in P, and show which tensors depend on P.
 
 This module also removes outputs that return an input unchanged (caches of cross-attention). If the graph reads the
 shape of an input that will be removed, it reads the shape of the tokens instead (``Shape(attention_mask)`` becomes
@@ -53,7 +51,8 @@ Array = npt.NDArray[Any]
 
 NOTE = (
     "the model counts positions from the tokens of a step, and skips some tokens, such as padding. As in the exported "
-    "model, it counts all tokens of earlier steps. So a text with padding in it depends on how it is split into steps"
+    "model, it counts all tokens of earlier steps. So the result for a text with padding depends on how "
+    "the text is split into steps"
 )
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
 _FAR = 1 << 31  # numbers of at least this are no positions
@@ -61,7 +60,7 @@ _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
-    """Replace positions that are counted from the past, and refuse all other tensors that depend on the past's length.
+    """Compute positions from write indices, and refuse all other tensors that depend on the length of the past.
 
     Args:
         graph: a graph with canonical caches and attention, without dead nodes.
@@ -111,13 +110,13 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
 
 def check_readers(graph: gs.Graph) -> None:
-    """Refuse a model in which nodes other than updates and attentions read a cache.
+    """Refuse a model in which a node reads a cache, but is neither a cache update nor an attention.
 
     Args:
         graph: a canonical graph without dead nodes.
 
     Raises:
-        UnsupportedModelError: there is such a reader; the message names it.
+        UnsupportedModelError: another node reads a cache; the message names it.
     """
     for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
         for tensor in (update.inputs[0], update.outputs[0]):
@@ -131,7 +130,7 @@ def check_readers(graph: gs.Graph) -> None:
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
-    """Return the first node that reads a cache or its view, but is neither its update nor an attention; else None."""
+    """Return the first node that reads a cache or its view, but is neither the update nor an attention; else None."""
     for node in consumers(tensor):
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
@@ -183,7 +182,7 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: S
 
 
 def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None:
-    """Replace a Shape node with these sizes; each is int64 ``[1]``."""
+    """Replace a Shape node with a Concat of these sizes, each int64 ``[1]``."""
     taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
     if taken:
         shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
@@ -193,10 +192,7 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """Return tensors, int64 ``[1]``, that give the sizes of a tensor.
-
-    A size is None if the samples do not explain it.
-    """
+    """Emit the sizes of a tensor, int64 ``[1]`` each, from the tokens' shape; None where samples do not explain one."""
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]
@@ -208,7 +204,7 @@ def _sizes(
 
 
 def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Tensor | None:
-    """Return one dimension as int64 ``[1]``; None for other axes than batch and tokens."""
+    """Emit one size as int64 ``[1]``: a constant, the batch or the new tokens; None for other sizes."""
     if isinstance(size, int):
         return emit.ints([size])
     if axis not in ("batch", "sequence"):
@@ -221,9 +217,9 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """Handle a tensor that depends on P.
+    """Replace a tensor that depends on P, the length of the past, if it gives positions; otherwise refuse it.
 
-    Return True if tensors that are computed from `output` must be handled, too.
+    Return True if the tensors computed from `output` must be handled, too.
     """
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
@@ -259,9 +255,9 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor has the same value after every sampled past, up to the longest past that fits.
+    """True if a tensor has the same value after every sampled length of the past, up to the longest one.
 
-    Short pasts alone are not enough: for example, floor(p / 16) is the same for many of them.
+    Short pasts are not enough: floor(P / 16), for example, is the same for many of them.
     """
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
@@ -271,7 +267,7 @@ def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
 
 
 def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
-    """Return the inputs with these names, and all tensors that depend on their numbers. The graph must be sorted."""
+    """Return all tensors that depend on the values, not only shapes, of these inputs. The graph must be sorted."""
     reached = set(names)
     for node in graph.nodes:
         if not is_op(node, "Shape", "Size") and any(t.name in reached for t in node.inputs):
@@ -280,7 +276,7 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
 
 
 def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """If a tensor from a padding mask has only one number in all samples, replace the tensor with a constant.
+    """Replace a tensor computed from a padding mask with a constant, if all its numbers in all samples are equal.
 
     For example, some models multiply inputs of states by the last columns of the mask, which belong to the new tokens.
     In a mask over the rows of caches of fixed capacity, the new tokens have other columns.
@@ -300,7 +296,7 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
-    """If a tensor is P + arange(S) + offset, return the offset and the axis of the new tokens. Else return None."""
+    """Return offset and axis of the S new tokens if a tensor is P + arange(S) + offset; otherwise None."""
     counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
     return counts.pop() if len(counts) == 1 else None
 
@@ -319,7 +315,7 @@ def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
 
 
 def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, samples: Samples) -> gs.Variable:
-    """Return the positions of each sequence, in the rank and type of `output`."""
+    """Emit the positions of each sequence plus `offset`, in the rank and type of `output`."""
     emit, positions = canonical.emit, _shifted(canonical, offset)
     others = [i for i in range(1, len(samples.twins[0].probe.shape(output.name) or ())) if i != axis]
     if others:
@@ -331,7 +327,7 @@ def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, 
 
 
 def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
-    """Return the position of each new token plus `offset`, int64 ``[B, S]``."""
+    """Emit the position of each new token plus `offset`, int64 ``[B, S]``."""
     positions, emit = canonical.positions(), canonical.emit
     if not offset:
         return positions
@@ -342,9 +338,9 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a node that takes the new tokens' rows from a table with a Gather by position. True if it was replaced.
+    """Replace a node that slices the new tokens' rows from a table by a Gather by position; True if replaced.
 
-    A constant offset of the rows is kept: the table may have other rows before the row of the first position (BART).
+    A constant offset of the rows is kept, because a table may begin with other rows (BART).
     """
     rows = node.outputs[0]
     taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
@@ -378,7 +374,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """Return the first row ``[S, H]`` that a node takes from a table, minus P. A table of row numbers shows it."""
+    """Return the number of the first table row that a node takes, minus P, the length of the past."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -395,14 +391,12 @@ _Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
 
 
 def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
-    """Find the nodes that combine rows ``[S, H]`` with tensors of a batch. None: rows cannot differ between sequences.
+    """Find the nodes that combine table rows ``[S, H]`` with tensors of a batch; None if rows cannot get a batch axis.
 
     Returns:
-        First, the nodes before these readers. They compute row by row; each has the shape of its output (-1 for the
-        rows).
-                Second, for each reader: the node, its operand, the number of axes of its result between batch and
-                    tokens, and
-                the sizes of the operand after the axis of tokens.
+        First, the nodes between the rows and these readers, which compute row by row, each with the shape of its output
+        (-1 for the rows). Second, for each reader: the node, its operand, the number of axes of its result between
+        batch and tokens, and the sizes of the operand after the axis of tokens.
     """
     chain: _Chain = []
     readers: _Readers = []
@@ -435,7 +429,7 @@ def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]
 
 
 def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
-    """Return the axis of the new tokens, if all axes before it have size 1; else None."""
+    """Return the axis of the new tokens in a tensor if all earlier axes have size 1; otherwise None."""
     shape = sample.probe.shape(tensor.name) or ()
     first = next((a for a, d in enumerate(shape) if d != 1), len(shape))
     axis = first - (sample.length == 1)
@@ -443,7 +437,7 @@ def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
 
 
 def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
-    """For a node that reads rows, return its number of axes between batch and tokens, and the rows' other sizes."""
+    """Return the number of axes between batch and tokens in a node's result, and the sizes of the rows' last axes."""
     own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
     axis = _axis_of_rows(rows, sample)
     if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
@@ -454,7 +448,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """If a node adds P (and a constant) to integers ``[B, S]``, make it add the length of each sequence instead."""
+    """If a node adds P, the length of the past, to integers ``[B, S]``, make it add each sequence's own length."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

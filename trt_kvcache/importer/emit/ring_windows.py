@@ -18,9 +18,8 @@ position of the first new token, and the step has S new tokens:
 If a model has an input for lengths, each sequence has w + S valid tokens, or 0. With 0, its queries see nothing. Other
 lengths are not allowed, because the ring may have overwritten rows that the first queries of such a step need.
 
-With rings, memory and step time do not grow with the number of tokens. A cache stays linear if one attention sees all
-of it. The check refuses a model that reads the length of a cache elsewhere, or that computes its lengths or write
-indices.
+With rings, memory and step time do not grow with the number of tokens. A cache stays linear if any attention sees all
+its rows. The check refuses models that use the length of a cache elsewhere, or compute lengths or write indices.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ __all__ = ["Rings", "make_circular", "slide"]
 
 @dataclass(frozen=True, eq=False)
 class _Windowed:
-    """A pair of caches that only attentions with the same window read."""
+    """The caches of keys and values of a layer, if only attentions with one window size read them."""
 
     keys: gs.Node
     values: gs.Node
@@ -75,7 +74,7 @@ class Rings:
 
 
 def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
-    """Make the windowed caches of a canonical model circular. Return the new model, and findings for the plan.
+    """Make the caches of windowed attention circular. Return the new model, and facts for the plan.
 
     Args:
         model: a canonical model; it is not changed.
@@ -141,7 +140,7 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
         notes.append(
             f"{len(longest)} caches hold only a window of tokens: {after} cache rows per sequence instead of {before} "
             f"({100 * (before - after) / before:.0f} % saved); updates have at most {chunk} tokens (--window-chunk)"
-            + (", and in each row, all of them or none are valid" if idle else "")
+            + (", and in each sequence, either all tokens of an update are valid or none" if idle else "")
         )
     elif not notes:
         notes.append("no cache became circular, because no attention is limited to a window")
@@ -186,10 +185,7 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if an Attention sees only a window of the newest tokens.
-
-    It must have lengths; else ONNX counts from row 0.
-    """
+    """True if an Attention sees only a window. It must have lengths; otherwise ONNX counts from row 0."""
     if reads_columns(graph, node):
         return False  # the graph reads scores, whose columns belong to rows of the linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
@@ -198,7 +194,7 @@ def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor) -> list[gs.Node]:
-    """Return the nodes that read a cache or a view of it."""
+    """Return the nodes that read a cache after its update, directly or through a view."""
     readers: dict[int, gs.Node] = {}
     for node in consumers(present):
         if is_op(node, *VIEWS) and node.inputs[0] is present:
@@ -209,7 +205,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """Return a node, such as Min or Mod, after which write indices no longer count tokens; None if there is none."""
+    """Return a node (Min, Mod) that makes write indices differ from token counts; None if there is none."""
     node = producer(indices)
     if node is None:
         return None
@@ -219,7 +215,7 @@ def _bound(indices: gs.Tensor) -> gs.Node | None:
 
 
 def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
-    """Return the first node that reads a cache before its update, or returns it to the caller in another shape."""
+    """Return the first node that reads a cache before the update, or returns the cache in another shape."""
     for update in (pair.keys, pair.values):
         for node in consumers(update.inputs[0]):
             if node is not update and not is_op(node, "Shape"):
@@ -231,13 +227,12 @@ def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
 
 
 def _views(present: gs.Tensor) -> list[gs.Node]:
-    """Return all views of a cache after its update."""
     views = [node for node in consumers(present) if is_op(node, *VIEWS) and node.inputs[0] is present]
     return views + [inner for node in views for inner in _views(node.outputs[0])]
 
 
 def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
-    """Yield Reshapes that state the number of rows, each with the shape for `rows` rows; None if ambiguous."""
+    """Yield each Reshape of a cache with a constant number of rows, and its shape for `rows` rows (None: ambiguous)."""
     is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
     before = _rows(update, capacity)
     for node in _views(update.outputs[0]):

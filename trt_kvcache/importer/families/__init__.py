@@ -1,7 +1,7 @@
 """Support for rare families of models. Each family has its own module, which is loaded only for a model of that family.
 
-The stations of the importer call these functions. Each function tests whether a model belongs to a family, and only
-then loads and calls the family's module.
+The stages of the importer call these functions. Each function tests whether a model belongs to a family, and loads the
+family's module only then.
 
     read           edits a model when it is read, before checks             tool_repairs, quantizers
     choose         takes one branch of a merged decoder, before inlining       tool_repairs
@@ -12,7 +12,7 @@ then loads and calls the family's module.
 
 A `Finish` is a function that adds facts to the plan. The rewrite loads `plugin_route` if a cache takes the plugin's
 route. The pipeline loads `quantized_caches` for ``--cache-dtype``, and `adapters` for ``--lora-rank``. Builds and
-sessions load `encoders` if an encoder lies beside the decoder. All modules load as attributes of this package.
+sessions load `encoders` if there is an encoder beside the decoder. All modules load as attributes of this package.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Edit a model in place after reading it. Return True if operators now read other tensors than in the file.
+    """Repair a model in place after reading it. Return True if operators now read other tensors than in the file.
 
     Raises:
-        ModelError: the model belongs to a family, but its form is not supported. The other functions here raise this,
-            too.
+        ModelError: the model belongs to a family, but the family's module does not support it. The other functions of
+            this module raise this, too.
     """
     edited: bool = _family("tool_repairs").read(model)
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
@@ -72,7 +72,7 @@ def read(model: onnx.ModelProto) -> bool:
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """If an input of a decoder chooses between two branches, keep one branch. The model may be edited in place."""
+    """If an input of a decoder chooses between two branches (optimum's merged decoder), keep the branch with a past."""
     inputs = {value.name for value in model.graph.input}
     if not any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node):
         return model, []
@@ -81,7 +81,7 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
 
 
 def standardize(model: onnx.ModelProto) -> None:
-    """Refuse a decoder or an encoder that is quantized for CPUs."""
+    """Refuse a model with operators that ONNX Runtime's quantizers write for CPUs."""
     known = {"QuantizeLinear", "DequantizeLinear", *QUANTIZES, *INTEGER_PRODUCTS}
     if any(op in known or op.startswith("QLinear") for op in _operators(model)):
         _family("quantizers").refuse_integers(model)
@@ -93,14 +93,14 @@ def is_update_outside_onnx(node: onnx.NodeProto) -> bool:
 
 
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Add a function to the model for each cache update that ONNX does not define."""
+    """Add an ONNX function to the model for each cache update of TensorRT or the plugin, which ONNX does not define."""
     if any(map(is_update_outside_onnx, model.graph.node)):
         model = _family("plugin_route").define(model)
     return model
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Edit a decoder before recognition: join assigned slices, and remove an input for the number of logits."""
+    """Edit a decoder before caches are searched: join assigned slices, and remove an input for the number of logits."""
     finishes: list[Finish] = []
     operators = _operators(model)
     if {"ScatterND", "ConstantOfShape"} <= operators:
@@ -113,7 +113,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Convert the model to operators that ONNX Runtime runs on the CPU. Also return notes on differences."""
+    """Return a model with operators that ONNX Runtime runs on the CPU, and notes on what it computes differently."""
     blocks = {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
     narrow = any(t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if not narrow and blocks.isdisjoint(_operators(model)):

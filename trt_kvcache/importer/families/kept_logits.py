@@ -28,7 +28,7 @@ _END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least thi
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
-    """Make the model return logits of all positions; see `trt_kvcache.importer.families`.
+    """Make a model return logits of all positions; replace its input for their number with a constant.
 
     If the model uses the input in another way (a tensor of indices may have this name), it stays unchanged.
     """
@@ -65,7 +65,7 @@ def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
 
 
 def _finish(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
-    """Add the input of the exported model to the plan; there it always has the value 0."""
+    """Add the removed input to the plan, as an input of the exported model with the value 0."""
     old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
     why = (
         f"the length of {plan.logits_span.name} replaces it"

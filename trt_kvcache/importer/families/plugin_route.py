@@ -59,7 +59,7 @@ _THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.Ten
 
 @dataclass(frozen=True)
 class _Update:
-    """One update, described as an operator of the plugin for a single cache.
+    """One cache update, with the facts that a node of the plugin needs.
 
     Attributes:
         scale: the float32 scales if the update is quantized on write; else None.
@@ -79,7 +79,7 @@ class _Update:
 
 
 def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Replace every update of the route `PLUGIN` with a node of the plugin. The caches must already be 4-D.
+    """Replace every cache update on the plugin's route with a node of the plugin. The caches must already be 4-D.
 
     Raises:
         UnsupportedModelError: rows of 4-bit elements do not fill whole bytes, or one function cannot handle all cache
@@ -99,7 +99,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Add an ONNX function for each update operator that is not in ONNX, unless the model already defines it.
+    """Add an ONNX function for each cache-update operator that ONNX lacks and the model does not define.
 
     TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts the operator
     in any domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX
@@ -185,9 +185,9 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """If the update comes from a suitable QuantizeLinear, let the kernel quantize. Return the scales and their number.
+    """If a suitable QuantizeLinear makes the update, let the plugin quantize. Return the scales and their number.
 
-    It is suitable with float32 scales (then the division is in float32), zero point 0, and one scale or one per head.
+    It must have float32 scales (so that the division is in float32), zero point 0, and one scale or one per head.
     """
     between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
@@ -226,7 +226,7 @@ def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> t
 
 
 def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
-    """True if there is one scale, or one for each head of the physical cache."""
+    """True if a QuantizeLinear has one scale, or one for each head of the physical cache."""
     shape = dims(scale)
     if shape is None or len(shape) > 1 or any(not isinstance(d, int) for d in shape):
         return False
@@ -242,8 +242,8 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 def _is_pair(a: _Update, b: _Update) -> bool:
     """True if one node can do both updates: same kernel, same write indices, and neither depends on the other.
 
-    This does not look for one attention that reads both caches, because the plan does not list attentions that read
-    their caches through DequantizeLinear.
+    The attention that reads the caches is not considered, because the plan does not list attentions that read caches
+    through DequantizeLinear.
     """
     one, other = a.cache, b.cache
     return (
@@ -259,7 +259,6 @@ def _is_pair(a: _Update, b: _Update) -> bool:
 
 
 def _depends(node: gs.Node, on: gs.Node) -> bool:
-    """True if `node` depends on a result of `on`."""
     seen: set[int] = set()
     queue = [node]
     while queue:
@@ -312,7 +311,7 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 
 
 def _body(operator: Operator, wide: str) -> str:
-    """Return the text of a function (see `lower.body`). Names of values that are cast to float32 end in `wide`.
+    """Return the text of the ONNX function for an operator. Names of values that are cast to float32 end in `wide`.
 
     ``first``, ``start``, ``end`` and ``count`` are [B]; ``length`` and ``capacity`` are [1]. ``accepted`` [B] is True
     for sequences that the operator writes. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row
@@ -394,7 +393,7 @@ def _body(operator: Operator, wide: str) -> str:
 
 
 def _scatter(operator: Operator, i: int, wide: str) -> str:
-    """Return the lines that write the rows of update `i`. In quantized updates of both forms, axis 1 is the heads."""
+    """Return the lines of the function that write the rows of update `i`. In quantized updates, axis 1 is the heads."""
     update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
     quantized = f"""
         unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})

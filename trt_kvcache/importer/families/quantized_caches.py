@@ -25,8 +25,7 @@ becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
 TensorRT for RTX has no plugins, and its cache layer supports only floats. So each float32 of a cache holds an integer
-of
-24 bits, which float32 stores exactly: three codes of 8 bits, or six codes of 4 bits. The last number of a row is the
+of 24 bits, which float32 stores exactly: three codes of 8 bits, or six codes of 4 bits. The last number of a row is the
 scale. Arithmetic separates the codes exactly, because a float32 times a power of two, and its Floor, are exact.
 
 On TensorRT, the plugin writes codes into a cache of int8 or float8 (for 4 bits, an int8 holds two codes). A separate
@@ -87,7 +86,7 @@ class _Form:
     Attributes:
         most: the largest code.
         dtype: ONNX type of the numbers that hold codes.
-        codes: the number of codes in one number of type `dtype`.
+        codes: how many codes one number of type `dtype` holds.
         bits: bits of each code; 0 for fp8.
         scale_inside: True if the scale is the last number of the row.
         ranges: for constant scales: maps the name of a past to the largest magnitude in the cache. None: each row has
@@ -113,15 +112,15 @@ class _Form:
 
     @property
     def zero(self) -> int:
-        """The number whose codes are all 0, before the shift into the range of `dtype`."""
+        """The integer in which all packed codes are 0, before it is shifted into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
 def rotation(size: int) -> npt.NDArray[np.float32]:
     """Return the rotation R ``[size, size]`` of rows. It is its own inverse.
 
-    Along its diagonal, R repeats an orthonormal Hadamard matrix. The size of the matrix is the largest power of two
-    that divides `size`.
+    R is block-diagonal. Each block is an orthonormal Hadamard matrix, whose size is the largest power of two that
+    divides `size`.
     """
     block = size & -size
     at = np.arange(block)
@@ -137,7 +136,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
         graph: the rewritten model. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and
             attention.
         plan: the model's plan, with unquantized caches.
-        plain: True: make the model for ONNX Runtime instead of the target. There, standard operators write integers.
+        plain: True: the model is for ONNX Runtime, so standard operators write integers.
 
     Raises:
         OptionError: a cache cannot be quantized to this type.
@@ -329,10 +328,7 @@ class _Quantized:
         return self._emitter.scalar(value, FLOAT)
 
     def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
-        """Quantize new rows [..., H].
-
-        Return codes [..., L], and float32 scales [..., 1] or the constant scale of the cache.
-        """
+        """Quantize new rows [..., H]: return codes [..., L] and scales (float32 [..., 1], or a constant)."""
         form, scale = self._form, self._scale
         codes = self._turn(self._op("Cast", [rows], "wide", to=FLOAT), FLOAT)
         if scale is None:
@@ -359,10 +355,7 @@ class _Quantized:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
 
     def _pack(self, codes: gs.Variable) -> gs.Variable:
-        """Pack codes [..., H] into numbers [..., L].
-
-        The lowest bits hold the first L codes, the next bits the next L codes.
-        """
+        """Pack codes [..., H] into numbers [..., L]: the lowest bits hold the first L codes, and so on."""
         form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
         if missing := self._numbers * form.codes - self._size:
             pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
@@ -376,7 +369,6 @@ class _Quantized:
         return self._op("Add", [total, self._number(form.zero - self._shift)], "numbers")
 
     def _unpack(self, numbers: gs.Tensor) -> gs.Variable:
-        """Unpack numbers [..., L] into codes [..., H]."""
         form = self._form
         if self._shift:
             numbers = self._op("Add", [numbers, self._number(self._shift)], "shifted")
@@ -396,7 +388,7 @@ class _Quantized:
         return 0 if self._form.dtype == "float" else 1 << (dtype_bits(self._form.dtype) - 1)
 
     def _powers(self, first: int, sign: int = 1) -> gs.Constant:
-        """Return powers of two ``[codes, 1]`` that move each code to its place in a number."""
+        """Return powers of two ``[codes, 1]`` that shift each code to its bits in a packed number."""
         places = np.arange(first, first + self._form.codes) * self._form.bits * sign
         return self._emitter.constant(np.exp2(places).astype(np.float32)[:, None])
 
@@ -405,10 +397,7 @@ class _Quantized:
         return self._op("Slice", [tensor, *ends], "part")
 
     def _dequantize_for(self, reader: gs.Node, present: gs.Tensor) -> None:
-        """Insert dequantization before a reader of codes.
-
-        If the reader is a Slice of the rows in use, insert it after that.
-        """
+        """Dequantize codes for a reader. If it is a Slice of the rows in use, dequantize its result."""
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
             values = self._emitter.once(("values", present.name), lambda: self._dequantize(present, None))
@@ -422,10 +411,7 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Make a reader of codes read values instead.
-
-        Rotate the values back, or rotate the reader if it is an attention.
-        """
+        """Make a node that reads codes read values. For attentions, queries or results are rotated, not values."""
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]
@@ -442,14 +428,14 @@ class _Quantized:
         return True
 
     def _turn_result(self, node: gs.Node, turn: Callable[[gs.Tensor], gs.Variable]) -> None:
-        """Rotate the first output of a node."""
+        """Rotate the first output of an attention back."""
         (result, *others), inner = node.outputs, gs.Variable(self._emitter.name("rotated"), dtype=node.outputs[0].dtype)
         node.outputs = [inner, *others]
         (maker,) = turn(inner).inputs
         maker.outputs = [result]
 
     def _turn(self, rows: gs.Tensor, dtype: int) -> gs.Variable:
-        """Rotate rows ``[..., H]``. A second rotation restores the rows."""
+        """Emit the rotation of rows ``[..., H]``. A second rotation restores the rows."""
         matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
         if dtype != FLOAT:
             matrix = self._emitter.once(
@@ -458,7 +444,7 @@ class _Quantized:
         return self._op("MatMul", [rows, matrix], "rotated", dtype)
 
     def _turn_packed(self, rows: gs.Tensor) -> gs.Variable:
-        """Rotate each head of rows ``[B, S, N*H]``."""
+        """Emit the rotation of each head in rows ``[B, S, N*H]``."""
         heads = self._op("Reshape", [rows, self._emitter.ints([0, 0, -1, self._size])], "heads")
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
@@ -478,10 +464,7 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Convert numbers of a narrow type to float32.
-
-        If each number is one code, also multiply by the constant scale.
-        """
+        """Emit cached numbers of a narrow type as float32, times the constant scale if each is one code."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
@@ -504,7 +487,7 @@ class _Quantized:
         self._scales = scales[0], scales[1], update
 
     def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
-        """Make Shape nodes over the cache return the same sizes as before.
+        """Make Shape nodes that read a cache return the sizes of the unquantized cache.
 
         Args:
             tensor: the cache, or a view of the cache that only Shape nodes read.
@@ -531,7 +514,6 @@ def _place(tensors: list[gs.Tensor], tensor: gs.Tensor) -> int:
 
 
 def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
-    """Return the plan with quantized caches."""
     by_name = {name: caches for caches in updates for name in (caches[0].past, caches[0].present)}
     tensors: list[TensorRole] = []
     changes = {(c.io, c.new.partition(" ")[0]): c for c in plan.changes if c.new}
@@ -566,7 +548,6 @@ def _text(role: TensorRole) -> str:
 
 
 def _saved(plan: CachePlan, quantized: CachePlan) -> str:
-    """Return a note about the bytes per token before and after quantization."""
     before, after = (
         sum(
             cache_bytes(replace(c, physical_shape=(1, *c.physical_shape[1:2], 1, c.physical_shape[3])), 1)

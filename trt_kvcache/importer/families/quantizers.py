@@ -1,6 +1,4 @@
-"""Replace or refuse operators of quantizers. `lower` replaces those for weights of 4 and 8 bits.
-
-See `trt_kvcache.importer.families` for when each function is called.
+"""Replace or refuse operators that quantizers write into models, except those for weights of 4 and 8 bits (`lower`).
 
 `refuse_integers` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
 
@@ -27,10 +25,9 @@ operators, but some operators keep the domain. Operators that quantize in blocks
     q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
     y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         also for weights
 
-ONNX has no operator that computes scales at run time for float4 or float8, and no scales that are uint8 exponents.
-TensorRT's parser knows these operators (measured on TensorRT for RTX 1.7.1). This module registers them with ONNX when
-it is imported, so that ONNX infers the shapes of their outputs. No package that runs without a GPU has kernels for
-them.
+ONNX has no operator that computes scales at run time for float4 or float8, and no uint8 exponents as scales. TensorRT's
+parser knows these operators (measured on TensorRT for RTX 1.7.1). This module registers them with ONNX when it is
+imported, so that ONNX infers the shapes of their outputs. No package that runs without a GPU has kernels for them.
 
 `for_cpu` replaces operators that quantize in blocks, so that ONNX Runtime can run the model on the CPU.
 
@@ -92,7 +89,7 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 class Writer:
-    """Collects new nodes in `nodes`. Adds constants to the main graph, where bodies of control flow can read them."""
+    """Collects new nodes in `nodes`. Constants go to the main graph, where bodies of If and Loop can read them, too."""
 
     def __init__(self, graph: GraphProto, prefix: str) -> None:
         self.nodes: list[NodeProto] = []
@@ -137,7 +134,7 @@ def refuse_integers(model: ModelProto) -> None:
     """Refuse a model with operators that ONNX Runtime's quantizers write for CPUs.
 
     Raises:
-        UnsupportedModelError: there is such an operator; the message names the first one.
+        UnsupportedModelError: the model has an operator of this kind; the message names the first one.
     """
     for scope in iter_scopes(model):
         constants = constants_of(scope)
@@ -148,7 +145,7 @@ def refuse_integers(model: ModelProto) -> None:
 
 
 def _integers(node: NodeProto, constants: dict[str, TensorProto], dequantized: set[str]) -> str:
-    """Return a text about the integers of a node that TensorRT does not support; empty if there are none."""
+    """Describe the integers of a node that TensorRT does not support; empty if it supports the node."""
     if node.op_type in (*QUANTIZES, *INTEGER_PRODUCTS) or node.op_type.startswith("QLinear"):
         return "computes with integers of 8 bits"
     if is_op(node, "Gather") and node.output[0] in dequantized:
@@ -246,9 +243,9 @@ def _register() -> None:
 
 
 def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
-    """Infer types.
+    """Infer types and shapes of an operator that quantizes in blocks.
 
-    Numbers have the shape of the input. Scales too, but with one scale per block along the block axis.
+    Numbers have the shape of the input. Scales have the same shape, but one entry for each block along the block axis.
     """
     source = context.get_input_type(0)
     context.set_output_type(0, _of(source, numbers))
@@ -317,7 +314,7 @@ def with_plain_blocks(model: ModelProto) -> ModelProto:
 
 
 class _Editor:
-    """Edits one model in place."""
+    """Replaces the operators that quantize in blocks, in one model, in place."""
 
     def __init__(self, model: ModelProto) -> None:
         self._graph = model.graph

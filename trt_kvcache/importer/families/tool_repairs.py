@@ -1,4 +1,4 @@
-"""Repair models that break rules of ONNX, or that ONNX Runtime could not load later; tools wrote them so.
+"""Repair models of tools that break rules of ONNX, or write models that ONNX Runtime cannot load later.
 
 nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
 the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
@@ -94,9 +94,9 @@ def read(model: ModelProto) -> bool:
 
 
 def _unalias(model: ModelProto) -> None:
-    """Replace "ai.onnx" with "".
+    """Replace the domain "ai.onnx" with "", ONNX's own name of this domain.
 
-    If a model imports both in different versions, nothing changes, and the checker refuses it.
+    If a model imports both in different versions, it stays unchanged, and ONNX's checker refuses it.
     """
     for owner in (model, *model.functions):
         versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
@@ -111,7 +111,7 @@ def _unalias(model: ModelProto) -> None:
 
 
 def _rename_casts(graph: GraphProto) -> None:
-    """Rename tensors that have names of ONNX Runtime's own casts, in place, except inputs and outputs."""
+    """Rename inner tensors whose names ONNX Runtime gives to its own Casts, in place."""
     fixed = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:
@@ -129,10 +129,7 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop stated shapes of initializers, and values that are stated twice, in place.
-
-    Shape inference finds them again.
-    """
+    """Drop shapes stated for initializers or stated twice, in place; shape inference finds them again."""
     is_graph = isinstance(scope, GraphProto)
     known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
     counts = Counter(value.name for value in scope.value_info)
@@ -157,7 +154,7 @@ def _sort(scope: Scope) -> None:
 
 
 def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
-    """Where operators need lists, replace scalars with lists, in a graph and its bodies."""
+    """Replace scalar constants with lists of one number where an operator needs a list, in a graph and its bodies."""
     constants = [
         (n.output[0], a.t) for n in graph.node if is_op(n, "Constant") for a in n.attribute if a.name == "value"
     ]
@@ -189,7 +186,7 @@ _FIRST_ONLY = "only the branch without a past computes it; to get it, run the or
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
-    """Replace the If nodes of a merged export with the branch with a past. `model` is edited in place."""
+    """Replace each If of a merged export by the branch with a past. `model` is edited in place."""
     graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
@@ -215,18 +212,18 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _finish(
     inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
 ) -> CachePlan:
-    """Add the removed inputs and outputs to the plan."""
+    """Add the inputs and outputs that `choose` removed to the plan."""
     original = (*plan.original, *tensors) if plan.original else ()
     return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
 
 def take_first_branch(graph: onnx.GraphProto) -> None:
-    """Replace the If nodes of a merged export with the branch without a past, in place. Inputs and outputs stay."""
+    """Replace each If of a merged export by the branch without a past, in place. Inputs and outputs stay."""
     _take(graph, {name: not value for name, value in _choices(graph).items()})
 
 
 def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
-    """Return the inputs that choose between branches; maps names to the value for the branch with a past."""
+    """Return the inputs that choose between branches, and for each the value that chooses the branch with a past."""
     inputs = {v.name: v for v in graph.input}
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 
@@ -241,7 +238,7 @@ def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
 
 
 def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
-    """Return the input that chooses a branch, and its value for the branch with a past; None for another If."""
+    """Return the input on which an If depends, and its value for the branch with a past; None for any other If."""
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
     caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
@@ -255,7 +252,6 @@ def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
 
 
 def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
-    """True if the tensor is a constant without elements."""
     for node in graph.node:
         if name in node.output:
             if node.op_type == "Identity":
@@ -279,10 +275,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """If a chain of ScatterND covers its whole tensor of zeros, replace it with a Concat.
-
-    The check tests this guess.
-    """
+    """Replace a chain of ScatterND that fills a tensor of zeros by one Concat. The check tests this guess."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -301,7 +294,7 @@ def join_slices(model: ModelProto) -> ModelProto:
 
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
-    """Return the parts that a chain of ScatterND up to `node` writes into one ConstantOfShape; else an empty list."""
+    """Return the tensors that a chain of ScatterND up to `node` writes into one tensor of zeros; empty if none."""
     parts: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node

@@ -1,11 +1,10 @@
-"""Check that a graph follows the rules of ONNX that planning needs.
+"""Check that a graph follows those rules of ONNX that the importer needs.
 
-No check reads weights: typed inputs replace large initializers, so the time depends only on the size of the graph.
-Shapes
-come from ONNX's own shape inference, also in If and Loop bodies and model-local functions.
+No check reads weights, because typed inputs replace large initializers, so the time depends only on the size of the
+graph. Shapes come from ONNX's own shape inference, also in If and Loop bodies and model-local functions.
 
-`drop_defaults` removes default values of inputs: these are initializers with the name of an input. Old exporters list
-all weights as inputs, too; such weights stay constants. But positions or a past must not become constants.
+`drop_defaults` removes default values of inputs, that is, initializers with the name of an input. Old exporters list
+all weights as inputs, too; these stay constants. But positions or a past must not become constants.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ def _check_sizes(model: ModelProto, source: str) -> None:
 
 
 def _check_updates(model: ModelProto, source: str) -> None:
-    """Check opset (24 or later, also in functions) and mode of every TensorScatter."""
+    """Refuse a TensorScatter below opset 24 (also in functions), or with an unknown mode."""
     for top, version in [(model.graph, opset_version(model)), *((f, opset_version(f)) for f in model.functions)]:
         for node in (node for node in all_nodes(top) if is_op(node, "TensorScatter")):
             if version is None or version < TENSOR_SCATTER_OPSET:
@@ -148,10 +147,7 @@ def _check_updates(model: ModelProto, source: str) -> None:
 
 
 def _check_flags(model: ModelProto, source: str) -> None:
-    """Refuse flags of attention that are neither 0 nor 1.
-
-    Measured: ONNX Runtime 1.31.1 reads is_causal=5 as 0, ONNX's reference evaluator as 1.
-    """
+    """Refuse flags of attention other than 0 and 1: ONNX Runtime 1.31.1 reads 5 as 0, ONNX's evaluator as 1."""
     for scope in iter_scopes(model):
         for node in scope.node:
             for attribute in node.attribute:
@@ -192,7 +188,7 @@ def _check_functions(model: ModelProto, source: str) -> None:
 
 
 def _skeleton(model: ModelProto, source: str) -> ModelProto:
-    """Return the model without the data of large tensors in its main graph: typed inputs replace these tensors."""
+    """Return a copy of the model for the checker, in which typed inputs replace large tensors of the main graph."""
     skeleton = ModelProto(
         ir_version=model.ir_version,
         opset_import=model.opset_import,
@@ -265,9 +261,9 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
 
 
 def _without_stated_shapes(model: ModelProto) -> ModelProto:
-    """Drop stated shapes, because some exporters state wrong ones.
+    """Return the model without stated shapes of inner tensors, because some exporters state wrong shapes.
 
-    Shapes of outputs of other domains' operators stay.
+    Shapes of outputs of operators from other domains stay, because ONNX cannot infer them.
     """
     stated = {info.name: info for info in model.graph.value_info}
     foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
@@ -276,7 +272,7 @@ def _without_stated_shapes(model: ModelProto) -> ModelProto:
 
 
 def _without_external_data(skeleton: ModelProto) -> ModelProto:
-    """Return a copy with empty external tensors. The checker would look for their files in the working directory."""
+    """Return a copy whose external tensors are empty, because the checker looks for files in the working directory."""
     copy = copied(skeleton)
     for tensor in iter_tensors(copy):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -330,7 +326,7 @@ def _check_are_tensors(graph: GraphProto, source: str) -> None:
 
 
 def _check_no_optional(model: ModelProto, source: str) -> None:
-    """Refuse optional values, even if ONNX cannot infer their types."""
+    """Refuse operators of optional values (ONNX type optional), even if ONNX cannot infer their types."""
     names = [n.output[0] for top in (model.graph, *model.functions) for n in all_nodes(top) if is_op(n, "Optional")]
     names += [i.name for s in iter_scopes(model) for i in s.value_info if i.type.WhichOneof("value") == "optional_type"]
     if names:
@@ -390,7 +386,7 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
 
 
 def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
-    """Yield pairs of operands that must have the same type."""
+    """Yield pairs of a node's operands that must have the same element type."""
     if node.domain == "com.microsoft":
         names = [node.input[i] for i in _FUSED.get(node.op_type, ()) if i < len(node.input) and node.input[i]]
         yield from ((names[0], name) for name in names[1:])
@@ -416,9 +412,9 @@ _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
-    """Remove default values of inputs that each step provides, in place.
+    """Remove the default values of those inputs that the caller gives in each step, in place.
 
-    These are inputs with a symbolic dimension, inputs whose name tells their role, caches, write indices and lengths.
+    These are inputs with a symbolic dimension, inputs whose name shows their role, caches, write indices and lengths.
 
     Args:
         graph: the graph to edit.

@@ -1,7 +1,4 @@
-"""Read weights whose bits must be flipped for TensorRT; see `signed_weights`.
-
-This module needs neither ONNX nor numpy.
-"""
+"""Read unsigned weights as the signed ones that TensorRT takes, by flipping bits. Needs neither ONNX nor numpy."""
 
 from __future__ import annotations
 
@@ -16,12 +13,12 @@ _BLOCK = 1 << 25  # bytes read at a time
 
 @dataclass(frozen=True)
 class Flipped:
-    """External data of one weight whose bits must still be flipped.
+    """The external data of one unsigned weight, of which one bit in each number must still be flipped.
 
     Attributes:
         name: name of the initializer.
         location: path of the file, relative to the model's folder.
-        offset, length: place of the weight in the file, in bytes.
+        offset, length: first byte of the weight in the file, and its number of bytes.
         mask: each byte is combined with this number by xor.
     """
 
@@ -32,7 +29,7 @@ class Flipped:
     mask: int
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """Yield the flipped bytes, piece by piece.
+        """Yield the flipped bytes in blocks.
 
         Raises:
             OSError: the file cannot be read, or is too short.

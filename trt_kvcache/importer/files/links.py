@@ -40,7 +40,7 @@ def read_data(tensor: TensorProto, folder: Path) -> None:
 
 
 def held(tensor: TensorProto, folder: Path) -> TensorProto:
-    """Return the tensor, or, if it has external data, a copy that contains them. For errors, see `read_data`."""
+    """Return a tensor that contains its data: the same, or a copy with the external data. Errors: see `read_data`."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return tensor
     copy = TensorProto()
@@ -50,7 +50,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
-    """Resolve links of external data. Return a model with the real locations, and the folder that contains all of them.
+    """Return the model with the real paths of external data behind links, and the folder that contains all of them.
 
     If no link leads out of the model's folder, model and folder are returned unchanged. Else the model is a copy.
     """

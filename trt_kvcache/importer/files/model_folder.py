@@ -59,7 +59,7 @@ def find_model(folder: Path) -> Path:
 
 
 def check_takes_past(graph: GraphProto, path: Path) -> None:
-    """Refuse an export of only the first step. It has caches as outputs, but not as inputs.
+    """Refuse an export of only the first step, which has caches as outputs, but not as inputs.
 
     Raises:
         UnsupportedModelError: the model is such an export. If the right file is in the same folder, the message names

@@ -90,14 +90,14 @@ def _check_target(target: Path, source: SourceModel) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """The part of a data file that a model needs: sorted ranges of bytes that do not overlap. None: the whole file."""
+    """The part of a data file that a model needs, as sorted separate byte ranges; None stands for the whole file."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None
 
 
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
-    """Return the data files that must be copied into the target's folder; maps the path of the copy to the data.
+    """Return the data files that must be copied to the target's folder, as a map from the copy's path to the data.
 
     If a file holds weights in `flipped`, it is copied without these weights.
     """
@@ -118,13 +118,13 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
             files[copy] = data
         elif not copy.samefile(original) and not _same_content(copy, data):
             raise OutputError(
-                f"{copy}: is another file than the data file that must be copied to this path; write to another folder"
+                f"{copy}: this file exists and differs from the data file that must be copied here; use another folder"
             )
     return files
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return sorted byte ranges, with overlapping ones merged."""
+    """Return sorted byte ranges, in which overlapping ranges are merged."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -145,7 +145,7 @@ def _same_content(copy: Path, data: _Data) -> bool:
 
 
 def _copy(data: _Data, file: BinaryIO) -> None:
-    """Copy the needed ranges of a data file. The other bytes become holes, which take no space; holes stay holes."""
+    """Copy the needed byte ranges of a data file. All other bytes become holes (unused blocks), which take no space."""
     status = data.original.stat()
     holes = getattr(status, "st_blocks", status.st_size) * 512 < status.st_size
     if data.ranges is None and not holes:
@@ -188,7 +188,7 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Make the weights in `flipped` refer to their places in the output of `_aligned`."""
+    """Make the weights in `flipped` refer to their bytes in the new file that `_aligned` writes."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]
@@ -210,9 +210,9 @@ Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
 
 @contextmanager
 def _placing() -> Iterator[Place]:
-    """Yield a function that prepares new files.
+    """Yield a function that creates a new file under a temporary name.
 
-    At the end, all files get their real names; after an error, all are removed.
+    At the end of the ``with`` block, all files get their real names; after an error, all are removed.
     """
     folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []

@@ -4,8 +4,7 @@
     DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
 
 In two's complement, this flips one bit of each number. TensorRT for RTX 1.7.1 imports no uint4 weights, and no signed
-weights with a zero point other than 0. ONNX Runtime runs both forms. It gets the first form, whose data stay in the
-files of the source.
+weights with a zero point other than 0. ONNX Runtime gets the unsigned form, whose data stay in the source's files.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, mi
 
 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Edit a rewritten model in place before TensorRT reads it.
+    """Make unsigned weights of a rewritten model signed, in place, before TensorRT reads the model.
 
-    Unsigned weights become signed if only DequantizeLinear nodes read them.
+    This applies to weights that only DequantizeLinear nodes read.
 
     Returns:
         Weights in external data that the model now declares signed, but whose bytes in `folder` are still unsigned.
@@ -75,10 +74,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse zero points other than the middle of the range.
-
-    `lower.matmul_nbits` has corrected all others that it can.
-    """
+    """Refuse zero points other than the middle of the range, which `lower.matmul_nbits` could not correct."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0
@@ -100,7 +96,7 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
 def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
     """Refuse scales of 8-bit weights that are not positive.
 
-    TensorRT for RTX 1.7.1 accepts these only for 4-bit weights.
+    TensorRT for RTX 1.7.1 accepts these scales only for 4-bit weights.
 
     TensorRT checks only scales in initializers. It is unknown whether its kernels are correct for other negative
     scales.

@@ -65,9 +65,8 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the model with sorted nodes. Weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        stamps: maps each external file, and the model file, to its state when it was checked; see `files.stamp`.
-        is_edited: True if the graph was repaired, so that it differs from the file: equivalent operators, lists instead
-            of scalars, or no default values of inputs.
+        stamps: maps the model file and each external file to its state (size, time) when it was checked.
+        is_edited: True if the importer repaired the graph, so that it differs from the file.
     """
 
     path: Path
@@ -104,7 +103,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
     Raises:
         OptionError: `config` cannot be read.
-        UnsupportedModelError: the model is an export of only the first step; see `check_takes_past`.
+        UnsupportedModelError: the model is an export of only the first step.
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
@@ -130,7 +129,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
-    """Load small external data except weights into the model. The data must already have been checked.
+    """Load small constants from external data into the model, but no weights. The files must have been checked.
 
     The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
     data: torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constant nodes of 100 bytes or more.
@@ -156,12 +155,12 @@ def _size(tensor: TensorProto) -> int:
 
 
 def _limit(tensor: TensorProto) -> int:
-    """Return the most bytes of external data to load for this tensor; -1: load nothing."""
+    """Return up to how many bytes of external data to load for a tensor; -1: load nothing."""
     return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
 
 
 def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
-    """Return the decoded file, and its stamp."""
+    """Return the model in a file, and the file's stamp (size and time)."""
     if not path.exists():
         raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
     if not path.is_file():
@@ -229,7 +228,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, ...]]:
-    """Check that the data of every tensor are complete. Return the external files; maps paths to stamps."""
+    """Check that the data of every tensor are complete. Return a map from external files to their stamps."""
     files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
         is_outside = tensor.data_location == TensorProto.EXTERNAL
@@ -252,7 +251,7 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
 def _check_external(
     tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, tuple[int, ...]]]
 ) -> None:
-    """Check the reference of one tensor. `files` collects all files; maps locations to path and stamp.
+    """Check a tensor's reference to external data; add its file to `files`, a map from locations to path and stamp.
 
     Keys and meaning of the reference: https://onnx.ai/onnx/repo-docs/ExternalData.html
     """

@@ -1,4 +1,4 @@
-"""Write and read reports. A report has a model without weights and names: it is small, and can be planned again.
+"""Write and read bug reports: files with a model without weights and names, small enough to send.
 
     report.zip
     ├── model.onnx      weights are references to missing files; names are numbers
@@ -47,7 +47,7 @@ _TEXTS = ("model_type",)
 
 
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
-    """Return a model without weights and names, a map from old to new names, and the number of float tables kept.
+    """Return a copy without weights and names, a map from old to new names, and the number of float tables kept.
 
     Names of inputs and outputs stay, because they show roles. Names of functions and custom operators stay, too.
 
@@ -128,7 +128,7 @@ def _rename_node(node: NodeProto, name: str, names: dict[str, str], new: Any) ->
 
 
 def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any]) -> None:
-    """Write a report.
+    """Write a report: a zip file with a stripped model and its facts.
 
     Args:
         path: path of the zip file.
@@ -193,7 +193,7 @@ class _Recorded(msgspec.Struct):
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Yield the path of a report's model, with random weights, in a temporary folder.
+    """Unpack a report, with random weights, into a temporary folder, and yield the path of its model.
 
     Raises:
         InvalidModelError: the report cannot be read.

@@ -88,7 +88,7 @@ def find_roles(
 
 
 def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Return roles that are updated after an edit of the model.
+    """Return the roles of inputs and outputs after an edit of the model, with their new shapes.
 
     Args:
         roles: roles of inputs and outputs before the edit, and of added inputs. Roles of removed tensors are dropped.
@@ -129,7 +129,7 @@ def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Fi
 
 
 def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -> _Finding:
-    """Return the role of another tensor: from facts of the graph, or from the shipped pattern for its name."""
+    """Return the role of an input or output that is no cache, from facts of the graph or a shipped name pattern."""
     certain = [fact for fact in said if fact.certain]
     if len(certain) > 1:
         raise AmbiguousRoleError(
@@ -144,7 +144,7 @@ def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -
 
 
 def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding]) -> list[_Finding]:
-    """Make masks ``[B, E]`` over encoder constants ``[B, N, E, H]`` constants, too, whatever their names are."""
+    """Give masks ``[B, E]`` over an encoder's keys ``[B, N, E, H]`` the role "constant", whatever their names are."""
     shapes = [shape_of(info) or () for info, _ in tensors]
     pairs = list(zip(shapes, findings, strict=True))
     lengths = {shape[2] for shape, f in pairs if f.role is Role.CONSTANT and len(shape) == 4}
@@ -177,7 +177,7 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
-    """For a role that only one tensor can have, keep the user's choice, or else that of a shipped pattern."""
+    """If several tensors have a role that only one can have, keep the user's choice, or that of a shipped pattern."""
     settled = list(findings)
     for role in _SINGLE:
         claims = [i for i, finding in enumerate(findings) if finding.role is role]

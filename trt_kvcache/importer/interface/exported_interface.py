@@ -31,7 +31,7 @@ class Interface:
 
     Attributes:
         tokens: name of the input for the new tokens.
-        roles: the roles of all inputs and outputs, from `find_roles`.
+        roles: the roles of all inputs and outputs.
         tensors: all inputs and outputs as `OriginalTensor`.
         states: the states of the model, which are no caches.
 
@@ -43,7 +43,7 @@ class Interface:
 
     Raises:
         UnsupportedModelError: no input is known to hold the new tokens.
-        AmbiguousRoleError, OptionError: see `find_roles`.
+        AmbiguousRoleError: a tensor fits several roles.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Interface:
     def fixed_capacity(self, asked: int | None) -> int | None:
         """Return the capacity that the model fixes; None if the caller chooses it.
 
-        The rows of shifted caches count only if all caches of the model are shifted.
+        Shifted caches (always full, the newest token in the last row) count only if all caches are shifted.
 
         Raises:
             OptionError: `asked` contradicts the model.
@@ -114,7 +114,7 @@ class Interface:
         return max(fixed, default=None)
 
     def _embeddings(self) -> str:
-        """Return the only input that may hold embeddings of the new tokens."""
+        """Return the input that may hold embeddings of the new tokens, if exactly one input fits."""
         inputs = [r for r in self.roles if r.io == "input"]
         others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
         names = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
@@ -151,8 +151,7 @@ class Interface:
         """Refuse inputs that look like positions or masks, but whose role neither a name nor the graph shows.
 
         Raises:
-            AmbiguousRoleError: there are such inputs. The message suggests a config with roles that are guessed from
-                shapes.
+            AmbiguousRoleError: such an input exists. The message suggests a config, with roles guessed from shapes.
         """
         tokens = self._inputs[self.tokens]
         suggested: dict[Role, list[str]] = {}
@@ -175,7 +174,7 @@ class Interface:
             )
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
-        """Return the meanings of the axes, as in `OriginalTensor`."""
+        """Return the meaning of each axis of an input or output, such as "batch" or "past" (see `OriginalTensor`)."""
         fixed = any(not f.growing for f in self._updates.values())
         axes = [
             "" if isinstance(d, int) and a in ("?", *_AXES) else _AXES.get(a, a)
@@ -203,7 +202,7 @@ class Interface:
 
 
 def _check_ids(role: TensorRole) -> None:
-    """Refuse an input with several ids for each token, if the tokens are on the last axis."""
+    """Refuse an input ``[B, K, S]`` with K ids for each token, because tokens must be on axis 1."""
     match role.shape:
         case (_, int() as count, str()) if role.dtype in _INTEGERS and role.role in (Role.TOKENS, Role.OTHER):
             raise UnsupportedModelError(

@@ -1,4 +1,4 @@
-"""Find the roles of inputs and outputs from the graph alone, not from names; and name their axes.
+"""Find the roles of inputs and outputs, and the meaning of their axes, from the graph alone, without names.
 
 The input that looks up the embedding table holds the tokens. If an operand of a cache update or an Attention is an
 unchanged input, the input has the role of this operand. Axes are the batch, the tokens of the step, keys and so on.
@@ -33,7 +33,7 @@ from trt_kvcache.importer.protos import (
 
 @dataclass(frozen=True)
 class Known:
-    """Names of caches and states, known before the search for roles.
+    """Names of caches, states and cache updates, which are known before the search for roles.
 
     Attributes:
         caches: maps the name of a past (graph input) to that of its present (graph output).
@@ -53,7 +53,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Fact:
-    """A role of an input or output that the graph shows.
+    """A role that the graph shows for an input or output, with the evidence.
 
     Attributes:
         certain: True if the fact overrides shipped name patterns.
@@ -92,7 +92,7 @@ class GraphIndex:
         return int(self.constants[name].data_type) if name in self.constants else elem_type_of(self.infos.get(name))
 
     def weight(self, name: str) -> str | None:
-        """If a tensor is a reordered, cast or dequantized copy of an initializer, return the initializer; else None."""
+        """Return the initializer of which a tensor is a transposed, cast or dequantized copy; None if there is none."""
         while name not in self.constants:
             node = self.producers.get(name)
             if node is None or node.op_type not in {*_PRESERVING, "DequantizeLinear"} or not node.input:
@@ -101,7 +101,7 @@ class GraphIndex:
         return name
 
     def source(self, name: str) -> str | None:
-        """If a tensor is a graph input, except for shape, type and bounds, return the input; else None."""
+        """Return the graph input of which a tensor is a reshaped, cast or clipped copy; None if there is none."""
         while name not in self.inputs:
             node = self.producers.get(name)
             if node is None:
@@ -125,10 +125,7 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """Return the roles that the graph shows; maps names of inputs and outputs to facts.
-
-    Caches and states are omitted.
-    """
+    """Return the roles that the graph shows, by name of the input or output, except for caches and states."""
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)
@@ -153,7 +150,7 @@ def _named_by_operators(index: GraphIndex, known: Known) -> Iterator[tuple[str, 
 
 
 def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
-    """Find the tokens: the input that indexes a table with one row for each logit, or else the widest table."""
+    """Find the input of the tokens: it indexes a table with as many rows as logits, or else the widest table."""
     presents = set(known.caches.values())
     outputs = {n: index.shape(n) or () for n in index.outputs if n not in presents and index.elem_type(n) in FLOATS}
     tables = []
@@ -232,7 +229,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 
 
 def open_axes(role: TensorRole) -> TensorRole:
-    """Return the role without names for axes of fixed sizes."""
+    """Return the role with names only for its dynamic axes."""
     # Positions with several planes keep "batch": their shape does not show which axis it is.
     named = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
     dims = zip(role.shape, role.axes, strict=True)
@@ -243,7 +240,7 @@ def _check_order(role: TensorRole) -> None:
     """Refuse positions and masks whose axes have an unsupported order.
 
     Raises:
-        UnsupportedModelError: there is such a tensor; the message names it.
+        UnsupportedModelError: the order is unsupported; the message names the tensor.
     """
     axes = open_axes(role).axes
     if role.role is Role.POSITIONS and len(axes) > 1:
@@ -264,7 +261,7 @@ def _check_order(role: TensorRole) -> None:
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
-    """Correct the shape of logits: models may declare one token, or a new symbol, but compute all tokens."""
+    """Return the role of logits with a corrected shape: some models declare one token, but compute logits of all."""
     tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
     if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3:
         return role
@@ -385,10 +382,10 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
 
 
 def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Arrange positions for an input of a model, for proofs and verification.
+    """Return positions in the shape of a model's input, for proofs and verification.
 
-    With several planes, the first plane has the positions of the tokens, and the other planes have other numbers. So
-    the results also hold for image tokens, whose planes differ.
+    If there are several planes, the first has the positions of the tokens, and the others have other numbers. So the
+    results also hold for image tokens, whose planes differ.
 
     Args:
         rows: int64 ``[B, S]``.

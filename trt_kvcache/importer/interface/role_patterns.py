@@ -95,7 +95,7 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
 
 
 def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
-    """Return the patterns of one role."""
+    """Return the name patterns that a config gives for one role."""
     if key not in [role.value for role in NAMED_ROLES]:
         in_graph = key in (Role.CACHE.value, Role.STATE.value)
         what = f"the graph shows each {key}, so names cannot" if in_graph else "there is no such role"

@@ -1,7 +1,7 @@
-"""Replace fused operators of ONNX Runtime with function bodies that consist of standard operators of opset 23.
+"""Replace fused operators of ONNX Runtime with bodies: standard operators of opset 23 that compute the same.
 
 `_OPERATORS` names the inputs and outputs of each operator, and the function that writes its body (a text, see `body`).
-The importer does this before recognition, so later stations need to know only ONNX's operators.
+This happens before caches are searched, so later stages know only ONNX's operators.
 
 Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. ONNX Runtime's float16 kernels
 compute Gelu, and sums before a normalization, in float32: the difference is one unit in the last place of float16.
@@ -15,7 +15,7 @@ height, width), each column of the cos and sin tables belongs to one plane, and 
 row. Measured: ONNX Runtime gives the same bits in float32 and float16.
 
 TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and without num_heads. So the body states
-num_heads. ONNX Runtime derives it from the width of the tables.
+num_heads, which ONNX Runtime derives from the width of the tables.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, shape_of
 
 
 def simplified_layer_norm(call: Call) -> str:
-    """RMS normalization. The result has the type of the scale."""
+    """Return the body (ONNX text) of RMS normalization. The result has the type of the scale."""
     _refuse_statistics(call, "inverse")
     attributes = f"axis = {call.integer('axis', -1)}, stash_type = {call.integer('stash_type', 1)}"
     return f"""
@@ -44,7 +44,7 @@ def simplified_layer_norm(call: Call) -> str:
 
 
 def skip_layer_norm(call: Call) -> str:
-    """Layer or RMS normalization of a sum."""
+    """Return the body (ONNX text) of a layer or RMS normalization of a sum."""
     _refuse_statistics(call, "mean", "inverse")
     is_rms = call.node.op_type == "SkipSimplifiedLayerNormalization"
     operator, operands = ("RMSNormalization", "sum, scale") if is_rms else ("LayerNormalization", "sum, scale, shift")
@@ -56,7 +56,7 @@ def skip_layer_norm(call: Call) -> str:
 
 
 def embed_layer_norm(call: Call) -> str:
-    """Layer normalization of the sum of token, position and segment embeddings."""
+    """Return the body (ONNX text) of a layer normalization of the sum of token, position and segment embeddings."""
     if call.has("mask") or call.is_read("lengths") or not call.has("places"):
         call.refuse(
             f"has {'a mask' if call.has('places') else 'no position_ids'}; the importer supports token ids, "
@@ -75,7 +75,7 @@ def embed_layer_norm(call: Call) -> str:
 
 
 def _refuse_statistics(call: Call, *outputs: str) -> None:
-    """Refuse a node whose mean or deviation is read by another node. Only training needs these outputs."""
+    """Refuse a normalization whose mean or deviation another node reads. Only training needs these outputs."""
     read = [name for name in outputs if call.is_read(name)]
     if read:
         call.refuse(
@@ -91,7 +91,7 @@ _GATES = ("none", "silu", "swish")
 
 
 def gelu(call: Call) -> str:
-    """``Gelu(x + bias)``: with erf, or with tanh for FastGelu."""
+    """Return the body ``Gelu(x + bias)``, with erf, or with tanh for FastGelu."""
     approximate = "tanh" if call.node.op_type == "FastGelu" else "none"
     return f"""
         {call.when("bias", "x = Add (x, bias)")}
@@ -100,7 +100,7 @@ def gelu(call: Call) -> str:
 
 
 def quick_gelu(call: Call) -> str:
-    """``x * Sigmoid(alpha * x)``."""
+    """Return the body ``x * Sigmoid(alpha * x)``."""
     return f"""
         {scaled("gate", "x", call.number("alpha", 1.702))}
         gate = Sigmoid (gate)
@@ -109,7 +109,7 @@ def quick_gelu(call: Call) -> str:
 
 
 def fused_matmul(call: Call) -> str:
-    """``alpha * A @ B``. Attributes may say that A or B is transposed first."""
+    """Return the body ``alpha * A @ B``. Attributes may say that A or B is transposed first."""
     return f"""
         {_transposed(call, "a", "A")}
         {_transposed(call, "b", "B")}
@@ -119,7 +119,7 @@ def fused_matmul(call: Call) -> str:
 
 
 def fused_gemm(call: Call) -> str:
-    """``activation(Gemm(a, b, c))``."""
+    """Return the body ``activation(Gemm(a, b, c))``."""
     activation = call.string("activation")
     settings = {name for name in call.attributes if name.startswith("activation_")}
     if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
@@ -140,7 +140,7 @@ def fused_gemm(call: Call) -> str:
 
 
 def causal_conv_with_state(call: Call) -> str:
-    """A convolution over the state's rows and the new rows; the newest rows become the next state."""
+    """Return the body (ONNX text) of a convolution over past and new rows; the newest rows become the state."""
     shape, activation = call.shape("weight") or (), call.string("activation", "none")
     channels, width = (*shape[::2], "?", "?")[:2]
     plain = (
@@ -165,7 +165,7 @@ def causal_conv_with_state(call: Call) -> str:
 
 
 def scaled(result: str, name: str, factor: float) -> str:
-    """Return lines of a body for ``result = name * factor``."""
+    """Return lines of ONNX text for a body that compute ``result = name * factor``."""
     if factor == 1:
         return f"{result} = Identity ({name})"
     return f"""
@@ -175,7 +175,7 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """Return lines that transpose an operand as the attributes of FusedMatMul say.
+    """Return lines of ONNX text that transpose an operand as the attributes of FusedMatMul say.
 
     The attributes may swap the last two axes, and move the first axis after the other batch axes. Vectors stay
     unchanged (measured).
@@ -195,7 +195,7 @@ _PLANES = 3
 
 
 def rotary_embedding(call: Call) -> str:
-    """RotaryEmbedding with a position for each token, or only the position of the first token."""
+    """Return the body (ONNX text) of RotaryEmbedding, with a position for each token or only for the first token."""
     _check(call)
     positions = ""
     if len(call.known_shape("positions")) < 2:
@@ -216,7 +216,7 @@ def rotary_embedding(call: Call) -> str:
 
 
 def mrotary_embedding(call: Call) -> str:
-    """RotaryEmbedding with three planes of positions ``[3, B, S]``."""
+    """Return the body (ONNX text) of a RotaryEmbedding with positions ``[3, B, S]`` for time, height and width."""
     _check(call)
     sections = [int(n) for n in call.attributes.get("mrope_section", [])]
     layout, positions = call.integer("mrope_layout"), call.shape("positions") or (_PLANES,)
@@ -246,7 +246,7 @@ def mrotary_embedding(call: Call) -> str:
 
 
 def _attributes(call: Call, x: Sequence[int | str]) -> str:
-    """Return the attributes of ONNX's RotaryEmbedding.
+    """Return the attributes of ONNX's RotaryEmbedding, as text in a body.
 
     Args:
         call: the node; its input `cos` has a known shape.
@@ -352,7 +352,7 @@ _REFUSED = {
 
 
 def lower(model: ModelProto) -> ModelProto:
-    """Replace every operator that has a body, and infer shapes.
+    """Replace every operator of ONNX Runtime that has a body here, and infer shapes.
 
     Args:
         model: a model without functions, of opset 23 or later, with inferred shapes. It is changed.
@@ -376,9 +376,9 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Insert the bodies whose shapes are known, in place.
+    """Replace nodes by their bodies, in place, where all shapes are known that the bodies need.
 
-    Return whether there were any, and why other bodies must wait.
+    Return True if there were any, and the reasons why other bodies must wait.
     """
     if not any(map(_operator, model.graph.node)):
         return False, []
@@ -403,7 +403,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
 
 
 def _operator(node: NodeProto) -> tuple[str, Writer] | None:
-    """Return the signature of a node's operator, and the function that writes its body. None: the node stays."""
+    """Return the signature of a node's operator, and the function that writes its body. None if the node stays."""
     if node.domain in DEFAULT_DOMAINS:
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
@@ -428,7 +428,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Make a Shape of one symbol read the first model input with this symbol, in place. So layers share the Shape."""
+    """Make a Shape of one symbol read the first model input with this symbol, so that layers share the Shape."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

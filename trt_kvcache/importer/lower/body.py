@@ -35,11 +35,11 @@ _HEADER = '<domain: "trt_kvcache", opset_import: ["": 24]> body () => () '
 
 
 class UnknownShapeError(Exception):
-    """A body needs a shape that shape inference has not found yet."""
+    """Raised if a body needs a shape that shape inference has not found yet."""
 
 
 class Tensors:
-    """Knows types, shapes and readers of a model's tensors, and adds the initializers of bodies."""
+    """The types, shapes and readers of a model's tensors. New initializers of bodies are added here."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -109,10 +109,7 @@ class Call:
         return self._outputs.get(formal, "")
 
     def forget_shape(self, output: str) -> None:
-        """Drop the declared shape of a model output, in place, because its rank may be wrong.
-
-        Shape inference finds it again.
-        """
+        """Drop the declared shape of a model output, whose rank may be wrong; shape inference finds it again."""
         for value in self._tensors.graph.output:
             if value.name == self.output(output):
                 value.type.tensor_type.ClearField("shape")
@@ -142,7 +139,7 @@ class Call:
         return self._names[formal]
 
     def bind(self, local: str, tensor: str) -> None:
-        """Bind the name `local` to a tensor of the model."""
+        """Make the name `local` in the body stand for a tensor of the model."""
         self._names[local] = tensor
 
     def maker(self, name: str) -> NodeProto | None:
@@ -180,7 +177,7 @@ class Call:
         return self._tensors.dtypes.get(self._names[name], 0)
 
     def weight(self, name: str, types: Collection[int]) -> TensorProto:
-        """Return the initializer that an input is, also if Reshape or Identity nodes are in between.
+        """Return the initializer that gives an input, directly or through Reshape and Identity nodes.
 
         Raises:
             UnsupportedModelError: the input is computed, or its element type is not in `types`.
@@ -197,10 +194,10 @@ class Call:
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:
-        """Bind the name `local` to the bytes of a weight, reinterpreted in another shape and element type.
+        """Make the name `local` in the body stand for a weight's bytes in another shape and element type.
 
         Raises:
-            UnsupportedModelError: see `weight`; or the number of bytes does not fit the shape and type.
+            UnsupportedModelError: the input is no initializer, or its bytes do not fit the shape and type.
         """
         weight = self.weight(name, types)
         kind = weight.data_type if to is None else to
@@ -214,7 +211,7 @@ class Call:
             self.refuse(f"has the weight '{weight.name}' {list(weight.dims)} as {name} ({error})", AGAIN)
 
     def constant(self, local: str, tensor: TensorProto | np.ndarray[Any, Any]) -> None:
-        """Bind the name `local` to a constant; equal constants are stored once."""
+        """Make the name `local` in the body stand for a constant. Equal constants are stored once."""
         proto = tensor if isinstance(tensor, TensorProto) else numpy_helper.from_array(tensor)
         self._names[local] = self._tensors.constant(proto)
 
@@ -223,7 +220,7 @@ class Call:
         return f"{self.node.domain or 'ai.onnx'}::{self.node.op_type} '{self.node.name}'"
 
     def refuse(self, what: str, advice: str) -> NoReturn:
-        """Refuse the node.
+        """Raise an error that refuses the node.
 
         Args:
             what: what the node has, and what the importer supports.
@@ -260,7 +257,7 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[tuple[NodeProto, ...], dict[str, TensorProto]]:
-    """Parse a body. Return its nodes, and its numbers as constants; maps names to constants."""
+    """Parse the text of a body. Return its nodes, and a map from names to the constants of its numbers."""
     literals: dict[str, TensorProto] = {}
 
     def named(match: re.Match[str]) -> str:

@@ -45,7 +45,7 @@ _PAST = "export the model with past"
 
 
 def group_query_attention(call: Call) -> str:
-    """GroupQueryAttention with a past."""
+    """Return the body (ONNX text) of GroupQueryAttention with a past."""
     heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
     packed, shares = not call.has("key"), _is_empty(call, "key") and _is_empty(call, "value")
     if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
@@ -139,7 +139,7 @@ def _is_empty(call: Call, name: str) -> bool:
 
 
 def _check_shared(call: Call) -> None:
-    """If a layer reads the cache of another layer, refuse options that no exporter uses for such layers."""
+    """Refuse options that no exporter uses for layers that read the cache of another layer."""
     options = {
         "head_sink or smooth_softmax": call.has("sinks") or call.integer("smooth_softmax") == 1,
         "causal=0": not call.integer("causal", 1),
@@ -154,7 +154,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Return lines for the mask of a layer that reads another layer's cache. This cache already holds the new rows."""
+    """Return lines of ONNX text for a mask over another layer's cache, which already holds the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -174,7 +174,7 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
-    """Return lines for attention over the cache of another layer."""
+    """Return lines of ONNX text for attention over the cache of another layer."""
     settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
@@ -184,7 +184,7 @@ def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
 
 
 def _counted(name: str) -> str:
-    """Return lines for the positions of the new tokens ``[B, S]``."""
+    """Return lines of ONNX text for the positions of the new tokens ``[B, S]``."""
     return f"""
         length = Shape <start = 1, end = 2> (query)
         count = Squeeze (length, [0])
@@ -198,7 +198,7 @@ def _counted(name: str) -> str:
 
 
 def _rotated(call: Call, name: str, size: int) -> str:
-    """Return the line that applies rotary embedding to heads of this size, or to a part of each head."""
+    """Return a line of ONNX text that applies rotary embedding to heads of this size, or to a part of each head."""
     part = 2 * call.width("cos")
     some = "" if part == size else f", rotary_embedding_dim = {part}"
     attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
@@ -206,7 +206,7 @@ def _rotated(call: Call, name: str, size: int) -> str:
 
 
 def multi_head_attention(call: Call) -> str:
-    """MultiHeadAttention, with and without a past."""
+    """Return the body (ONNX text) of MultiHeadAttention, with or without a past."""
     reason = None
     if call.has("shared") or call.has("beams"):
         reason = (
@@ -238,10 +238,7 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Return lines that add parts of the bias to queries, keys and values ``[B, S, N*D]``.
-
-    Inputs with split heads get no bias.
-    """
+    """Return lines of ONNX text that add the bias to ``[B, S, N*D]`` inputs, but not to those with split heads."""
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -258,7 +255,7 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """ONNX Runtime's Attention, which also projects its input to queries, keys and values."""
+    """Return the body (ONNX text) of ONNX Runtime's Attention, which also projects its input to Q, K and V."""
     width = (call.shape("weight") or ("?",))[-1]
     if call.has("past") or call.is_read("present") or call.has("shared"):
         reason = "holds the keys and values of its cache in one tensor"
@@ -288,7 +285,7 @@ def attention(call: Call) -> str:
 
 
 def _masked_attention(call: Call) -> str:
-    """Return lines for an attention with a padding mask ``[B, P + S]`` and a bias."""
+    """Return lines of ONNX text for an attention with a padding mask ``[B, P + S]`` and a bias."""
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
@@ -324,7 +321,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """ONNX's Attention over ``[B, S, N*D]``, or with presents but without a past. None: the node stays."""
+    """Return the body (ONNX text) of an Attention over ``[B, S, N*D]``, or with only presents; None to keep it."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
@@ -372,7 +369,7 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """Return lines for the Attention node. `mask` is the name of a bool mask or a bias; empty: there is no mask."""
+    """Return lines of ONNX text for the Attention node. `mask` names a bool mask or a bias; empty: no mask."""
     past = call.has("past_key")
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
@@ -401,10 +398,7 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Return lines for a mask ``[S, P + S]`` of keys that queries see.
-
-    If `window` is negative, no earlier key is hidden.
-    """
+    """Return lines of ONNX text for a mask ``[S, P + S]`` of visible keys. A negative `window` means no window."""
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)
@@ -422,7 +416,7 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Return lines for attention in plain operators. Sinks are one more logit in the softmax of each head.
+    """Return lines of ONNX text for attention with sinks (one more logit in a head's softmax), in plain operators.
 
     If `ring`, past and present are buffers of the same length, in which new rows follow the rows of earlier tokens.
     """
@@ -521,7 +515,7 @@ def _stated(attributes: list[str]) -> str:
 
 
 def _split(name: str, heads: int) -> str:
-    """Return lines for ``[B, S, N*D] -> [B, N, S, D]``."""
+    """Return lines of ONNX text that split heads: ``[B, S, N*D] -> [B, N, S, D]``."""
     return f"""
         {name} = Reshape ({name}, [0, 0, {heads}, -1])
         {name} = Transpose <perm = [0, 2, 1, 3]> ({name})
@@ -529,7 +523,7 @@ def _split(name: str, heads: int) -> str:
 
 
 def _merged() -> str:
-    """Return lines that bring `y` from ``[B, N, S, D]`` to ``[B, S, N*D]``."""
+    """Return lines of ONNX text that bring `y` from ``[B, N, S, D]`` to ``[B, S, N*D]``."""
     return """
         y = Transpose <perm = [0, 2, 1, 3]> (y)
         y = Reshape (y, [0, 0, -1])

@@ -11,11 +11,11 @@
         words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each (four of 8), by integer division
         y = (numbers - zero_points) * Gather(scales, ids)
 
-In blocks of signed weights, TensorRT's parser accepts only the zero point 0 (measured on TensorRT for RTX 1.7.1: other
-zero points are "not supported", and uint4 initializers fail to import). Such weights keep their 4 bits in the engine.
-So here the zero point of all weights becomes the middle of their range, 8. Later, `signed_weights` moves it to 0 for
-TensorRT. A second product, with a matrix as small as the scales, corrects the result for other zero points. 8-bit
-weights are handled in the same way, with uint8 and 128.
+TensorRT's parser accepts weights in blocks only if they are signed, with the zero point 0 (measured on TensorRT for RTX
+1.7.1: other zero points are "not supported", and uint4 initializers fail to import). These weights keep their 4 bits in
+the engine. So here the zero point of all weights becomes the middle of their range, 8. Later, `signed_weights` moves it
+to 0 for TensorRT. A second product, with a matrix as small as the scales, corrects the result for other zero points.
+8-bit weights are handled in the same way, with uint8 and 128.
 
 A table is gathered as words, because DequantizeLinear before a Gather would dequantize the whole table in every step.
 
@@ -44,7 +44,7 @@ _UNQUANTIZED = "export the model with another quantization, or unquantized"
 
 
 def matmul_nbits(call: Call) -> str:
-    """MatMul with a dequantized weight."""
+    """Return the body (ONNX text) of MatMulNBits: a MatMul with a dequantized weight."""
     bits = call.integer("bits", 4)
     columns, rows, block = (call.integer(name) for name in ("K", "N", "block_size"))
     if min(columns, rows, block) < 1 or not call.has("scales"):
@@ -80,7 +80,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows. None: the node stays."""
+    """Return the body (ONNX text) of a MatMul whose weight ``[K, N]`` is unsigned, in blocks of rows; else None."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -105,10 +105,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Return lines that correct `y` for zero points other than the middle.
-
-    `axis` of the weight is the axis of blocks.
-    """
+    """Return lines of ONNX text that correct `y` for other zero points. `axis` is the weight's axis of blocks."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -125,7 +122,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """A lookup of dequantized rows of a table: an embedding, which may share its bytes with a MatMulNBits."""
+    """Return the body (ONNX text) of an embedding lookup. A MatMulNBits may share the table's bytes."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)
@@ -193,13 +190,13 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Return lines that convert zero points of rows and blocks to floats, minus the middle if they are unsigned.
+    """Return lines of ONNX text that convert zero points to floats; the middle is subtracted from unsigned ones.
 
     Args:
         call: the node.
         name: name of the input with the zero points, and of the result.
         bits: bits of each number.
-        shape: shape of the zero points; in uint8, each row starts at a new byte.
+        shape: shape of the zero points; in uint8, each row starts with a new byte.
         scales: name of the scales. The result gets their type.
     """
     stored = call.dtype(name)

@@ -1,4 +1,4 @@
-"""Compute mixtures of experts: sort tokens by their chosen experts into blocks of equal size.
+"""Replace MoE and QMoE by standard operators: tokens are sorted by chosen experts into blocks of equal size.
 
     scores, chosen = TopK(logits [T, E], k)          MoE without normalize_routing_weights: TopK(Softmax(logits), k),
     shares = Softmax(scores)                         and then shares = scores
@@ -76,7 +76,7 @@ _ADVICE = {"weights_prepacked": _RAW, "quant_type": _INTEGERS}
 
 
 def moe(call: Call) -> str:
-    """MoE and QMoE."""
+    """Return the body (ONNX text) of MoE or QMoE, the mixtures of experts of ONNX Runtime."""
     _check(call)
     quantized = call.node.op_type == "QMoE"
     own = "scales" if quantized else "fc"
@@ -118,7 +118,7 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Return lines that choose experts, and assign rows of blocks to tokens.
+    """Return lines of ONNX text that choose experts, and assign rows of blocks to tokens.
 
     The lines compute the shares, float32 ``[T, k, 1]``; the places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
     block_experts ``[n]``; and the numbers n and b as block_count and block_rows ``[1]``.
@@ -177,7 +177,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 
 
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
-    """Return lines for ``result [n, b, rows] = x [n, b, columns] @ weights of each block's expert + bias``."""
+    """Return lines of ONNX text for a layer of experts: ``result [n, b, rows] = x @ weights + bias``."""
     bias = f"bias{number}"
     shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}
@@ -198,7 +198,7 @@ def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result
 
 
 def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
-    """Return lines that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
+    """Return lines of ONNX text that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
     experts, rows, columns = shape
     bits, block = call.integer("expert_weight_bits", 4), call.integer("block_size")
     width = block or columns
@@ -241,7 +241,6 @@ def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
 
 
 def _activated(call: Call) -> str:
-    """Return lines that apply the activation to `inner`."""
     name = call.string("activation_type", "relu")
     alpha, beta = call.number("activation_alpha", 1.0), call.number("activation_beta")
     limit = call.number("swiglu_limit", math.inf)

@@ -64,7 +64,7 @@ class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans that they share.
 
     Attributes:
-        relaxed: maps mask inputs that may be shorter than the cache to the symbol of their last dimension.
+        relaxed: maps each mask input that may be shorter than the cache to the symbol of its last dimension.
     """
 
     attention: tuple[AttentionPlan, ...]
@@ -78,7 +78,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
     """Plan every Attention node of the graph, in graph order.
 
     Raises:
-        UnsupportedModelError, InvalidModelError: see `read_attention`.
+        UnsupportedModelError, InvalidModelError: a node is not supported, or breaks a rule of the operator.
     """
     planner = _Planner(graph, caches, options)
     plans = tuple(planner.plan(node) for node in graph.nodes if is_op(node, "Attention"))
@@ -151,10 +151,7 @@ class _Planner:
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
-        """Return the caches from which K or V is read or computed.
-
-        Operators in between may only move or select values.
-        """
+        """Return the caches from which K or V is read; operators in between may only move or select values."""
         if slices := row_slices(tensor):
             return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
@@ -165,9 +162,9 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """Return the span input of a node.
+        """Return the span input of an Attention node, whose length says how many cache rows the node reads.
 
-        None if spans are off or unsafe. Nodes with equal capacity and lengths share it.
+        None if spans are off or unsafe. Nodes with equal capacity and lengths share one input.
 
         The masks of all queries hide rows at and after the longest valid length. So attention need not read these rows.
         """
@@ -192,10 +189,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if the mask may have fewer keys than K.
-
-        ONNX hides the other keys, so K is cut to the length of the mask.
-        """
+        """True if a node's mask may have fewer keys than K; then K is cut, because ONNX hides the other keys."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -220,7 +214,7 @@ class _Planner:
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
-        """Return the mask of a node; None if it needs none. All nodes with the same geometry share one mask."""
+        """Return the planned mask of a node; None if it needs none. Nodes with equal masks share one."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
         lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
@@ -247,10 +241,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Return the graph input that bounds `lengths`; operators in between only keep or lower values.
-
-    None if there is none.
-    """
+    """Return the input that bounds `lengths`, because operators in between keep or lower values; else None."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -283,12 +274,12 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
-    """Return the number of queries: a fixed size, or the name and axis of a graph input or of Q."""
+    """Return the number of queries: a fixed size, or the name and axis of a graph input (or Q) with this size."""
     return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
-    """Return the number of queries, or the name and axis of a graph input with this size; None if unknown."""
+    """Return the number of queries, or the name of a graph input and its axis of this size; None if unknown."""
     if isinstance(facts.queries, int):
         return facts.queries
     places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
@@ -296,7 +287,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """Return the tensor of which Q is a view or a slice of positions. A slice of heads counts as a separate tensor."""
+    """Return the tensor of which Q is a view or a slice of positions. A slice of heads is not followed."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -329,7 +320,6 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
 
 
 def _is_fixed(scan: gs.Node) -> bool:
-    """True if the number of steps of a Scan is fixed."""
     count = int(scan.attrs["num_scan_inputs"])
     axes = scan.attrs.get("scan_input_axes") or [0] * count
     return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))
@@ -350,10 +340,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Decide whether an Attention is fused, decomposable or lowered to plain operators.
-
-    Return the kind and the reason.
-    """
+    """Return whether an Attention is fused, decomposable or lowered to plain operators, and the reason."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.softcap:
@@ -421,7 +408,7 @@ class AttentionFacts:
 
     @property
     def masked(self) -> bool:
-        """True if a mask, lengths or a window hide keys. Then TensorRT's upper-left causal attention is not enough."""
+        """True if a mask, lengths or a window hide keys, which TensorRT's own causal attention cannot express."""
         return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
 
 
@@ -520,9 +507,9 @@ def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
 
 
 def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads the scores of an Attention (its fourth output) for more than a sum over keys.
+    """True if the graph reads single scores of an Attention (its fourth output), not only a sum over keys.
 
-    A ReduceLogSumExp after the mask does not change if hidden keys are left out, because they add nothing to the sum.
+    A ReduceLogSumExp over keys after the mask counts as a sum, to which hidden keys add nothing.
     """
     scores = node.outputs[3] if len(node.outputs) > 3 else None
     if scores is None or not is_used(graph, scores):

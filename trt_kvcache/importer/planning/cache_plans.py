@@ -144,7 +144,7 @@ def _form(node: gs.Node) -> UpdateForm:
 
 
 def _check_packed(node: gs.Node) -> None:
-    """Check the ranks and types of TensorRT's packed operator, because ONNX has no rules for it."""
+    """Refuse wrong ranks and types of TensorRT's packed cache update, because ONNX has no rules for this operator."""
     for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
                           (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
         tensor = input_or_none(node, i)
@@ -181,7 +181,7 @@ def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
 
 
 def _check_zero_points(update: gs.Node) -> None:
-    """Refuse caches that are quantized with a zero point other than 0, because TensorRT has no layer for them."""
+    """Refuse quantized caches with a zero point other than 0, because TensorRT has no layer for them."""
     for node in (*update.inputs[1].inputs, *consumers(update.outputs[0])):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
             zero = small_constant(input_or_none(node, 2))
@@ -193,10 +193,7 @@ def _check_zero_points(update: gs.Node) -> None:
 
 
 def _check_one_reader(update: gs.Node) -> None:
-    """Refuse an int8 cache that two attentions read.
-
-    TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds such a model.
-    """
+    """Refuse an int8 cache that two attentions read: TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds it."""
     readers = _readers(update.outputs[0], "DequantizeLinear")
     if len(readers) > 1:
         raise UnsupportedModelError(
@@ -236,7 +233,7 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
     """Return the names of the Attention nodes that read this cache as K or V.
 
-    Operators in between may move values, compute keys or values from rows in use, or be listed in `through`.
+    Operators in between may move values, compute keys or values from rows in use, or be those in `through`.
     """
     readers: list[str] = []
     seen: set[int] = set()
@@ -270,9 +267,9 @@ def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> 
 
 
 def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
-    """Return the number of heads if all readers of this sequence-major cache read ``[B, N, S_max, H]``, else None.
+    """Return the number of heads of a sequence-major cache if all readers read ``[B, N, S_max, H]``; otherwise None.
 
-    Such readers are ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
+    These readers are ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
     """
     if len(shape) not in (3, 4):
         return None
@@ -296,7 +293,7 @@ def to_heads_major(node: gs.Node) -> bool:
 
 
 def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
-    """Return N if only heads-major Transposes read a Reshape ``[B, S_max, N*H] -> [B, S_max, N, H]``, else None."""
+    """Return N if a node is a Reshape to ``[B, S_max, N, H]`` that only heads-major Transposes read; otherwise None."""
     if not is_op(node, "Reshape"):
         return None
     target = small_constant(node.inputs[1])
@@ -324,7 +321,7 @@ PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """Return the update with its route, the reason for it, and the contract with the caller.
+    """Return the update with its route (how the engine updates the cache), the reason, and the caller's contract.
 
     Args:
         facts: the update, without a route.
@@ -356,7 +353,7 @@ def _by(update: CacheUpdate, route: Route, reason: str, contract: UpdateContract
 
 
 def without_plugin(caches: Iterable[CacheUpdate]) -> str:
-    """Return advice if a plan needs the plugin, but it cannot be compiled or registered: options for other routes."""
+    """Return advice for a plan whose plugin cannot be compiled or registered: options that avoid the plugin."""
     needed = [c for c in caches if c.route is Route.PLUGIN]
     packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
     if packed:

@@ -1,4 +1,4 @@
-"""Mixtures of experts: advice for exports that TensorRT cannot build, and exact kernels in ONNX Runtime."""
+"""Give advice on mixtures of experts that TensorRT cannot build, and make ONNX Runtime compute them exactly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _before: list[str | None] = []
 
 @contextmanager
 def exact_experts() -> Iterator[None]:
-    """Make ONNX Runtime's QMoE kernel keep activations in float32, in sessions that are opened inside this context.
+    """Make ONNX Runtime's QMoE keep activations in float32, in sessions that are opened in the ``with`` block.
 
     With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits, it does so if the
     node's ``accuracy_level`` requests it. The environment variable overrides both.

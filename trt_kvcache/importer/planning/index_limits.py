@@ -15,10 +15,7 @@ _SHIFTING = {"Add": 1, "Sub": -1}
 
 @dataclass(frozen=True)
 class IndexLimits:
-    """Exclusive upper bounds of token ids and positions; maps input names to bounds.
-
-    Other inputs have no known bound.
-    """
+    """Exclusive upper bounds of token ids and positions, by name of the input; others have no known bound."""
 
     tokens: dict[str, int]
     positions: dict[str, int]
@@ -45,7 +42,7 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 def table_rows(model: ModelProto, name: str) -> int | None:
     """Return the rows of the smallest table that this input indexes; None if there is none.
 
-    Casts, reshapes and additions of a constant may lie in between. Rows before the row for input 0 are not counted.
+    Casts, reshapes and additions of a constant may lie in between. Rows before the row for input 0 do not count.
     """
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant
@@ -65,7 +62,7 @@ def table_rows(model: ModelProto, name: str) -> int | None:
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:
-    """Record the offset of a node's output if the node adds a constant integer to a known input."""
+    """If a node adds a constant integer to a known input, record this offset for the node's output."""
     pairs = [(node.input[0], node.input[1])]
     pairs += [(node.input[1], node.input[0])] * (node.op_type == "Add")
     for source, other in pairs:

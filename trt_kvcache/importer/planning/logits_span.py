@@ -31,12 +31,12 @@ from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpa
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
 
 _NAME = "logits_span"
-_OTHERS = "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
+_OTHERS = "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """In a sorted graph, find the tensor to cut to the last positions, or return the reason why there is none.
+    """Find the tensor to cut to the last positions, in a sorted graph; otherwise return None and the reason.
 
     If the options keep all logits, or the model returns logits of only one position, return None and an empty text.
     """
@@ -50,7 +50,7 @@ def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptio
     product = _last_product(graph, output)
     if product is None:
         return None, _note(
-            logits, "after the last product, there are other operations than factors, a bias, a softcap or a softmax"
+            logits, "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
         )
     tensor, nodes = product
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
@@ -78,19 +78,19 @@ def _note(logits: TensorRole, why: str) -> str:
 
 
 def role_of(span: LogitsSpan) -> TensorRole:
-    """Return the role of the added span input."""
+    """Return the plan entry for the added input whose length is the number of positions with logits."""
     return TensorRole(span.name, "input", Role.SPAN, "int64", (span.symbol,), "added", ("kept",))
 
 
 def with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
-    """Return the role of an output in the rewritten model. Logits get the length of the span."""
+    """Return the plan entry of an output in the rewritten model. Logits have as many positions as the span."""
     if span is None or role.name != span.output or role.io != "output":
         return role
     return replace(role, shape=(role.shape[0], span.symbol, role.shape[2]), axes=(role.axes[0], "kept", role.axes[2]))
 
 
 def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
-    """Return the change of the logits that the caller sees. `role` is the role of the exported logits."""
+    """Return the entry of the plan's `changes` for the logits. `role` describes the exported logits."""
     names = {"batch": "B", "sequence": "S"}
     old = [names.get(a, str(d)) for d, a in zip(role.shape, role.axes, strict=True)]
     new = [old[0], span.symbol, old[2]]
@@ -99,7 +99,7 @@ def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
 
 
 def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Return the input ``[B, S, H]`` of the last product with a weight, and the nodes of the tail that read it."""
+    """Return the input ``[B, S, H]`` of the last MatMul with a weight, and the nodes before the logits that read it."""
     sources = inputs_behind(graph)
 
     def is_fixed(tensor: gs.Tensor) -> bool:
@@ -141,7 +141,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Go back one more operator, such as a norm, if it keeps positions. Then the check need not run a large product."""
+    """Return an earlier place for the cut, before an operator such as a norm, if this computes positions separately."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or len(consumers(start)) != len(readers):
         return None
@@ -153,10 +153,10 @@ def _before_factor(
 
 
 def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
-    """True if a node of the tail is known to compute each position separately.
+    """True if a node between the cut and the logits is known to compute each position separately.
 
     Args:
-        node: a node of the tail.
+        node: a node between the cut and the logits.
         fixed: inputs of the node that are constants, or are computed from constants.
     """
     if is_op(node, *_ELEMENTWISE):  # constants must not have different numbers for different positions

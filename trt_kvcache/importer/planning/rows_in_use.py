@@ -24,7 +24,7 @@ def emit_row_slice(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) 
 
 
 def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
-    """True for a Slice from `emit_row_slice` that ends at a constant, or at `end`."""
+    """True for a Slice as `emit_row_slice` makes it, which ends at a constant or at `end`."""
     return (
         is_op(node, "Slice")
         and node.name.startswith(NAME_PREFIX + _HINT)
@@ -55,7 +55,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Shorten the row Slices from which a tensor is computed to `end` rows. Return False if there are none."""
+    """Make the row Slices from which a tensor is computed end at row `end`. Return False if there are none."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

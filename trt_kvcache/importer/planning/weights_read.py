@@ -1,4 +1,4 @@
-"""Count the bytes of weights that a step of one token reads. This module itself reads no weights."""
+"""Count the bytes of weights that a step of one token reads. Only the shapes of weights are needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _share(
     name: str, shape: Sequence[int], readers: Mapping[str, list[NodeProto]], makers: Mapping[str, NodeProto],
     constants: Mapping[str, TensorProto],
 ) -> float:  # fmt: skip
-    """Return the share of a tensor that its readers read."""
+    """Return the share of a constant that a step of one token reads."""
     shares = [0.0] if name in readers else [1.0]
     for node in readers.get(name, ()):
         if node.op_type in _SAME and node.input[0] == name:

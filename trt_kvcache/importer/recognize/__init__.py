@@ -7,8 +7,7 @@
     attention_reader    finds what an attention computes
     records             data classes of the results
 
-These modules do not search for operators that attend or write. Every result is a guess. The check later accepts or
-refuses the guess.
+No list of operators is used. Every result is a guess, which the check later accepts or refuses.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Recognized:
         model: the exported model, without functions, with shapes.
         graph: the same model; the owner of this object may edit it.
         interface: inputs and outputs of the model.
-        samples: makes steps of the model.
+        samples: makes sample steps of the model.
         caches: all caches, in the order of the inputs.
         attentions: all attentions, in the order of the graph.
     """
@@ -87,18 +86,18 @@ def recognize(
     usual: int,
     folder: Path | None,
 ) -> Recognized | None:
-    """Recognize caches and attentions.
+    """Find the caches and attentions of an exported model, by running parts of the model.
 
     Args:
-        model: one flat graph with named nodes, without functions; large inline weights are stand-ins. It is not
+        model: one flat graph with named nodes, without functions; stand-ins replace large inline weights. It is not
             changed.
-        weights: the detached weights.
+        weights: the weights that have stand-ins.
         options: capacity and name patterns.
         usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
 
     Returns:
-        What was recognized; None if the model has no input that may be a cache.
+        The caches and attentions; None if the model has no input that may be a cache.
 
     Raises:
         UnsupportedModelError: a cache or an attention is not supported; the message says what was seen.
@@ -143,7 +142,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Return the guesses whose present holds rows of the past.
+    """Return those guessed caches whose present holds rows of the past when the model runs once.
 
     If the model has symbolic sizes or does not run, return all guesses.
     """
@@ -161,7 +160,7 @@ def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
 
 
 class _Recognizer:
-    """Recognizes one model in rounds. A round may find new facts about the caches, which change the sample steps."""
+    """Finds caches and attentions in rounds. A round may find new facts on caches, which change the sample steps."""
 
     def __init__(
         self,
@@ -215,7 +214,7 @@ class _Recognizer:
         raise RecognizeError("could not determine how a step changes the caches")
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
-        """Names of integer inputs that may give the first row that a step writes in a fixed cache."""
+        """Return the names of integer inputs that may give the first row that a step writes in a fixed cache."""
         whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
         return () if cache.growing else tuple(str(t.name) for t in whole)
 
@@ -253,7 +252,7 @@ class _Recognizer:
         )
 
     def _looked(self, cache: Cache) -> Cache:
-        """Return a fixed cache with the facts seen in the region that writes it."""
+        """Return a cache of fixed length, corrected by what a run of the nodes that write it shows."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.update(str(cache.past.name), passed)
@@ -269,12 +268,11 @@ class _Recognizer:
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _attentions(self) -> list[Attention]:
-        """Every attention, in the order of the graph."""
         known: dict[str, tuple[Region, _Seen]] = {}
         return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Read the attention that ends at `front`; its region grows until queries and new rows are one tensor each."""
+        """Describe the attention that ends at `front`; its region grows until each input is a single tensor."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -292,10 +290,10 @@ class _Recognizer:
         raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """Read a region, or reuse the result of an equal region.
+        """Find what a region computes, or reuse the result of an equal region.
 
         Returns:
-            The result, and a map from the tensor names of the region that was read to those of this region.
+            The result, with tensor names of the region that ran; and a map from these names to those of this region.
         """
         if region.key not in known:
             try:
@@ -316,7 +314,7 @@ class _Recognizer:
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """Return the cache that `names` gives for a known cache, with the same kind of update."""
+        """Return the cache that takes the place of a known cache in an equal region, with the same kind of update."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
@@ -329,7 +327,7 @@ class _Recognizer:
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
-        """Return a known attention with its tensors replaced by those of an equal region."""
+        """Return a known attention with the tensors of an equal region in place of its own."""
         result, query = (self._tensors[names[str(t.name)]] for t in (seen.result, seen.query))
         name = str(result.inputs[0].name) if result.inputs else seen.name
         key, value = (self._cache(c, names) for c in (seen.key, seen.value))
@@ -358,11 +356,10 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
 
     TorchScript writes the first form if n is a dimension that never changes; TensorRT for RTX has no NonZero. If the
     model always takes the same branch of an If, replacing the If also removes inputs that only its condition reads,
-    such
-    as the mask. If a model has a special branch for steps of one token, this function removes that branch. The other
-    branch must give the same numbers for one token; the check compares them.
+    such as the mask. If a model has a special branch for steps of one token, this function removes that branch. The
+    other branch must give the same numbers for one token; the check compares them.
 
-    Returns a new model, or None if the function replaces nothing.
+    Return a new model, or None if nothing was replaced.
     """
     graph = samples.blueprint.model.graph
     outputs = {value.name for value in graph.output}

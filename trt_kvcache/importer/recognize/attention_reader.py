@@ -59,7 +59,7 @@ class Reader:
     """Describes one attention by running its region.
 
     Args:
-        region: the region of the attention.
+        region: the region (part of the model) that computes the attention.
         caches: guessed caches, by the name of their past.
         tensors: all tensors of the graph, by name.
         interface: inputs and outputs of the model.
@@ -85,7 +85,7 @@ class Reader:
         self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
-        """Describe the attention.
+        """Return a description of the attention, found by running its region.
 
         Raises:
             RecognizeError: the attention has no supported form; the message says what was seen.
@@ -184,7 +184,7 @@ class Reader:
         return self._runner.held(self._value, sample) + sample.length
 
     def _filled(self, feeds: Feeds, cache: Cache, rows: Array, sample: Sample) -> Feeds:
-        """Return feeds whose past and new rows of a cache hold `rows` (in the layout of the cache, broadcast)."""
+        """Return a copy of `feeds` in which the past and new rows of a cache hold `rows` (in its layout, broadcast)."""
         new = feeds[_update(cache)].transpose(cache.perm)
         if cache.update is None:
             return {**feeds, _update(cache): np.broadcast_to(rows, new.shape).astype(np.float32)}
@@ -201,7 +201,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """Return how much each of these keys weighs in each number of the result; the keys are the last axis."""
+        """Return the weight of each of these keys in each number of the result; the keys are the last axis."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -210,7 +210,7 @@ class Reader:
         return np.stack(columns, -1)
 
     def _weights(self, feeds: Feeds, sample: Sample, keys: range | None = None) -> Array:
-        """The attention weights ``[b, n, g, s, keys]``. One run reads as many keys as a head has numbers."""
+        """Return the attention weights ``[b, n, g, s, keys]``. One run reads as many keys as a head has numbers."""
         value, size, heads = self._value, self._sizes["d"], self._sizes["n"]
         keys = range(self._keys(sample)) if keys is None else keys
         sizes, found = self._sizes | {"b": sample.batch, "s": sample.length}, []
@@ -224,10 +224,7 @@ class Reader:
         return np.concatenate(found, -1)
 
     def _layout(self) -> tuple[dict[str, int], Layout]:
-        """Find the sizes of heads and the layout of results in a step with one key and numbered values.
-
-        Also read sinks.
-        """
+        """Find the sizes of heads, the layout of results, and sinks, in a step with one key and numbered values."""
         value, batch = self._value, self._sample.batch
         one = self._step(batch, 0, 1)
         feeds = self._still(one)
@@ -262,9 +259,8 @@ class Reader:
             sinks = np.log(np.maximum(1 / share - 1, 1e-12))
             if np.ptp(sinks, axis=0).max() > _CLOSE:
                 raise RecognizeError(
-                    f"the attention weights of '{self._region.result}' add up to less than 1, and how much less "
-                    "differs "
-                    "between sequences; a sink must be the same for all sequences"
+                    f"the attention weights of '{self._region.result}' add up to less than 1, and the rest "
+                    "differs between sequences; a sink must be the same for all sequences"
                 )
             self._sinks = sinks[0].ravel().astype(np.float32)
 
@@ -317,10 +313,7 @@ class Reader:
         return size, layout, *_fitted(products, (few, many), scale, size)
 
     def _mask(self, base: Array) -> Mask:
-        """Return which keys queries see, and biases.
-
-        `base` holds the weights of a step in which queries and keys are 0.
-        """
+        """Return which keys each query sees, and biases, from the weights `base` of a step with zero scores."""
         sample, seen = self._sample, base > _NOTHING
         tokens = np.arange(sample.total - self._keys(sample), sample.total)
         own = sample.past + np.arange(sample.length)[:, None]
@@ -332,8 +325,8 @@ class Reader:
         mask = self._biased(base, Mask())
         if self._key.circular and not self._sees_lengths():
             raise RecognizeError(
-                f"the cache '{self._key.past.name}' is circular, but after it is full queries see other rows than "
-                "those up to their own row. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
+                f"the cache '{self._key.past.name}' is circular, but when it is full, queries do not see exactly "
+                "the rows up to their own. For a circular cache, the mask must be an input [B, 1, S, L] of the model"
             )
         if self._key.shifted:
             return replace(mask, causal=False, bounded=False)
@@ -350,7 +343,7 @@ class Reader:
         )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """Return the mask of an attention that reads the caller's mask. It is causal if it also hides later keys."""
+        """Return the mask of an attention that reads the caller's mask; causal if later keys are hidden, too."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -363,7 +356,7 @@ class Reader:
         raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
-        """Return True if `Mask.bounded` describes a full circular cache: query i sees the first L - S + i + 1 rows."""
+        """Return True if query i sees the first L - S + i + 1 rows of a full circular cache, as `Mask.bounded` says."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -374,7 +367,7 @@ class Reader:
         return np.array_equal(seen, np.broadcast_to(counted, seen.shape))
 
     def _biased(self, base: Array, mask: Mask) -> Mask:
-        """Add slopes, or a bias for each distance, to the mask if keys with the same score 0 get different weights."""
+        """Add slopes, or a bias for each distance, to the mask, if keys with equal scores have different weights."""
         sample, seen = self._sample, base > _NOTHING
         shares = base / np.maximum(base.sum(-1, keepdims=True), _NOTHING)
         if np.abs(shares * seen.sum(-1, keepdims=True) - 1)[seen].max(initial=0) <= _CLOSE:
@@ -403,7 +396,7 @@ class Reader:
         return replace(mask, bias=self._bias())
 
     def _bias(self) -> Array:
-        """The number that the model adds to the score at each distance, float32 ``[L, H]``, the farthest key first."""
+        """Return the number that is added to scores at each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
             raise AdvisedError(
@@ -437,7 +430,7 @@ class Reader:
 
 
 def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
-    """Return a step whose batch size divides no other size of the region's inputs. So its batch axis is unique."""
+    """Return a step whose batch size divides no other size of the region's inputs, to identify the batch axis."""
     shifted = [c.window_rows for n in region.caches if (c := caches[n]).shifted and c.window_rows is not None]
     step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
@@ -448,7 +441,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Return the name of the tensor that holds the new rows. Computed keys or values have one tensor for all rows."""
+    """Return the name of the tensor with the new rows of a cache, or with all rows of computed keys or values."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
@@ -468,15 +461,12 @@ def _laid(rows: Array, cache: Cache) -> Array:
 
 
 def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
-    """Bring a result, whose last axis is the keys, to ``[b, n, g, s, d, keys]``."""
+    """Bring a result with an added last axis of keys to the shape ``[b, n, g, s, d, keys]``."""
     return brought(rows, (*results, ("t",)), {**sizes, "t": rows.shape[-1]}, (*ATTENTION, "t"))
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores so that visible keys have the mean 0.
-
-    A softmax does not depend on the mean. Hidden keys become 0.
-    """
+    """Shift scores so that visible keys have the mean 0, which no softmax changes. Hidden keys become 0."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 
@@ -489,7 +479,7 @@ def _scaled(products: Array, step: Scores) -> float:
 
 
 def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: int) -> tuple[float, float]:
-    """Fit scale and softcap; a softcap of 0 means none.
+    """Return the scale and the softcap that explain measured scores; a softcap of 0 means none.
 
     Args:
         products: products of queries and keys.

@@ -1,4 +1,4 @@
-"""Guess from the shapes of inputs and outputs which of them are caches. Later, sample steps correct the guesses.
+"""Guess from shapes which inputs and outputs are caches or states. Later, sample steps correct the guesses.
 
 past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
 past [B, N, L, D] -> present [B, N, L, D]         written in place, or state
@@ -49,7 +49,7 @@ _TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
 
 
 def find_caches(graph: gs.Graph) -> list[Cache]:
-    """Return pairs of an input and an output that may be one cache, in the order of the inputs.
+    """Return guessed caches, each a pair of input (past) and output (present), in the order of the inputs.
 
     Each present is paired with the nearest past before it, counted in nodes.
     """
@@ -81,7 +81,7 @@ def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
-    """Return the past that is the fewest nodes away from a present; if several, the most similar name."""
+    """Return the past that is the fewest nodes away from a present; of several, that with the most similar name."""
     words = set(words_of(present.name))
     tensors, seen = [present], {id(present)}
     while tensors:
@@ -97,7 +97,7 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """Guess the axis of the rows from shapes; None if the two tensors are no cache."""
+    """Return the axis of cache rows, guessed from the shapes; None if past and present are not one cache."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
@@ -162,9 +162,9 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
 
 
 def stack_in_words(graph: gs.Graph) -> str:
-    """Return the message for an input that holds the caches of several layers; an empty string if there is none.
+    """Return an error message if an input holds the caches of several layers; otherwise an empty text.
 
-    Such an input has an axis before the batch, or more axes than a cache, and some output has the same rank.
+    This input has an axis before the batch, or more axes than a cache, and some output has the same rank.
     """
     tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
     batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
@@ -192,7 +192,7 @@ _DIRECTIONS = {
 
 
 def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
-    """Find the state of a graph, in the order of its inputs.
+    """Find the states of a graph (tensors that every step replaces as a whole), in the order of the inputs.
 
     Args:
         graph: the model's graph, with inferred shapes.
@@ -235,7 +235,7 @@ def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
-    """Map the names of pasts to names of presents that differ only in words such as past and present, if unique."""
+    """Map each past to the present whose name differs only in words such as past and present, if there is only one."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
@@ -246,12 +246,12 @@ def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> 
 
 
 def _plain(name: str) -> tuple[str, ...]:
-    """The words of a name without direction words such as past and present."""
+    """Return the words of a name, without words of direction such as past and present."""
     return tuple(word for word in words_of(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
 
 
 def words_of(name: str) -> list[str]:
-    """The words and numbers of a name."""
+    """Return the words and numbers of a name."""
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]
 
 

@@ -1,9 +1,8 @@
-"""Records of recognized caches and attentions. `emit` builds the canonical form from these records.
+"""Data classes that describe recognized caches and attentions. `emit` builds the canonical form from them.
 
 A layout says how the axes of a tensor are products of the sizes of an attention. These sizes are the batch ``b``, the
 heads of keys ``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the numbers of a head
-``d``.
-For each axis of the tensor, the layout names the sizes whose product it is:
+``d``. For each axis of the tensor, the layout names the sizes whose product it is:
 
     [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
 """
@@ -25,12 +24,12 @@ ATTENTION = ("b", "n", "g", "s", "d")
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """Return the names of the sizes in the order of the axes."""
+    """Return the names of a layout's sizes, in the order of the tensor's axes."""
     return tuple(size for axis in layout for size in axis)
 
 
 def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
-    """Yield every layout that fits a shape. Sizes of 1 appear in no layout."""
+    """Yield every layout (see the module) that fits a shape. Sizes of 1 appear in no layout."""
     names = [name for name, size in sizes.items() if size != 1]
     if prod(shape) != prod(sizes.values()):
         return
@@ -48,10 +47,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """Reshape and transpose a tensor to one axis per size in `order`.
-
-    A size that is not in the layout becomes an axis of 1.
-    """
+    """Reshape and transpose a tensor to one axis per size in `order`. Sizes missing in the layout become axes of 1."""
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])
@@ -63,26 +59,26 @@ Array = npt.NDArray[Any]
 
 
 class RecognizeError(Exception):
-    """The importer does not support the form of a cache or attention; the message says what was seen."""
+    """Raised if a cache or an attention has an unsupported form. The message says what was seen."""
 
 
 class AdvisedError(RecognizeError):
-    """The same, but the message also says what to do."""
+    """A `RecognizeError` whose message also says what to do."""
 
 
 class UnknownError(AdvisedError):
-    """The meaning of the integer input that the first argument names is unknown; it may hold positions."""
+    """Raised if the meaning of an integer input is unknown; it may hold positions. The first argument is its name."""
 
     def __str__(self) -> str:
         return f"cannot tell what the input '{self.args[0]}' holds in a step; give its role with --config"
 
 
 class FartherError(Exception):
-    """The region is too small: it must include the node that makes one of the tensors that the arguments name."""
+    """Raised if a region is too small. It must include the node that makes one of the tensors in the arguments."""
 
 
 class ComputedError(RecognizeError):
-    """Keys and values are computed from caches.
+    """Raised if an attention reads keys and values that are computed from caches.
 
     Attributes:
         query: name of the tensor of the queries.
@@ -112,8 +108,8 @@ class Cache:
             the last row.
         circular: True if token t goes to row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the new rows. None until the region that writes them has run. Also None if this object stands for keys
-            or values that are computed from caches: then `past` and `present` are the computed tensor, with all rows.
+        update: the tensor of the new rows. None until the nodes that write it have run. Also None for keys or values
+            that are computed from caches: then `past` and `present` are the computed tensor, with all rows.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 
@@ -158,7 +154,7 @@ class Attention:
 
     Attributes:
         name: name of the node that makes the result.
-        query, result: tensors, in `query_layout` and `result_layout`.
+        query, result: tensors of queries and result, in `query_layout` and `result_layout`.
         sizes: key heads (n), query heads for each key head (g), numbers of a query head (d) and of a value head (v).
         scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
         sinks: float32 ``[H]``, one more logit in each head's softmax; None: no sinks.
@@ -188,10 +184,10 @@ class Attention:
 
     @property
     def caches(self) -> tuple[Cache, ...]:
-        """The caches that the attention reads."""
+        """The caches of keys and values that the attention reads."""
         return self.computed_from or (self.key, self.value)
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """The number of query heads."""
         return self.sizes["n"] * self.sizes["g"]

@@ -1,4 +1,4 @@
-"""Run a region in one step. The inputs have the rows of each token at the right place in caches and masks.
+"""Run a region (part of a model with caches) in one step, with each token's row at its place in caches and masks.
 
 growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
 fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
@@ -41,7 +41,7 @@ _MISFIT = re.compile(
 
 
 class Runner:
-    """Runs a region in float32.
+    """Runs a region, the part of a model that writes caches or attends to them, in float32.
 
     Attributes:
         rng: generator of all random numbers.
@@ -72,7 +72,7 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """Names of mask inputs that the region reads."""
+        """Return the names of mask inputs that the region reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
@@ -120,17 +120,17 @@ class Runner:
             ) from None
 
     def held(self, cache: Cache, sample: Sample) -> int:
-        """The number of tokens in the past of a cache."""
+        """Return the number of tokens in the past of a cache before a step."""
         if cache.growing and not cache.shifted:
             return sample.rows_in_cache(cache.window_rows)
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """Return those rows of a past that hold tokens, the oldest first."""
+        """Return the rows of a past cache that hold tokens, the oldest first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
-        """Make a past with these rows of tokens, and 0 in all other rows."""
+        """Return a past cache that holds these rows at the places of their tokens, and 0 in all other rows."""
         shape = list(rows.shape)
         shape[cache.axis] = self._size(cache, sample)
         past = np.zeros(shape, np.float32)
@@ -181,11 +181,11 @@ def read_updates(
     sample: Sample,
     beyond: Sample | None,
 ) -> list[Cache]:
-    """Run a step of a region, and return its caches with the updates that were seen.
+    """Run one step of a region, and return its caches with the new rows that the step wrote.
 
     Args:
         runner: runs the region.
-        region: a region that writes the caches.
+        region: the part of the model that writes the caches.
         caches: guessed caches; maps the name of a past to its cache.
         tensors: all tensors of the graph, by name.
         sample: a step of several tokens after earlier tokens.
@@ -229,7 +229,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Find how a step wrote a cache. Return the corrected cache, and the new rows in the cache's layout."""
+    """Return the cache, corrected by how a step wrote it, and the new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole

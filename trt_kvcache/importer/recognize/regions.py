@@ -1,6 +1,6 @@
-"""Cut the regions of attentions out of a graph. The cuts depend on what each tensor is computed from, not on operators.
+"""Cut the region of each attention out of a graph: the nodes from queries, new rows and caches to the result.
 
-This module uses these words for tensors:
+The cuts depend on what each tensor is computed from, not on operators. This module uses these words for tensors:
 
     short     its shape depends only on the batch and the number of new tokens
     text      depends on the tokens; depends on caches only through the results of earlier attentions
@@ -9,10 +9,8 @@ This module uses these words for tensors:
               the result of an attention, or a part of the result
 
 The region of a front starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and
-do
-not depend on each other are parts of one attention, such as single heads, or the weighted values and the sum of
-weights.
-The result of this attention is the first short tensor that depends on all parts.
+do not depend on each other are parts of one attention, such as single heads, or the weighted values and the sum of
+weights. The result of this attention is the first short tensor that depends on all parts.
 """
 
 from __future__ import annotations
@@ -48,12 +46,12 @@ class Region:
         key: equal for regions that compute the same.
         result: name of the attention's result; empty if the region only writes caches.
         presents: names of the presents, in the order of `caches`.
-        texts: names of the text tensors that are inputs of the region, in the order of the graph.
+        texts: names of queries and new rows that are inputs of the region, in the order of the graph.
         caches: names of the pasts.
         inputs: names of other graph inputs whose numbers the region reads.
         integers: sizes in the region's constants. The region may behave differently for lengths above one of them.
         wide: names of caches that are not float32, and that the region casts to float32 before products.
-        wide_weights: True if any long tensor is float32 or double.
+        wide_weights: True if any tensor with an axis of cache rows is float32 or double.
         computed: names of keys and values that are computed from caches and are inputs of the region.
     """
 
@@ -76,7 +74,7 @@ class Region:
 
 
 class Cutter:
-    """Cuts regions out of one model.
+    """Cuts the regions of attentions and of cache updates out of one model.
 
     Attributes:
         fronts: names of the results of all attentions, in the order of the graph.
@@ -86,7 +84,7 @@ class Cutter:
         samples: makes steps of the model.
         caches: guessed caches; maps the name of a past to its cache.
         tokens: name of the input of the new tokens.
-        weights: the detached weights, by name.
+        weights: the weights that have stand-ins, by name.
         folder: folder of the external data.
     """
 
@@ -115,7 +113,7 @@ class Cutter:
         self._split(tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
-        """Yield the lengths of a cache and its present that do not depend on the number of tokens."""
+        """Yield the fixed lengths of a cache (past and present), which do not depend on the number of tokens."""
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
         if shape is not None and (cache.shifted or not cache.growing):
             yield from (shape[cache.axis], shape[cache.axis] + 1)  # a sink adds one column to the scores
@@ -167,9 +165,9 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
-        """Return the output of a node that selects the result by the lengths of caches; empty if there is none.
+        """Return the output of a node that replaces an attention's result depending on lengths; empty if there is none.
 
-        Such a node gives zeros, for example, if the queries see no key. It must be the only reader of the result.
+        For example, a node gives zeros if queries see no key. It must be the only reader of the result.
         """
         if len(readers) != 1 or len(readers[0].output) != 1:
             return ""
@@ -182,7 +180,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """Return the first short tensor that depends on all these fronts, and the tensors on the way to it."""
+        """Return the first tensor that depends on all these parts of an attention, and the tensors on the way to it."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -198,10 +196,7 @@ class Cutter:
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True if a long tensor is computed from this short one without a weight in between.
-
-        A sum of scores is an example.
-        """
+        """True for a tensor inside an attention, such as a sum of scores: tensors over cache rows depend on it."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -217,7 +212,7 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of an attention. The region includes the nodes that make the short tensors in `passed`.
+        """Return the region of the attention with the result `name`. It includes the nodes that make `passed`.
 
         Raises:
             RecognizeError: the region reads large weights.
@@ -225,7 +220,7 @@ class Cutter:
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the region that writes a cache; see `front`."""
+        """Return the region that writes a cache, including the nodes that make the tensors in `passed`."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -276,7 +271,6 @@ class Cutter:
         outputs: Sequence[str],
         ends: tuple[str, ...],
     ) -> Region:
-        """Make a region of these nodes."""
         graph = self._graph
         digests, _ = graph.digests({n: self._leaf(n, ends) for n in fed}, nodes=nodes)
         constants = [self._constant(name) for name in used]
@@ -299,16 +293,13 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return the key of an input of a region.
-
-        The key contains the tensor's name only if the tensor is not in `ends`.
-        """
+        """Return the part of a region's key for one input. It has the input's name unless that is in `ends`."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
 
     def _below(self, texts: Collection[str]) -> set[str]:
-        """Return the text tensors that the graph computes from others of them without an attention in between."""
+        """Return those of `texts` that the graph computes from other `texts`, without an attention in between."""
         if not texts:
             return set()
         first, last = (f(self._order[n] for n in texts) for f in (min, max))
@@ -333,18 +324,18 @@ class Cutter:
         return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
 
     def _reads(self, node: onnx.NodeProto) -> Collection[str]:
-        """The tensors whose numbers a node reads. Shape and Size read none."""
+        """Return the tensors whose numbers a node reads. Shape and Size read none."""
         return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
 
     def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
-        """The ONNX element type of a tensor, and its shape in each of the sampled steps."""
+        """Return the ONNX element type of a tensor, and its shape in each sampled step."""
         if name not in self._known:
             shapes = [step.probe.shape(name) for step in self._steps]
             self._known[name] = self._steps[0].probe.elem_type(name), shapes
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if a region may start at this tensor: a size, or a computed float text tensor of known shapes."""
+        """True if a region may start at this tensor: a size, or a float tensor computed from tokens."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
@@ -374,7 +365,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors that can be inputs of a region, except the tensors in `taken`."""
+    """The tensors at which a region may begin, except those in `taken`."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken
@@ -384,10 +375,7 @@ class _Stops:
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
-    """Return dimensions of constants, and rounded numbers of small constants.
-
-    Each may be a length, such as a window.
-    """
+    """Return integers that may be lengths, such as a window: sizes of constants, and numbers of small constants."""
     sizes: set[int] = set()
     for tensor in constants:
         sizes.update(tensor.dims)

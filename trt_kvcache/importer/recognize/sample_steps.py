@@ -31,7 +31,7 @@ class Sample:
         batch, past, length, capacity: the sizes B, P, S and L.
         probe: evaluates the model in this step.
         own: maps the name of each mask input to a bool array of its shape: True for keys that a query sees.
-        wrapped: True if P is beyond the capacity, which only circular caches support.
+        wrapped: True if P is larger than the capacity, which only circular caches support.
     """
 
     batch: int
@@ -44,7 +44,7 @@ class Sample:
 
     @property
     def total(self) -> int:
-        """P + S."""
+        """P + S, the number of tokens after the step."""
         return self.past + self.length
 
     def rows_in_cache(self, kept: int | None) -> int:
@@ -60,7 +60,7 @@ class Samples:
         few: the first and the last of `plain`; recognizers guess from these two.
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ only in P. They are equal if the caches allow only one P.
-        blueprint: evaluates the model.
+        blueprint: the model, in the form that probes evaluate.
         capacity: tokens per sequence.
         fixed_length: S if the model fixes it, else 0.
     """
@@ -88,7 +88,7 @@ class Samples:
     def step(
         self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int | None = _OTHER_SIZE
     ) -> Sample:
-        """Make a step of these sizes. Where the model fixes a size, the step has the fixed size.
+        """Make a sample step of these sizes. A size that the model fixes has the fixed value instead.
 
         `other` is the size of axes of unknown meaning. If it is None, inputs with such an axis have no known shape.
         """
@@ -128,7 +128,7 @@ class Samples:
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
 
     def _mask(self, shape: Shape) -> Array:
-        """Make a random bool mask that a caller could pass: True for keys that queries see."""
+        """Make a random bool mask of `shape`, as a caller could pass it: True for keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
         if seen.all() and shape[-1] > 1:  # a mask that hides nothing would not show how the model uses it
@@ -137,7 +137,7 @@ class Samples:
 
 
 def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
-    """Refuse inputs of wrong sizes. There must be one position for each token, and one row for each sequence.
+    """Refuse a model whose input has another size than one position per token, or one row per sequence.
 
     Raises:
         UnsupportedModelError: an input has a wrong size, or is too large for any machine; the message names it.

@@ -40,7 +40,7 @@ __all__ = ["rewrite_graph"]
 
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
-    """Rewrite a graph as its plan says, in place."""
+    """Rewrite a prepared graph in place as its plan says: caches, attention, masks, spans and logits."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
@@ -55,7 +55,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
-    """Allow the planned mask inputs to be shorter than the cache. ONNX hides the keys after a short mask."""
+    """Make the last axis of the planned mask inputs dynamic, so that callers may give masks shorter than the cache."""
     shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
     for tensor in graph.inputs:
         if tensor.name in shapes:
@@ -89,7 +89,7 @@ def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
-    """If a Scan over a dynamic number of steps depends on a Tile or constant Expand, replace that with a Concat."""
+    """Replace each Tile or constant Expand by a Concat if a Scan with a dynamic number of steps depends on it."""
     for node in list(nodes_before_scans(graph)):
         counts = _counts(node)
         if counts is None:

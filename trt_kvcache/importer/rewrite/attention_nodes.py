@@ -58,7 +58,7 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
 
 
 def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
-    """If attentions share Q or K, scale each Q differently, so that TensorRT cannot merge the scaled Q and K.
+    """Scale Q of attentions that share Q or K, each differently, so that TensorRT cannot merge the scaled tensors.
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
     attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
@@ -107,7 +107,7 @@ def _rewrite(
 
 
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
-    """Keep the first `end` keys of K or V. If only views lie between, cut the cache itself.
+    """Return the first `end` keys of K or V. If K or V is a view of a cache, cut the cache itself.
 
     The Slice is placed before any Transpose, so that only rows in use are transposed. All readers of a cache share its
     Slices.
@@ -282,9 +282,9 @@ def _is_rounded(tensor: gs.Tensor) -> bool:
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
     """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
-    Keys are the left operand, so that the queries are transposed, and not the rows of a cache: TensorRT for RTX 1.7.1
-    makes two copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated
-    columns), each part has a separate product. The scores are the sum of these products.
+    Keys are the left operand, so that the queries are transposed instead of the keys: TensorRT for RTX 1.7.1 makes two
+    copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns), each
+    part has a separate product. The scores are the sum of these products.
     """
     parts, start = [], 0
     columns = _columns(key)
@@ -303,7 +303,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """If a Concat joins parts to K ``[B, N, T, H]`` along the last axis, return parts and widths; else return K."""
+    """Return the parts and their widths if a Concat joins parts to K ``[B, N, T, H]`` along the last axis; else K."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]
@@ -337,14 +337,14 @@ class BuiltMask:
 
 
 def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask | None) -> BuiltMask:
-    """Emit the mask of one Attention node. Nodes with the same geometry share the mask."""
+    """Emit the mask of one Attention node. Nodes with equal masks in the plan share it."""
     if geometry is None:
         return BuiltMask(None, None, None)
     return emitter.once(("mask", geometry.name), _Builder(emitter, facts, plan, geometry).build)
 
 
 class _Builder:
-    """Emits the parts of one mask."""
+    """Emits the nodes that compute one attention mask."""
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask) -> None:
         self.emitter, self.facts, self.plan, self.geometry = emitter, facts, plan, geometry
@@ -353,7 +353,7 @@ class _Builder:
         self.end: gs.Tensor | None = None
 
     def build(self) -> BuiltMask:
-        """Emit the whole mask."""
+        """Emit the whole mask from its parts."""
         emitter, facts, geometry = self.emitter, self.facts, self.geometry
         self.end = self._end()
         bias, row_visible = self._by_position()
@@ -377,7 +377,7 @@ class _Builder:
         return BuiltMask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
-        """Emit the number of keys to read: the span, the length of a shorter mask, or the minimum of both."""
+        """Emit the number of keys to read: the length of the span input or of the model's mask, or the minimum."""
         emitter, facts, span = self.emitter, self.facts, self.span
         ends: list[gs.Tensor] = []
         if span is not None:
@@ -394,7 +394,7 @@ class _Builder:
         return ends[0] if len(ends) == 1 else emitter.op("Min", ends, "end", INT64)
 
     def _by_position(self) -> tuple[gs.Tensor | None, gs.Tensor | None]:
-        """Emit which keys are visible by position, and which rows see any key (None: this depends on the mask)."""
+        """Emit which keys are visible by position, and which queries see any key (None: this depends on the mask)."""
         emitter, geometry = self.emitter, self.geometry
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:
@@ -422,7 +422,7 @@ class _Builder:
         return visible, None if self.windowed else row_visible
 
     def _hidden_where_not(self, visible: gs.Tensor, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a bias that is minus infinity for hidden keys. Other keys keep `bias`."""
+        """Emit a float mask that is minus infinity for keys that are not `visible`, and `bias` for all others."""
         dtype = self.facts.dtype
         hidden = self.emitter.scalar(float("-inf"), dtype)
         return self.emitter.op("Where", [visible, bias, hidden], "bias", dtype)
@@ -437,14 +437,13 @@ class _Builder:
         return self.emitter.once(("length", lengths.name), unsqueeze)
 
     def _has_one_row(self) -> bool:
-        """True if the mask has one row for several queries, because all of them see the same keys."""
+        """True if one row of the mask is for several queries, because all of them see the same keys."""
         if self.facts.queries == 1 or self.geometry.causal or self.windowed:
             return False
         shape = dims(self.facts.mask) if self.facts.mask is not None else ()
         return shape is not None and (len(shape) < 2 or shape[-2] == 1)
 
     def _query_count(self) -> gs.Tensor:
-        """Emit the number of queries, int64 ``[1]``."""
         emitter, query = self.emitter, self.facts.node.inputs[0]
         source = sequence_source(emitter.graph, self.facts)
         if isinstance(source, int):
@@ -516,7 +515,7 @@ class _Builder:
         return mask
 
     def _row_visible(self, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a bool that is True for the rows of a complete mask that show any key."""
+        """Emit a bool tensor that is True for each query to which a complete mask shows any key."""
         emitter, dtype = self.emitter, self.facts.dtype if self.geometry.additive else INT32
         scores = bias if self.geometry.additive else emitter.op("Cast", [bias], "flags", INT32, to=INT32)
         best = emitter.op("ReduceMax", [scores, emitter.ints([-1])], "best", dtype, keepdims=1)

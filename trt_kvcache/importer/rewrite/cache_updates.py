@@ -21,7 +21,7 @@ from trt_kvcache.plugins.operators import NAMESPACE
 
 @dataclass(frozen=True)
 class CacheView:
-    """A cache, and the shape that readers expect. With it, a reader can cut the cache before the Reshape.
+    """A cache in its physical shape, and the shape that readers expect, so that readers can cut the cache itself.
 
     Attributes:
         present: the updated cache in its physical shape.
@@ -38,7 +38,7 @@ class CacheView:
 
 
 def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every update as planned. Return views; maps the name of a tensor that readers read to its view."""
+    """Rewrite every cache update as planned. Return a map from the tensors that readers read to their caches."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
@@ -63,7 +63,7 @@ def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
 
 
 def first_rows(emitter: Emitter, node: gs.Node) -> None:
-    """If an update has no write indices, give it zeros."""
+    """Give a cache update without write indices zeros as write indices."""
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
@@ -72,7 +72,7 @@ def first_rows(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
-    """Replace TensorRT's own padded update with an equivalent TensorScatter: linear, on axis -2, int64 indices."""
+    """Replace TensorRT's own padded cache update by an equal TensorScatter: linear, on axis -2, int64 indices."""
     node.op, node.domain, node.attrs = "TensorScatter", None, {"axis": -2}
     node.inputs = node.inputs[:3]
     if len(node.inputs) > 2 and elem_type(node.inputs[2]) == INT32:
@@ -82,7 +82,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Make a circular update linear. This is exact if no update crosses the end of the ring, as the plan ensures."""
+    """Make a circular update linear: exact, because the contract forbids updates across the end of the ring."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return
@@ -94,7 +94,7 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
 
 
 def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Replace an update with ScatterElements. That supports any rank, axis and target, but writes a new cache."""
+    """Replace a cache update by ScatterElements, which supports any rank and axis, but writes a new cache."""
     past, update, indices = node.inputs[0], node.inputs[1], input_or_none(node, 2)
     axis, rank = cache.sequence_axis, len(cache.logical_shape)
     count = emitter.op("Shape", [update], f"{cache.past}_rows", INT64, start=axis, end=axis + 1)
@@ -115,7 +115,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Make an update write a 4-D view. Return name and Reshape operand of the tensor that readers read."""
+    """Make a cache update write a 4-D view. Return name and Reshape operand of the tensor that readers read."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip
@@ -168,7 +168,7 @@ def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
 
 
 def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
-    """Make Shape nodes that read the past still return its logical shape."""
+    """Make Shape nodes that read a past cache still return its logical shape."""
     past = node.inputs[0]
     readers = [n for n in consumers(past) if is_op(n, "Shape")]
     if not readers:

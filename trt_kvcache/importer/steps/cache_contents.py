@@ -1,7 +1,6 @@
 """Makes cache contents for steps, and converts them between the layouts of the original and the rewritten model.
 
-If the rewrite made a window a ring, caches of the original hold all tokens, and caches of the rewritten model the
-newest.
+If the rewrite made a cache circular (a ring), the original's cache holds all tokens, the rewritten one the newest.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _SHIFT = 7  # the contents of the caches start this far apart in the pool
 
 @dataclass(frozen=True)
 class CacheTensor:
-    """One cache as the caller sees it: a graph input, and the graph output that is the input of the next step.
+    """One cache as the caller sees it: a graph input, and the graph output that becomes this input in the next step.
 
     Attributes:
-        output: name of the graph output. None: no output returns this cache, so it always keeps its first value.
+        output: name of the graph output. None: no output returns the cache, so its contents stay the same.
         update: says how a step writes the cache; None if no single update writes it.
     """
 
@@ -55,7 +54,7 @@ class CacheTensor:
         return tuple(dim if isinstance(dim, int) else batch for dim in shape)
 
     def to_physical(self, logical: Array) -> Array:
-        """Convert the original model's array to the rewritten model's layout."""
+        """Convert a cache's array from the original model's layout to that of the rewritten model."""
         cache = self.update
         if cache is None or cache.layout is PhysicalLayout.AS_IS:
             return logical
@@ -66,7 +65,7 @@ class CacheTensor:
         return np.ascontiguousarray(logical.reshape(-1, rows, heads, size).transpose(0, 2, 1, 3))
 
     def to_logical(self, physical: Array) -> Array:
-        """Convert the rewritten model's array to the original model's layout."""
+        """Convert a cache's array from the rewritten model's layout to that of the original model."""
         cache = self.update
         if cache is None or cache.layout is PhysicalLayout.AS_IS:
             return physical
@@ -81,10 +80,7 @@ class CacheTensor:
         return np.moveaxis(logical, self.update.sequence_axis, 1)
 
     def physical_rows(self, physical: Array) -> Array:
-        """View a physical array as ``[B, S_max, ...]``.
-
-        Each entry has the same values in the same order as in `rows`.
-        """
+        """View an array of the rewritten layout as ``[B, S_max, ...]``, with the same row contents as `rows`."""
         if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
             return np.moveaxis(physical, 2, 1)
         return self.rows(self.to_logical(physical))
@@ -129,7 +125,7 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
 def drawn_contents(
     cache: CacheTensor, seed: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool = False
 ) -> Array:
-    """Draw logical contents before a step: plausible numbers in rows of history, garbage or 0 in other rows.
+    """Draw a cache's contents before a step: plausible numbers in rows with a token, garbage or 0 in other rows.
 
     Numbers are drawn once for each seed, and each step takes a slice of these numbers. bfloat16 becomes float32.
 
@@ -140,7 +136,7 @@ def drawn_contents(
             rows; circular caches keep the newest tokens.
         garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros instead of
             garbage. Garbage is finite, because ONNX's own Attention returns NaN for a masked NaN.
-        shift: index of the first drawn entry to take.
+        shift: where in the drawn numbers the contents begin.
         wide: True if float16 becomes float32, too.
     """
     dtype = cache.role.dtype
@@ -175,14 +171,14 @@ def drawn_contents(
 def all_contents(
     caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
 ) -> Iterator[tuple[str, Array]]:
-    """Yield name and `drawn_contents` of each cache and state before an episode. Each gets other numbers."""
+    """Yield the name and the `drawn_contents` of each cache and state; they differ between caches and episodes."""
     for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
         yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 
 
 @lru_cache(maxsize=32)
 def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
-    """Return rows of a cache: plausible numbers if `garbage` is 0, else numbers of this magnitude."""
+    """Return random cache rows: plausible numbers if `garbage` is 0, otherwise numbers of this magnitude."""
     rng = np.random.default_rng([number, int(garbage)])
     if kind.kind == "b" and garbage:  # all True: a few random booleans may all be False
         return np.ones(shape, kind)
@@ -197,7 +193,7 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
 
 
 def _repeat(target: Array, source: Array, start: int) -> None:
-    """Fill `target` with entries of `source`, from entry `start` on. After the last entry, the first one follows."""
+    """Fill `target` with the entries of `source`, from entry `start` on, cyclically."""
     place = 0
     while place < len(target):
         taken = source[(start + place) % len(source) :][: len(target) - place]
@@ -206,7 +202,7 @@ def _repeat(target: Array, source: Array, start: int) -> None:
 
 
 def drawn_normal(shape: Sequence[int], place: int) -> Array:
-    """Take float32 normal numbers from a pool that is drawn once. They start at `place`."""
+    """Return float32 normal numbers, taken from a pool that is drawn once, from its number `place` on."""
     numbers = np.empty(math.prod(shape), np.float32)
     _repeat(numbers, _normal(), place % _POOL)
     return numbers.reshape(shape)
@@ -218,7 +214,7 @@ def _normal() -> Array:
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
-    """For caches of fixed length, return the number of rows; maps the name of the past to it."""
+    """Return a map from the past of each cache of fixed length to its number of rows."""
     rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
@@ -240,7 +236,7 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 
 
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
-    """If the rewrite made a cache a ring, return the cache with a row for every token. Else return the cache itself.
+    """Return a cache with one row for every token if the rewrite made it a ring; otherwise the cache itself.
 
     `fixed` comes from `fixed_rows`. A cache that grows in the original gets `longest` rows.
     """
@@ -257,7 +253,7 @@ def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longe
 
 
 def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float) -> Array:
-    """Return a ring ``[B, ..., capacity, ...]`` that holds the newest tokens of a text at their places.
+    """Return the contents ``[B, ..., capacity, ...]`` of a circular cache after a text: its newest tokens.
 
     Args:
         text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
@@ -276,7 +272,7 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
 
 
 def size_of(dim: Dim) -> int | None:
-    """Return the size of a dimension, even if an exporter wrote the number as a symbol; None for other symbols."""
+    """Return a dimension as a number, also if an exporter wrote the number as a symbol; None for other symbols."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 

@@ -1,7 +1,4 @@
-"""Steps of a decode loop, the limits of a model for steps, and values for the inputs of a step except caches.
-
-The role of an input decides its values.
-"""
+"""Define steps of a decode loop, find a model's limits for steps, and draw input values by role (not caches)."""
 
 from __future__ import annotations
 
@@ -35,14 +32,13 @@ _ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
 
 @dataclass(frozen=True)
 class Step:
-    """One step: each row writes `length` tokens from row `starts` of the cache on, and then has `valid` tokens."""
+    """One step: each sequence writes `length` tokens from cache row `starts` on, and then has `valid` tokens."""
 
     length: int
     starts: tuple[int, ...]
     valid: tuple[int, ...]
 
     def __str__(self) -> str:
-        """Return the lengths of the step as text."""
         return f"{self.length} tokens from {list(self.starts)}, valid {list(self.valid)}"
 
 
@@ -58,7 +54,7 @@ class Limits:
         circular: capacities of the circular caches.
         no_straddle: capacities of the circular caches whose contract forbids updates across the end of the ring.
         indexed: True if steps write at write indices; if False, they always write from row 0 on.
-        ragged: True if the rows of a batch may start at different places.
+        ragged: True if the sequences of a batch may have different lengths.
         lengths: True if the model has an input for valid lengths.
         fixed_batch: True if the model fixes the batch to `batch`.
     """
@@ -115,7 +111,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
 
 
 def rows_together(original: Iterable[OriginalTensor]) -> int | None:
-    """Return how many rows of the same length one run of the exported model has; None: each row runs separately."""
+    """Return the fixed batch size of the exported model if it is above 1; None: each sequence runs separately."""
     batches = {
         n
         for t in original
@@ -131,11 +127,11 @@ class DrawnInputs:
     Args:
         plan: plan of the model.
         limits: limits of token ids and positions.
-        named: given values; maps the names of inputs to values that are used instead of drawn ones.
+        named: given values that replace drawn values, by name of the input.
         rng: random generator for tokens, masks and inputs of unknown role.
         unknown: size of axes of unknown meaning; None: refuse models with such axes.
-        rings: True if windows became rings. Then valid lengths count all tokens, because the original holds all of
-            them.
+        rings: True if the rewrite made caches circular. Then valid lengths count all tokens, as the original's cache
+            does.
         plain: True if masks hide only later tokens, as in a session.
     """
 
@@ -150,7 +146,7 @@ class DrawnInputs:
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
     def shared(self, step: Step) -> dict[str, Array]:
-        """Return the values of the inputs that both models share, by name."""
+        """Return values, by name, for the inputs that the original and the rewritten model share."""
         sizes = {
             "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
             "batch+1": len(step.starts) + 1,
@@ -197,7 +193,7 @@ class DrawnInputs:
         return arrange(values, names, shape, tensor.axes).astype(dtype)
 
     def _other_adapters(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return an adapter input: zeros in slot 0, which all sequences choose, and large numbers in other slots."""
+        """Return values for an adapter input: zeros in slot 0, which all sequences use, and 10 in all other slots."""
         if name not in self._adapters:
             self._adapters[name] = np.full(shape, 10, dtype)
             self._adapters[name][0] = 0
@@ -233,7 +229,7 @@ class DrawnInputs:
         return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
 
     def _fixed_keys(self) -> int:
-        """In a model without caches, return the largest number of rows of an input that may hold keys."""
+        """Return the largest number of rows of an input that may hold keys, for a model without caches."""
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         return max((n for n in rows if isinstance(n, int)), default=1)
 
@@ -294,7 +290,7 @@ def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = Non
     Args:
         plan: plan of the model.
         step: the step.
-        kind: one of `SPAN_KINDS`; "bucketed" rounds up to the next multiple of 16.
+        kind: how many cache rows a step reads: "tight" (those in use), "bucketed" (the next multiple of 16) or "full".
         length: the number of last positions whose logits are computed; None: all positions.
     """
     spans = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
@@ -308,11 +304,11 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 
 
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Convert values with the axes `names` to a tensor of `shape` with the axes `axes`.
+    """Transpose, repeat or cut `values` with the axes `names`, to make a tensor of `shape` with the axes `axes`.
 
-    An axis without a name takes the first unused name whose size fits. Along axes without a matching name, the values
-    are repeated. If the tensor has no axis for a name, the last entry of `sequence`, or the first entry of other axes,
-    is taken.
+    An axis of the tensor without a name takes the first unused name whose size fits. Along an axis without a matching
+    name, values are repeated. For a name without an axis, one entry is taken: the last of `sequence`, the first of
+    others.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]

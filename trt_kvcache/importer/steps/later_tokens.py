@@ -54,7 +54,7 @@ def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: Mask) -> bool:
 
 
 def _is_open(values: Array, step: Step) -> bool:
-    """True if a mask ``[..., S, keys]`` shows a later token of the step to a query."""
+    """True if a mask ``[..., S, keys]`` shows a query a later token of the step."""
     visible = values if values.dtype == np.bool_ else values > _HIDDEN
     start = step.starts[0]
     keys = min(visible.shape[-1], start + step.length)

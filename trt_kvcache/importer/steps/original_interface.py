@@ -48,7 +48,7 @@ class OriginalInterface:
 
     Attributes:
         together: the number of rows in one run of the original; None: each row runs separately.
-        ragged: True if the original's inputs can give a different start for each row of a batch.
+        ragged: True if the original's inputs can give each sequence of a batch its own length.
         past_rows: for each past input that keeps only its newest rows, their largest number; by input name.
 
     Raises:
@@ -86,12 +86,11 @@ class OriginalInterface:
         self.ragged = all(_is_of_rows(t, t.name in self._same) for t in self._inputs)
 
     def _length(self, feeds: Mapping[str, Array]) -> int:
-        """Return the number of tokens in a step."""
         name, axis = self._counted
         return int(feeds[name].shape[axis])
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
-        """Return groups of rows that the original runs together, and the tokens in their caches before the step.
+        """Return the groups of batch rows that the original runs together, each with its number of earlier tokens.
 
         If `together`, groups are as large as one run allows, even if the original could run each row separately.
         """
@@ -108,7 +107,7 @@ class OriginalInterface:
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
-        """Return the original's inputs for some rows of a step; the rows hold `past` tokens before the step.
+        """Return the original's inputs for some batch rows of a step; they all have `past` tokens before the step.
 
         `feeds` are the rewritten model's inputs by name, with caches in their logical shape. The inputs in `without`
         are omitted.
@@ -118,7 +117,7 @@ class OriginalInterface:
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs if t.name not in without}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
-        """Return a size that fits the other inputs: of the axis, or of the same symbol in another input, or 1."""
+        """Return the size of an axis: fixed, known from its meaning, that of the same symbol in another input, or 1."""
         if isinstance(dim, int) or axis in sizes:
             return dim if isinstance(dim, int) else sizes[axis]
         known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)
@@ -193,7 +192,9 @@ class OriginalInterface:
         return tuple(shape)
 
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
-        """Build the outputs of the rewritten model from those of the original. Caches have the shape of the feeds.
+        """Return the outputs of the rewritten model, built from those of the original.
+
+        Caches have the shape of the feeds.
 
         `ran` has, for each run: the rows, the tokens before the step, and the outputs of the original.
         """
@@ -218,10 +219,7 @@ class OriginalInterface:
         return results
 
     def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
-        """Copy the rows that hold tokens from the original's cache into the rewritten model's cache.
-
-        A circular cache is copied whole.
-        """
+        """Copy rows with tokens from the original's cache to the rewritten one; a circular cache is copied whole."""
         past = self._past_of[tensor.name]
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
         axis = places[0] if places else next(c.sequence_axis for c in self._plan.caches if c.past == past)
@@ -243,7 +241,7 @@ def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
-    """True if an input allows rows of different lengths in one run."""
+    """True if an input can give different lengths for the sequences of one run."""
     if tensor.role not in COUNTED:
         return tensor.role is not OriginalRole.GROWING_CACHE
     open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]
@@ -251,7 +249,7 @@ def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
-    """Take some rows of the batch. Values without a batch axis, or with a batch of 1, stay whole."""
+    """Return the values of some batch rows. Values without a batch axis, or with batch size 1, stay whole."""
     if "batch" not in axes or values.shape[axes.index("batch")] == 1:
         return values
     return values[(slice(None),) * axes.index("batch") + (rows,)]

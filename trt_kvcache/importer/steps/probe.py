@@ -63,13 +63,13 @@ _UNKNOWN = _Fact(None)
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """The node that makes a tensor. Reading a proto is slow, so each node is read once.
+    """The node that makes a tensor. Reading a protobuf is slow, so each node is read once.
 
     Attributes:
         node: the node.
         place: index of the node in the graph. Makers of its inputs have lower indices.
         op: the node's operator; with the domain if it is not ONNX's domain.
-        form: a number that is equal for nodes with the same operator and attributes.
+        form: a number that nodes with the same operator and attributes share.
         inputs: names of the inputs; an omitted input has an empty name.
     """
 
@@ -85,8 +85,7 @@ class Blueprint:
 
     Attributes:
         makers: maps the name of a tensor to the node that makes it; constants have no maker.
-        results: maps the form of a node, with facts about its inputs, to facts about its outputs. All steps share
-            these.
+        results: maps a node's form and facts about its inputs to facts about its outputs. All steps share the results.
 
     Args:
         model: a model without functions, with named tensors. Later edits of the model do not change the blueprint.
@@ -121,7 +120,7 @@ class Blueprint:
         return Maker(node, place, op, self._forms.setdefault(form, len(self._forms)), inputs)
 
     def stated(self, name: str) -> _Fact:
-        """Return facts about a constant. They include the value if the constant is small or may be a mask."""
+        """Return type and shape of a constant, and its value if it is small or may be a mask."""
         if name not in self._stated:
             tensor = self.initializers[name]
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
@@ -133,7 +132,7 @@ class Blueprint:
         return self._stated[name]
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
-        """Derive facts about the outputs of a node from facts about its inputs (None for an omitted input)."""
+        """Return type, shape and value of a node's outputs, derived from those of its inputs (None: omitted input)."""
         if maker.op == "Range":  # ONNX Runtime accepts [1] instead of a scalar, and exporters rely on this
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
@@ -242,7 +241,7 @@ class Probe:
         return self._fact(name).value
 
     def _fact(self, name: str) -> _Fact:
-        """Derive facts about a tensor and its producers. A loop instead of a recursion allows chains of any length."""
+        """Derive type, shape and value of a tensor and its producers, in a loop: recursion would be too deep."""
         pending = [name]
         while pending:
             name = pending[-1]
@@ -273,7 +272,7 @@ class Probe:
         return results
 
     def _stated(self, name: str) -> _Fact:
-        """Return facts about a weight or a graph input."""
+        """Return type, shape and value of a weight or a graph input."""
         if name in self._blueprint.initializers:
             return self._blueprint.stated(name)
         if name in self._shapes:
@@ -286,7 +285,7 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """Return a key for the table of results.
+    """Return a key that is equal for tensors of equal type and value, for the table of results.
 
     Types and small values are compared by contents, large values by identity.
     """
@@ -301,7 +300,7 @@ def _is_small(value: Array | None) -> bool:
 
 
 def _may_decide(value: Array) -> bool:
-    """True if a shape may depend on a value, such as sizes, axes or bounds."""
+    """True if the shape of another tensor may depend on a value, such as sizes, axes or bounds."""
     return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
 
 

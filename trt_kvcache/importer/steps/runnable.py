@@ -1,7 +1,4 @@
-"""Convert models to operators and types that run on the CPU, with the same meaning.
-
-Each function returns a copy, or the model itself if it needs no change.
-"""
+"""Convert models to operators and types that run on the CPU. Functions return a copy, or an unchanged model."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 
 
 def with_exact_products(model: ModelProto) -> ModelProto:
-    """Compute products with quantized weights as the operator defines them, without rounding activations.
+    """Make a model compute products with quantized weights as the operator defines them, without rounding activations.
 
     MatMulNBits lets ONNX Runtime round activations to 8 bits (``accuracy_level=4``, which onnxruntime-genai sets for
     the CPU). This changes logits by some percent of their scale, which would hide differences.
@@ -101,10 +98,7 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """Make nodes that normalize queries and keys.
-
-    The attention reads their results, and has no norm weights any more.
-    """
+    """Return nodes that normalize queries and keys of a GroupQueryAttention, which loses its norm weights."""
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
@@ -135,7 +129,7 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
 
 
 def runnable(original: ModelProto) -> ModelProto:
-    """Convert the original to operators that ONNX Runtime can run."""
+    """Return the exported model with operators that ONNX Runtime can run on the CPU."""
     return with_expanded_masks(with_norms_in_front(with_exact_products(original)))
 
 
@@ -192,7 +186,7 @@ def _quantize_to_bytes(graph: GraphProto) -> None:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if an input is float16 or bfloat16. Then casts to these types add no rounding."""
+    """True if an input of the models is float16 or bfloat16. Then casts to these types add no rounding."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 

@@ -22,7 +22,7 @@ _REFERENCE_ERRORS = (
 
 
 class ModelSession(Protocol):
-    """A loaded part of a model.
+    """The interface of a loaded model that can run on the CPU.
 
     Attributes:
         backend: name of the library that runs the model.
@@ -68,14 +68,14 @@ class ReferenceSession:
 def open_session(
     model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, beside: ModelSession | None = None
 ) -> ModelSession:
-    """Open the first session that can run the trial step.
+    """Load a model in ONNX Runtime, or, if this fails, in ONNX's reference evaluator.
 
     Args:
         model: the model to run.
         trial: inputs of a step; None: no trial.
-        beside: the session of the original, if `model` is rewritten. The reference evaluator accepts mixed types,
-            negative sizes and too many indices. So if ONNX Runtime runs the original, it must also run the rewritten
-            model. If ONNX Runtime does not have an operator, ONNX's shape inference must accept the rewritten model.
+        beside: the session of the original, if `model` is rewritten. If ONNX Runtime runs the original, it must also
+            run `model`, because the reference evaluator accepts mixed types, negative sizes and too many indices. If
+            ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`.
 
     Raises:
         RunError: no session can run the model. The message is that of ONNX Runtime.

@@ -1,1 +1,1 @@
-"""Inputs that a sequence is given once: the outputs of an encoder, and values computed from them."""
+"""Constants: inputs that stay the same in all steps of a sequence, such as the outputs of an encoder."""

@@ -1,4 +1,4 @@
-"""Inputs that a sequence is given once: an encoder's output, its keys and values, its mask.
+"""Constants: inputs that stay the same in all steps of a sequence, such as an encoder's output, keys, values or mask.
 
 Each sequence has its own constants, which may differ in length. The rows of a step have constants of equal shapes.
 """
@@ -24,7 +24,7 @@ _SHOWN = 4  # names in a message; deep models have a hundred
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """The constants of one sequence. Two of them are equal only if they are the same object.
+    """The constants of one sequence. Two such objects are equal only if they are the same object.
 
     Attributes:
         arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
@@ -49,7 +49,7 @@ NO_CONSTANTS = Constants()
 
 
 class ConstantInputs:
-    """The constants that a model takes.
+    """The inputs of a model that stay the same in all steps of a sequence. It checks their values.
 
     Args:
         plan: plan of the model.
@@ -71,7 +71,7 @@ class ConstantInputs:
                 )
 
     def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
-        """Check the constants of one sequence.
+        """Check the constants of one sequence, and return them as `Constants`.
 
         Args:
             values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted, too.

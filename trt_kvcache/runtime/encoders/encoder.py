@@ -35,7 +35,7 @@ from trt_kvcache.runtime.runner import Runner
 
 
 class Encoder(Protocol):
-    """Computes a decoder's constants.
+    """The interface of encoders: an encoder computes the constants that a decoder reads in all steps.
 
     Attributes:
         where: the place where the encoder runs; empty if it runs on the decoder's device.
@@ -113,7 +113,7 @@ def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError
 
 
 class OnnxEncoder:
-    """An `Encoder` on the CPU, with a model that computes keys and values if the decoder needs it.
+    """An `Encoder` on the CPU. A second model computes keys and values if the decoder needs them from its first step.
 
     Args:
         path: path of the encoder's model.
@@ -146,7 +146,7 @@ class OnnxEncoder:
         self._later = find_later(parts.rest, later, path, first_step)
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """See `Encoder.encode`."""
+        """Return the decoder's constants for one sequence; see `Encoder.encode`."""
         feed, parts = self._reader.read(source), self._parts
         ids = feed.get(IDS)
         if ids is not None and ids.dtype.kind in "iu" and (wrong := ids[ids < 0].tolist()):
@@ -170,7 +170,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class FirstStep:
-    """The part of a first step that computes the encoder's keys and values.
+    """Computes keys and values of the encoder's output, with a part of the model of the decoder's first step.
 
     Args:
         path: path of the model of the first step, or of a model with both steps.
@@ -204,7 +204,7 @@ class FirstStep:
         """Return keys and values for the encoder's output, float ``[1, S_enc, H]``.
 
         Raises:
-            UnsupportedModelError: they depend on the text.
+            UnsupportedModelError: keys and values depend on the text.
             SessionError: the model failed.
         """
         outputs = self._run(hidden, 0)

@@ -1,4 +1,4 @@
-"""Reads the inputs of an encoder: checks them, converts types, and adds masks of ones where they are missing."""
+"""Reads sources, the inputs of an encoder: checks them, converts types, and adds missing masks (all ones)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder. Equal symbols stand for equal sizes in all inputs.
+    """One input of an encoder: name, dtype and shape. Equal symbols stand for equal sizes in all inputs.
 
     The first size of an array is 1, because it holds one sequence.
     """
@@ -36,12 +36,12 @@ class SourceInput:
 
     @property
     def sizes(self) -> str:
-        """The sizes of one sequence, as text."""
+        """The input's sizes for one sequence, as text for messages."""
         return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
 
 
 class SourceReader:
-    """Reads sources of one sequence each, without padding.
+    """Checks what a caller gives an encoder for one sequence, and converts it to the encoder's inputs.
 
     Args:
         path: path of the encoder, for messages.
@@ -53,7 +53,7 @@ class SourceReader:
         self._inputs = {i.name: i for i in inputs}
 
     def read(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Array]:
-        """Return the encoder's inputs.
+        """Check a source and return the encoder's inputs by name.
 
         Args:
             source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without the first axis.
@@ -78,14 +78,11 @@ class SourceReader:
         return feed
 
     def mask(self, feed: Mapping[str, Array], length: int) -> Array:
-        """Return the mask of the positions in the encoder's output that the decoder sees.
+        """Return the mask ``[1, length]`` of the positions in the encoder's output that the decoder sees.
 
         Args:
             feed: inputs of the encoder.
             length: length of its output.
-
-        Returns:
-            ``[1, length]``.
 
         Raises:
             PromptError: the encoder's mask hides positions, and its length is not that of the output.
@@ -101,10 +98,9 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the sizes by symbol.
+        """Return the size that each symbol in the input shapes stands for; raise `PromptError` if there are two.
 
-        Raises:
-            PromptError: a symbol has two sizes; ONNX Runtime would broadcast a size of 1.
+        ONNX Runtime would broadcast a size of 1.
         """
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}

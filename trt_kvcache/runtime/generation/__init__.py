@@ -1,1 +1,1 @@
-"""Chooses tokens, and ends sequences."""
+"""Chooses the tokens of sequences from logits, and decides when sequences end."""

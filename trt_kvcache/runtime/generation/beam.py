@@ -1,4 +1,4 @@
-"""Beam search over one prompt, with the live beams in the rows of a cache.
+"""Beam search over one prompt. Each live beam (an unfinished candidate text) has a row of the cache.
 
 The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), but without its padding:
 there may be fewer than `num_beams` live beams.
@@ -30,7 +30,7 @@ Logits = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """A beam that has ended.
+    """A finished candidate text of a beam search.
 
     Attributes:
         tokens: the new tokens, including the one that ended it.
@@ -108,7 +108,7 @@ def hypothesis_events(
     hypothesis: Hypothesis, sequence: int, config: GenerationConfig, tokenizer: TokenDecoder | None = None,
     prompt: Tokens | None = None,
 ) -> list[TokenEvent]:  # fmt: skip
-    """Return the events of a hypothesis as if it had been generated token by token.
+    """Return the events of a hypothesis, one for each token, as if the tokens had been generated one by one.
 
     Args:
         hypothesis: a hypothesis of `beam_search`.
@@ -129,9 +129,9 @@ def hypothesis_events(
 
 
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
-    """Return the best next beams, best first, each with the index of its parent.
+    """Extend each live beam by its likeliest tokens. Return the best results, each with the index of its old beam.
 
-    There are enough of them that `num_beams` have not ended.
+    The best comes first. So many are returned that `num_beams` of them have not ended.
     """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
@@ -164,9 +164,9 @@ def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """Return True if no live beam needs to be continued.
+    """Return True if the search can stop, because no live beam can become better than the hypotheses in `ended`.
 
-    `best` is the likeliest live beam, which has `length` tokens.
+    `best` is the likeliest live beam, which has `length` tokens. `most` is the largest length.
     """
     if len(ended) < config.num_beams:
         return False
@@ -180,13 +180,13 @@ def beam_events(
     rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters, streams: Streams,
     prompts: Sequence[ReadPrompt], config: GenerationConfig, tokenizer: TokenDecoder | None,
 ) -> Iterator[TokenEvent]:  # fmt: skip
-    """Yield the events of the best hypothesis for each prompt, one prompt after the other.
+    """Search with beams for each prompt in turn, and yield the events of its best hypothesis.
 
     Args:
         rows: the sequences in the caches of a session.
-        loop: its decode loop.
-        guard: its lock.
-        adapters: its adapters.
+        loop: the session's decode loop.
+        guard: the session's lock.
+        adapters: the session's adapters.
         streams: frees the slots of the beams at the end.
         prompts: the prompts.
         config: the settings.
@@ -223,9 +223,9 @@ def beam_events(
 
 
 class _LiveBeams:
-    """The rows of the live beams.
+    """The cache rows of the live beams, which the search extends and reorders.
 
-    They are the first slots of a fixed list: one slot after the prompt, at most `num_beams` slots later.
+    The beams use the first slots of a fixed list: one slot after the prompt, at most `num_beams` slots later.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
@@ -233,11 +233,11 @@ class _LiveBeams:
         self._slots, self._live = list(slots), 1
 
     def step(self, tokens: Tokens) -> Logits:
-        """Feed one token to each of the R live beams: int64 ``[R]`` in, float32 logits ``[R, V]`` out."""
+        """Append one token to each of R live beams, int64 ``[R]``; return the next logits, float32 ``[R, V]``."""
         return self.update([ReadPrompt([token]) for token in tokens.tolist()])
 
     def reorder(self, indices: Tokens) -> None:
-        """Make beam `i` a copy of the former beam ``indices[i]``; int64 ``[R']``, R' is the new number of beams.
+        """Make beam `i` a copy of the former beam ``indices[i]``. The length of `indices` is the new number of beams.
 
         Slots without a beam keep unused contents.
         """
@@ -248,7 +248,7 @@ class _LiveBeams:
         self._live = len(chosen)
 
     def update(self, prompts: Sequence[ReadPrompt]) -> Logits:
-        """Write a prompt to each live row; return the scores ``[R, V]`` after them."""
+        """Append tokens to each live beam; return the logits after them, float32 ``[R, V]``."""
         live = self._slots[: self._live]
         with self._guard.lock, self._guard.idle:
             logits = self._loop.update(dict(zip(live, prompts, strict=True)), 1)

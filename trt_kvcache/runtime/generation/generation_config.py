@@ -345,12 +345,12 @@ class GenerationConfig:
 
     @cached_property
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """`sequence_bias` as pairs: the run of tokens, and the bias of its last token."""
+        """`sequence_bias` as pairs: a run of consecutive tokens, and the bias that is added to its last token."""
         return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> GenerationConfig:
-        """Read transformers' ``generation_config.json``.
+        """Read the settings from transformers' ``generation_config.json``.
 
         Args:
             path: the file.
@@ -372,7 +372,7 @@ class GenerationConfig:
 
     @classmethod
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
-        """A config with settings of tokens from the files beside a model: end tokens, forced and suppressed tokens.
+        """Return a config with the end tokens, forced tokens and suppressed tokens that the files of a model name.
 
         Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, and
         onnxruntime-genai's ``genai_config.json`` with lower priority. Without ``generation_config.json``,
@@ -450,7 +450,7 @@ _IDLE: dict[str, dict[str, object]] = {
 
 
 def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the settings among `values` that have no effect, by the condition that is missing."""
+    """Return the settings that have no effect, grouped by the setting that they need, such as ``do_sample=True``."""
     active = {
         "do_sample=True": values.get("do_sample"),
         "output_logprobs=True": values.get("output_logprobs"),
@@ -490,14 +490,14 @@ def _id_or_ids(value: Any) -> int | tuple[int, ...] | None:
 
 
 def _run(tokens: Any) -> tuple[int, ...]:
-    """Return a run of tokens, which may not be empty."""
+    """Return a run of tokens as a tuple of ids; refuse an empty one."""
     if not (run := _ids(tokens)):
         raise ValueError
     return run
 
 
 def _between(value: float, low: float, high: float = math.inf) -> float:
-    """Return the value if it is above `low` and at most `high`."""
+    """Return the value if it is above `low` and at most `high`; else raise an error."""
     if not low < value <= high:
         raise ValueError
     return value
@@ -616,10 +616,10 @@ _SAID = {"forced_decoder_ids", "max_length"}
 
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that the file sets, with `changes` in place of the file's.
+    """Return the settings that transformers' ``generation_config.json`` contains; `changes` replace those of the file.
 
     Args:
-        path: transformers' ``generation_config.json``.
+        path: path of the file.
         changes: fields of `GenerationConfig`.
 
     Warns:
@@ -669,7 +669,7 @@ def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -
 
 
 def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:
-    """Return transformers' JSON form, ``[[[token, ...], bias], ...]``, as a mapping."""
+    """Convert a ``sequence_bias`` in transformers' JSON form, ``[[[token, ...], bias], ...]``, to a mapping."""
     try:
         if not isinstance(value, list):
             raise TypeError

@@ -1,8 +1,8 @@
-"""Rules that change the scores of one next token, as pure functions.
+"""The rules of a generation that change the scores of the next token, as pure functions.
 
 Each takes float32 scores ``[V]`` and returns new ones; forbidden tokens get ``-inf``. `process` applies them in the
 order of transformers (https://huggingface.co/docs/transformers/internal/generation_utils, measured against 5.23). Rules
-that shape the distribution for sampling are in `warpers`.
+that shape the distribution for sampling are in `sampling`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MOST = 1e30
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
-    """Return True if `process` may change scores, now or later; most greedy decoding has no rule."""
+    """Return True if a rule of this config may change scores, now or later. Most greedy decoding has no rule."""
     always = (
         config.repetition_penalty != 1,
         config.presence_penalty,
@@ -42,7 +42,7 @@ def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
 
 
 def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationConfig) -> Scores:
-    """Apply the rules that depend on earlier tokens.
+    """Apply all rules of a config that depend on earlier tokens to the scores of the next token.
 
     Args:
         scores: float32 ``[V]``; not changed.
@@ -92,7 +92,7 @@ def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
 
 
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
-    """Add each bias to the last token of its run, if the run's other tokens are the last of `tokens`.
+    """Add the bias of a run of tokens to the score of its last token, if the rest of the run ends `tokens`.
 
     Raises:
         OptionError: a run names a token that the model does not have.
@@ -108,7 +108,7 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
 
 
 def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
-    """Return True if the last token of a run would complete it."""
+    """Return True if the next token can complete a run: `tokens` ends with all tokens of the run except the last."""
     before = tuple(run[:-1])
     return not before or (len(before) <= tokens.size and tuple(tokens[tokens.size - len(before) :]) == before)
 
@@ -139,7 +139,7 @@ def penalize_generated(scores: Scores, new_tokens: Tokens, presence: float, freq
 
 
 def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
-    """Forbid every token that would complete an n-gram of `size` tokens that `tokens` contains."""
+    """Forbid every token that would repeat an n-gram: one of `size` tokens that `tokens` already contains."""
     if tokens.size < size:
         return scores
     grams = np.lib.stride_tricks.sliding_window_view(tokens, size)
@@ -149,7 +149,7 @@ def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
 
 
 def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> Scores:
-    """Forbid every token that would complete one of the runs."""
+    """Forbid every token that would complete one of these runs of tokens."""
     return ban_tokens(scores, [run[-1] for run in runs if _is_next(run, tokens)])
 
 
@@ -175,7 +175,7 @@ def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
 
 
 def raise_the_end(scores: Scores, ends: Sequence[int], late: int, factor: float) -> Scores:
-    """Add ``abs(score) * (factor ** late - 1)`` to the scores of `ends`, if `late` is above 0."""
+    """Add ``abs(score) * (factor ** late - 1)`` to the scores of the end tokens `ends`, if `late` is above 0."""
     ends = [token for token in ends if token < scores.size and scores[token] > -np.inf]
     if late <= 0 or not ends:
         return scores

@@ -62,7 +62,7 @@ def as_scores(logits: Logits) -> npt.NDArray[np.float32]:
 
 
 class Sampler:
-    """Chooses the tokens of one sequence: by its settings, and by its own random numbers.
+    """Chooses the tokens of one sequence, by the settings of a config and with random numbers of the sequence.
 
     The random number of a token follows from the seed, the sequence's index and the position of the token (how many
     tokens come before it). It depends neither on other sequences nor on earlier draws. So a sequence draws the same
@@ -87,7 +87,7 @@ class Sampler:
         self._words = 0
 
     def guesser(self) -> Sampler:
-        """A sampler for a draft of the text: the same numbers, rules and grammar, without the caller's processors."""
+        """Return a sampler for a draft model: same random numbers, rules and grammar, but no `logits_processor`."""
         assert isinstance(self._entropy, int)
         config = replace(
             self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False, top_logprobs=0
@@ -102,7 +102,7 @@ class Sampler:
         return self._mask is not None
 
     def mask(self, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
-        """Return the mask of tokens that may follow these new ones: int32, at most `most` words.
+        """Return the bit mask of tokens that the grammar allows after `new_tokens`: int32, at most `most` words.
 
         Raises:
             SessionError: the grammar's mask failed.
@@ -113,7 +113,7 @@ class Sampler:
         return ask_mask(self._mask, new_tokens, most)
 
     def looks_at(self, new_tokens: int) -> int:
-        """Return how many of the highest scores `choose` needs, now and later; see `StepBatch.highest`."""
+        """Return how many of the highest scores `choose` needs, now and later; 0: all scores."""
         config = self._config
         if config.output_logprobs or rules_apply(new_tokens, config):
             return 0
@@ -124,11 +124,11 @@ class Sampler:
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
     ) -> tuple[int, float | None]:
-        """Choose the token after `tokens`. If it samples, the random number of the position decides.
+        """Choose the token after `tokens`. When sampling, the random number of its position decides.
 
         Args:
             logits: ``[V]``, the model's, in its own float type; or a `CHOICE` of the scores that are needed and that
-                the grammar allows. Neither changed nor kept.
+                the grammar allows. They are neither changed nor kept.
             tokens: int64: the prompt and the generated tokens.
             new_tokens: number of generated tokens.
 
@@ -168,11 +168,9 @@ class Sampler:
         return token, float(_logprobs(as_scores(logits), top, np.array([token]))[0])
 
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
-        """Return the most probable tokens under the model's own distribution, highest first.
+        """Return the `GenerationConfig.top_logprobs` most probable tokens under the model's own distribution.
 
-        Equally probable tokens are ordered by id.
-
-        Their number is `GenerationConfig.top_logprobs`; each has the natural logarithm of its probability.
+        Each has the natural logarithm of its probability. The highest comes first; equal ones are ordered by id.
 
         Args:
             logits: ``[V]``, the same as for `choose`.
@@ -228,7 +226,7 @@ _ROUNDS = 32
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Tokens and their scores.
+    """The tokens that may still be drawn, and their scores.
 
     Attributes:
         scores: float32 ``[N]``; those of forbidden tokens are ``-inf``.
@@ -239,20 +237,17 @@ class Candidates:
     ids: Ids | None = None
 
     def only(self, places: Ids) -> Candidates:
-        """Return the candidates at these places, which are in ascending order."""
+        """Return the candidates with these indices, which are in ascending order."""
         return Candidates(self.scores[places], places if self.ids is None else self.ids[places])
 
 
 def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
-    """Shape the distribution to sample from.
+    """Apply temperature, top-k, top-p and min-p; return the tokens that may be drawn, at least one.
 
     Args:
         scores: float32 ``[V]``, of which the highest must be finite; or candidates, which must include all tokens that
             `top_k` keeps. Not changed.
         config: the settings.
-
-    Returns:
-        The tokens that may be drawn, at least one.
     """
     left = scores if isinstance(scores, Candidates) else Candidates(scores)
     # A temperature keeps the order of the scores, so it can come second, when few are left.
@@ -268,9 +263,9 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 
 
 def apply_temperature(scores: Scores, temperature: float) -> Scores:
-    """Divide the distances from the highest score by `temperature`.
+    """Divide the distances from the highest score by `temperature`, so that the highest score cannot overflow.
 
-    The probabilities equal those of divided scores, and the highest score cannot overflow.
+    The probabilities equal those of divided scores.
     """
     with np.errstate(over="ignore"):  # very unlikely tokens become -inf
         hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
@@ -278,12 +273,12 @@ def apply_temperature(scores: Scores, temperature: float) -> Scores:
 
 
 def keep_top_k(left: Candidates, count: int) -> Candidates:
-    """Keep the `count` highest scores, and all scores that equal the lowest of these."""
+    """Keep the candidates with the `count` highest scores, and those whose scores equal the lowest of these."""
     return left if count >= left.scores.size else left.only(highest(left.scores, count))
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of most probable tokens whose probability is at least `mass`.
+    """Keep the smallest set of most probable candidates whose probability is at least `mass`.
 
     Equally probable tokens are taken in the order of their ids.
     """
@@ -304,12 +299,12 @@ def keep_top_p(left: Candidates, mass: float) -> Candidates:
 
 
 def keep_min_p(left: Candidates, share: float) -> Candidates:
-    """Keep the tokens that are at least `share` times as probable as the most probable one."""
+    """Keep the candidates that are at least `share` times as probable as the most probable one."""
     return left.only(np.flatnonzero(np.exp(left.scores - left.scores.max()) >= np.float32(share)))
 
 
 def highest(scores: Scores, count: int) -> Ids:
-    """Return the places, ascending, of the `count` highest scores, and of all scores that equal the lowest of these.
+    """Return the indices, ascending, of the `count` highest scores, and of all scores that equal the lowest of these.
 
     The scores are cut into disjoint sets, at least `count`. At least `count` scores reach the `count`-th largest of the
     sets' maxima, and few others do. Finding this bound takes one pass over the vocabulary.

@@ -1,4 +1,4 @@
-"""The settings of `GenerationConfig` as keyword arguments."""
+"""Accepts settings of `GenerationConfig` as keyword arguments, and gives advice on names from other libraries."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Settings(TypedDict, total=False):
 
 
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
-    """Return a config with some settings changed. Sampling settings turn sampling on, unless `do_sample` is given.
+    """Return a copy of `config` with some settings changed. Sampling settings turn `do_sample` on, unless it is given.
 
     ``temperature=0`` means greedy decoding, and resets the other sampling settings.
 
@@ -76,7 +76,7 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
 
 
 def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings; if they do not contain `do_sample`, add the value that follows from the others."""
+    """Return settings with `do_sample`. If it is not given, it becomes True if a sampling setting is given."""
     if "do_sample" in settings or not _SAMPLING & settings.keys():
         return dict(settings)
     temperature = settings.get("temperature")

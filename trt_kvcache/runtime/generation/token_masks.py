@@ -26,15 +26,15 @@ Masks = Callable[[int], Mask]
 
 
 class Grammar(Protocol):
-    """A grammar: it describes the texts that a sequence may become. `trt_kvcache.Grammars` compiles grammars."""
+    """A grammar describes the texts that a sequence may become. `trt_kvcache.Grammars` compiles grammars."""
 
     def start(self) -> TokenMask:
-        """Return the mask of a new sequence; each sequence has its own."""
+        """Return the mask function of a new sequence; each sequence has its own."""
         ...
 
 
 def words(vocab: int) -> int:
-    """Return the number of int32 words in a mask."""
+    """Return the number of int32 words in the mask of a vocabulary."""
     return -(-vocab // 32)
 
 
@@ -44,10 +44,10 @@ def all_tokens(shape: tuple[int, ...]) -> Mask:
 
 
 def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
-    """Call a mask and check its result, which may have at most `most` words.
+    """Call a mask function with the new tokens of a sequence, and check the mask that it returns.
 
     Raises:
-        SessionError: the mask failed, or returned something else.
+        SessionError: the mask function failed, or did not return int32 with at most `most` words.
     """
     shown = new_tokens.view()
     shown.flags.writeable = False
@@ -64,7 +64,7 @@ def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> M
 
 
 def pack_masks(allowed: npt.NDArray[np.bool_]) -> Mask:
-    """Return masks ``[..., words]`` that allow the tokens ``[..., V]`` that are True."""
+    """Convert booleans ``[..., V]``, True for allowed tokens, to bit masks ``[..., words]``."""
     masks = np.zeros((*allowed.shape[:-1], 4 * words(allowed.shape[-1])), np.uint8)
     packed = np.packbits(allowed, axis=-1, bitorder="little")
     masks[..., : packed.shape[-1]] = packed

@@ -1,4 +1,4 @@
-"""Calls of ONNX Runtime: opening and running models, memory for it, and its errors."""
+"""Opens and runs models with ONNX Runtime on the CPU, and turns its errors into those of this package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _T = TypeVar("_T")
 
 
 def bind(side: Any, name: str, array: Array) -> None:
-    """Let ONNX Runtime use the memory of an array.
+    """Let ONNX Runtime read or write the memory of an array as an input or output.
 
     Args:
         side: ``bind_input`` or ``bind_output`` of an IOBinding.
@@ -31,7 +31,7 @@ def bind(side: Any, name: str, array: Array) -> None:
 
 
 class CpuSession:
-    """A model that ONNX Runtime runs on the CPU. Signals and the end of the interpreter interrupt a running call.
+    """A model that ONNX Runtime runs on the CPU. A signal such as Ctrl-C, and the interpreter's end, interrupt a run.
 
     Args:
         session: session of ONNX Runtime.
@@ -48,23 +48,15 @@ class CpuSession:
         self.outputs: list[Any] = session.get_outputs()
 
     def binding(self) -> Any:
-        """Return a new IOBinding."""
+        """Return a new IOBinding, which names the memory of a run's inputs and outputs."""
         return self._session.io_binding()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-        """Run the model and return the outputs of these names.
-
-        Raises:
-            SessionError: the run failed.
-        """
+        """Run the model and return the outputs of these names; raise `SessionError` if it fails."""
         return self._call(lambda: self._session.run(list(names), dict(feed), self._options))
 
     def run_bound(self, binding: Any) -> None:
-        """Run the model with the bound memory.
-
-        Raises:
-            SessionError: the run failed.
-        """
+        """Run the model on the memory that an IOBinding names; raise `SessionError` if it fails."""
         self._call(lambda: self._session.run_with_iobinding(binding, self._options))
 
     def _call(self, call: Callable[[], _T]) -> _T:
@@ -89,7 +81,7 @@ def open_on_cpu(
     spinning: bool = True,
     name: str | None = None,
 ) -> CpuSession:
-    """Open a model.
+    """Open a model with ONNX Runtime on the CPU.
 
     Args:
         model: path of the model; or the model itself, with external data relative to the folder of `path`.

@@ -1,4 +1,4 @@
-"""Attention over a cache as ONNX Runtime computes it fastest on the CPU: by its own GroupQueryAttention.
+"""Rewrites a model for ONNX Runtime on the CPU: attention becomes GroupQueryAttention, the fastest operator for it.
 
 present_k = TensorScatter(past_k, k, write_indices), present_v likewise
 y = Where(row sees a key, Attention(q, present_k[:, :, :span], present_v[:, :, :span], causal mask), 0)
@@ -46,7 +46,7 @@ _HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
 
 @dataclass(frozen=True)
 class _Match:
-    """One Attention with its two updates, and other operands of GroupQueryAttention.
+    """An Attention that GroupQueryAttention can replace, its two cache updates, and operands of the replacement.
 
     Attributes:
         lengths: int64 ``[B]``, tokens per sequence after the step.
@@ -63,10 +63,10 @@ class _Match:
 
 
 def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """Replace every attention with GroupQueryAttention if that computes exactly the same.
+    """Replace every attention with GroupQueryAttention if the operator computes exactly the same.
 
-    It must be float32 and causal, with or without a left window, over two linear caches ``[B, N, L, H]`` that nothing
-    else reads, with H a multiple of 8. All others stay.
+    An attention fits if it is float32 and causal, with or without a left window, over two linear caches
+    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. All others stay.
 
     Args:
         model: the rewritten model; not changed.
@@ -143,10 +143,9 @@ def _is_linear(cache: CacheUpdate) -> bool:
 
 
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
-    """Return the TensorScatter ``[B, N, L, H]`` that computes `tensor`.
+    """Return the TensorScatter on a cache ``[B, N, L, H]`` whose result `attention` reads as `tensor`.
 
-    None if something else than this attention reads its result, or if the attention reads neither all rows nor the rows
-    up to the span.
+    None if anything else reads that result, or if the attention reads other rows than all, or all up to the span.
     """
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
@@ -200,9 +199,9 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 
 
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
-    """Return a tensor ``[B, N, S, H]`` in the form ``[B, S, N*H]``.
+    """Return a tensor ``[B, N, S, H]`` reshaped to ``[B, S, N*H]``.
 
-    If it was made from this form, that is its source; a rotation in between is applied in this form.
+    If the tensor was made from one of that shape, return that one; a rotation in between is applied to it.
     """
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is not None and is_op(node, "RotaryEmbedding"):
@@ -234,7 +233,10 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
-    """Return the tensor that GroupQueryAttention's result replaces, and True if it is ``[B, S, N*H]``."""
+    """Return the tensor that the new operator must compute, and True if this one has the shape ``[B, S, N*H]``.
+
+    It is the attention's `result`, or the tensor to which the model reshapes it.
+    """
     turned = _only(result, "Transpose")
     if not _swaps(turned):
         return result, False
@@ -261,7 +263,7 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Replace rewritten experts with the operators of the source, in float32 only.
+    """Replace the rewritten form of experts (MoE) with the operators of the source, in float32 only.
 
     Args:
         model: the rewritten model, its nodes sorted; not changed.
@@ -285,7 +287,7 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
 
 
 def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str, TensorProto]) -> ModelProto:
-    """Return a copy of a model with other nodes and more weights, without nodes and weights that nothing reads."""
+    """Return a copy of a model with these nodes and more weights. What no node reads is dropped."""
     result = ModelProto()
     result.CopyFrom(model)
     live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
@@ -304,7 +306,7 @@ def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str
 def _fits(
     node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
 ) -> bool:
-    """Return True if a model computes a node's result from the node's tokens and logits, and from nothing else.
+    """Return True if the rewritten model computes an expert node's result from the node's tokens and logits alone.
 
     Comparing names is enough: a rewrite keeps the names of tensors that it keeps. Sizes may come from any tensor: the
     rewrite reads those of a step from its token ids.
@@ -337,7 +339,7 @@ _LEAST_BLOCK = 16
 
 
 def fuse_products(model: ModelProto) -> ModelProto:
-    """Replace every product in float32 or float16 with MatMulNBits if that computes exactly the same.
+    """Replace every float32 or float16 product with packed weights by MatMulNBits if that computes exactly the same.
 
     Args:
         model: the rewritten model; not changed.
@@ -355,7 +357,10 @@ def fuse_products(model: ModelProto) -> ModelProto:
 def _fused(
     node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
 ) -> NodeProto | None:
-    """Return the product as one operator, and add a view of its weight to `views`; None if the product does not fit."""
+    """Return a product and the nodes that unpack its weight as one operator; None if they do not fit.
+
+    A view of the weight for this operator is added to `views`.
+    """
     turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
     source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
     if turn is None or source is None or not is_proto_op(source, "DequantizeLinear"):
@@ -390,7 +395,7 @@ _SMALL = 1024  # bytes; smaller tensors are converted here, so that shape infere
 
 
 def in_float32(imported: ImportedModel) -> ImportedModel:
-    """Return a bfloat16 model in float32, with a note in its plan; the same object if nothing in it is bfloat16.
+    """Convert a bfloat16 model to float32, and note this in its plan. A model without bfloat16 is returned unchanged.
 
     Args:
         imported: the model, with its own caches or quantized ones; not changed.
@@ -412,7 +417,7 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
 
 
 def _large(graph: GraphProto) -> Iterator[str]:
-    """Yield the bfloat16 weights that keep their type."""
+    """Yield the names of the large bfloat16 weights, which stay bfloat16 and are cast at run time."""
     for tensor in graph.initializer:
         inside = tensor.data_location != TensorProto.EXTERNAL
         if tensor.data_type == TensorProto.BFLOAT16 and not (inside and (byte_size(tensor) or 0) <= _SMALL):
@@ -420,7 +425,7 @@ def _large(graph: GraphProto) -> Iterator[str]:
 
 
 def _cast(graph: GraphProto, large: Container[str]) -> None:
-    """Insert a Cast after each large weight."""
+    """Insert a Cast to float32 after each of these large weights."""
     casts = []
     for tensor in graph.initializer:
         if tensor.name in large:

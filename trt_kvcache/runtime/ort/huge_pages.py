@@ -28,7 +28,7 @@ _LEAST_SECONDS = 1.0
 
 @contextmanager
 def huge_pages(*, wait: bool = True) -> Iterator[None]:
-    """Move memory that the block allocates and fills into huge pages, as far as Linux has any.
+    """Move the memory that the block allocates and fills into huge pages, as far as Linux has any.
 
     Nothing else changes: pages that were never written stay unused. The move stops at an error, or when it takes longer
     than the block (and at least a second).
@@ -47,7 +47,7 @@ def huge_pages(*, wait: bool = True) -> Iterator[None]:
 
 
 def _move(before: set[tuple[int, int]], until: float) -> None:
-    """Move memory that is not in `before`; stop at the time `until`."""
+    """Move anonymous memory that is not in the ranges `before` into huge pages; stop at the time `until`."""
     with suppress(OSError):  # systems other than Linux, or with restricted /proc
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return
@@ -82,7 +82,7 @@ def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iter
 
 
 def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield runs of aligned blocks of `size` bytes between two addresses in which every page holds data."""
+    """Yield ranges of whole blocks of `size` bytes, between two addresses, in which every page holds data."""
     start, end = -(-start // size) * size, end // size * size
     if start >= end:
         return
@@ -95,6 +95,6 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _collapse(address: int, size: int) -> bool:
-    """Move memory into huge pages; return True if more can be moved."""
+    """Move a range of memory into huge pages; return True if it makes sense to move more."""
     library = ctypes.CDLL(None)
     return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)

@@ -39,7 +39,7 @@ _BINDINGS = 64  # most bindings kept, one for each shape: decode needs one per b
 
 @dataclass
 class _Bound:
-    """The arrays that one shape of step reads and writes; ONNX Runtime holds pointers to them.
+    """The arrays that steps of one shape and row range read and write; ONNX Runtime holds pointers to them.
 
     Attributes:
         constants: the constants that are now in `arrays`.
@@ -179,7 +179,7 @@ class OnnxRuntimeRunner:
             raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
 
     def step(self, batch: StepBatch) -> Logits:
-        """Run one step; see `Runner.step`."""
+        """Run one step and return its logits; see `Runner.step`."""
         return run_whole(self, self.inputs, batch, self._step)
 
     def _step(self, batch: StepBatch) -> Logits:
@@ -204,51 +204,51 @@ class OnnxRuntimeRunner:
         return self._logits.last(bound.logits, batch)
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """See `Runner.copy_rows`."""
+        """Copy the first cache rows of a batch row to another, in all buffers; see `Runner.copy_rows`."""
         for name in self._carried:
             self._rows(name, target, 0, tokens)[...] = self._rows(name, source, 0, tokens)
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """See `Runner.zero_rows`."""
+        """Set a range of cache rows of a batch row to 0, in all buffers; see `Runner.zero_rows`."""
         for name in self._carried:
             self._rows(name, row, start, stop)[...] = 0
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
-        """See `Runner.read_row`."""
+        """Return a copy of the first cache rows of a batch row; see `Runner.read_row`."""
         return self._rows(name, row, 0, tokens).copy().reshape(self._carried[name].row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:
-        """See `Runner.write_row`."""
+        """Write data from `read_row` to a batch row; see `Runner.write_row`."""
         axis = self._carried[name].axis
         rows = self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])
         rows[...] = data.reshape(rows.shape)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """See `Runner.write_adapter`."""
+        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         weights = self._adapters[name][slot]
         weights[...] = 0
         if data is not None:
             weights[: data.shape[0], : data.shape[1]] = data
 
     def host_memory(self, size: int) -> HostMemory:
-        """See `Runner.host_memory`."""
+        """Return memory for packed cache rows; see `Runner.host_memory`."""
         try:
             return HostMemory(np.empty(size, np.uint8))
         except MemoryError:
             raise SessionError(f"{size / 1e9:.3f} GB of memory cannot be allocated; remove sequences") from None
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
-        """See `Runner.pack_rows`."""
+        """Copy cache rows of a batch row from all buffers to other memory; see `Runner.pack_rows`."""
         for rows, data in self._packed(row, start, stop, into):
             data[...] = rows
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """See `Runner.unpack_rows`."""
+        """Write data from `pack_rows` back to a batch row; see `Runner.unpack_rows`."""
         for rows, content in self._packed(row, start, stop, data):
             rows[...] = content
 
     def view(self, name: str) -> Array:
-        """See `Runner.view`."""
+        """Return one cache buffer without a copy; see `Runner.view`."""
         return self._past[name]
 
     def close(self) -> None:
@@ -258,13 +258,13 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        """Return a view ``[planes, tokens, width]``, see `Carried`."""
+        """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``."""
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
         return view[:, slice(*buffer.places(start, stop))]
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
-        """Yield the cache rows of each buffer with their place in packed memory."""
+        """Yield, for each buffer, the cache rows of these tokens in a batch row, and their part of packed memory."""
         at = 0
         for name in self._carried:
             rows = self._rows(name, row, start, stop)
@@ -272,7 +272,7 @@ class OnnxRuntimeRunner:
             at += rows.nbytes
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
-        """Return the last size of the logits of a step over empty caches; the caches stay empty."""
+        """Run a step over empty caches, which stay empty, to learn the size of the vocabulary; 0 if no step can run."""
         rows = self.inputs.max_rows or 1
         length = self.inputs.fixed_length or 1
         tokens = np.zeros((rows, length), np.int64)
@@ -285,7 +285,7 @@ class OnnxRuntimeRunner:
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
-        """Return the binding of this row range and shape; it is made once and kept for steps of one token."""
+        """Return the arrays and the binding for the rows and shapes of a step. Those of steps of one token are kept."""
         key = (batch.first_row, *self.inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
@@ -314,7 +314,7 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
-    """Return the model with the fastest forms of experts, products and attention for ONNX Runtime, and its plan.
+    """Return the model with those experts, products and attention that ONNX Runtime runs fastest, and its plan.
 
     Attention is not replaced if steps have fixed sizes: their padding may lie beyond the end of the caches. ONNX
     Runtime's GroupQueryAttention quantizes and reads caches with one scale itself, but has no kernel for float8
@@ -340,7 +340,7 @@ def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """Return the caches that ONNX Runtime can write in place: one operator reads past and writes present."""
+    """Return the names of the caches that ONNX Runtime can write in place: one operator reads past, writes present."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:

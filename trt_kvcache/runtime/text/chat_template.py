@@ -25,7 +25,7 @@ _SPELLED = "\ue0a3{}\ue0a4"
 
 @dataclass(frozen=True)
 class Chat:
-    """The arguments of a template.
+    """The arguments of a chat template: messages, tools and other variables.
 
     Attributes:
         messages: ``{"role": "user", "content": "..."}`` and so on.
@@ -44,7 +44,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt.
+    """A part of a prompt: either its special tokens are real ones, or they were spelled in a message.
 
     Attributes:
         text: text of the part.
@@ -56,7 +56,7 @@ class Part:
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call: an object for templates that write JSON, and a text for templates that join strings."""
+    """Arguments of a tool call: an object for templates that write JSON, a text for templates that join strings."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -79,10 +79,10 @@ Write = Callable[[list[dict[str, Any]]], str]
 def render(
     template: str, chat: Chat, special_tokens: Mapping[str, str], special_texts: Sequence[str], name: str
 ) -> list[Part]:
-    """Return the prompt of a chat.
+    """Render a chat template; return the prompt in parts.
 
     Args:
-        template: Jinja2.
+        template: text of the Jinja2 template.
         chat: the template's arguments.
         special_tokens: ``bos_token`` and others, for the template.
         special_texts: texts of all special tokens; messages cannot write these tokens.
@@ -162,7 +162,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a message; arguments of calls become both objects and texts, see `_Arguments`."""
+    """Copy a message. The arguments of its tool calls become objects that templates can also use as texts."""
     result = deepcopy(dict(message))
     for call in _calls(result):
         arguments = call.get("arguments")
@@ -189,10 +189,12 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
-    """Return the messages and the prompt; ``developer`` becomes ``system`` if the template does not know it.
+    """Render the messages. Return them and the prompt.
+
+    If the template does not know the role ``developer``, it becomes ``system``.
 
     Raises:
-        OptionError: see `render`.
+        OptionError: the template fails on the messages, or ignores one of them.
     """
     try:
         text = write(messages)
@@ -211,7 +213,7 @@ def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[l
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
-    """Yield each text that the prompt must contain: index of its message, label, and the dictionary and key with it."""
+    """Yield each text that the prompt must contain: message index, label for errors, and its dictionary and key."""
     for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and content.strip():
@@ -257,10 +259,9 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
-    """Return the prompt up to the end of the last message's content.
+    """Return the prompt up to the end of the last message's content; the model continues this message.
 
-    Raises:
-        OptionError: the template does not write the last message.
+    Raises `OptionError` if the template does not write the last message.
     """
     marked = deepcopy(messages)
     content = marked[-1].get("content")
@@ -318,7 +319,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _hidden(value: Any, pattern: re.Pattern[str], known: Sequence[str]) -> Any:
-    """Copy a value with a mark in place of each special token."""
+    """Copy a value of a message. Each special token in its texts is replaced by a mark."""
 
     def mark(text: str) -> str:
         return pattern.sub(lambda match: _SPELLED.format(known.index(match[0])), text)

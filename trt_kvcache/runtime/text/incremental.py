@@ -20,7 +20,7 @@ _CONTEXT = 8
 
 
 class TokenDecoder(Protocol):
-    """A class that turns token ids into text, such as `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
+    """An object that turns token ids into text, such as `trt_kvcache.runtime.text.tokenizer.Tokenizer`."""
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens, with U+FFFD for bytes that are not UTF-8."""
@@ -28,7 +28,7 @@ class TokenDecoder(Protocol):
 
 
 class TextStream:
-    """The text of one growing sequence, in pieces that are final.
+    """Converts the tokens of one growing sequence to text. Text that it returned never changes.
 
     A token can end inside a character, and its text can depend on earlier tokens (a leading space, the bytes of one
     character). So the stream decodes a window of the last tokens, and returns text that is new and complete.
@@ -56,7 +56,7 @@ class TextStream:
         return self._stops.matched
 
     def push(self, token: int) -> str:
-        """Take one token; return the text that is final now, possibly an empty text."""
+        """Take one more token. Return the new text that cannot change any more; it may be empty."""
         self._window.append(token)
         text = self._decode()
         if not text.startswith(self._emitted):
@@ -83,16 +83,15 @@ class TextStream:
         return self._stops.push(new)
 
     def flush(self) -> str:
-        """Return the text held back so far; incomplete characters become U+FFFD."""
+        """Return the text that was held back; incomplete characters become U+FFFD. Call it after the last token."""
         rest = self._decode()[len(self._emitted) :]
         self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
-        """Return the text of these tokens; None: of the window.
+        """Return the text of these tokens (None: of the window of last tokens).
 
-        Raises:
-            SessionError: the tokenizer failed, for example at an id that only the model knows.
+        Raises `SessionError` if the tokenizer fails, for example at an id that only the model knows.
         """
         tokens = self._window if tokens is None else tokens
         try:
@@ -108,7 +107,7 @@ def _complete(text: str) -> str:
 
 
 class StopStrings:
-    """Finds the first of several texts in a stream; holds back text that may become one of them."""
+    """Ends a text before the first stop string in it. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Start without text; `stops` must not be empty texts."""
@@ -133,6 +132,6 @@ class StopStrings:
         return text[: len(text) - length]
 
     def flush(self) -> str:
-        """Return the text held back, since no stop string can follow."""
+        """Return the text that was held back. Call it after the last text, when no stop string can follow."""
         rest, self._pending = self._pending, ""
         return rest

@@ -137,13 +137,13 @@ class Tokenizer:
 
     @cached_property
     def _plain(self) -> tokenizers.Tokenizer:
-        """A copy of the tokenizer that encodes special tokens as text."""
+        """A copy of the tokenizer that treats the names of special tokens as ordinary text."""
         tokenizer = deepcopy(self._tokenizer)
         tokenizer.encode_special_tokens = True
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """The bytes of each token, for grammars.
+        """Return the bytes of each token. Grammars need them.
 
         Raises:
             OptionError: the tokenizer does not join tokens by their bytes.
@@ -171,12 +171,9 @@ class Tokenizer:
         return "".join(part.text for part in self._parts(messages, tools, how))
 
     def chat_tokens(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> list[int]:
-        """Return the tokens of the prompt from `render_chat`. Special tokens spelled in messages are encoded as text.
+        """Return the token ids of the prompt from `render_chat`. Special tokens spelled in messages become text.
 
-        Args:
-            messages: see `render_chat`.
-            tools: see `render_chat`.
-            how: see `render_chat`.
+        Arguments are those of `render_chat`.
 
         Raises:
             OptionError, PromptError: see `render_chat` and `encode`.
@@ -294,7 +291,10 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
 
 
 def _alphabet() -> dict[str, int]:
-    """Map characters of byte-level tokenizers to bytes: visible bytes as themselves, others from character 256 on."""
+    """Return the byte of each character in the texts of byte-level tokens.
+
+    Visible bytes stand for themselves; the others are written as the characters from 256 on.
+    """
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
     return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(unseen)}

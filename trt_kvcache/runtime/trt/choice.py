@@ -70,7 +70,7 @@ class DeviceChoice:
     def choose(
         self, start: int, pitch: int, rows: int, keep: int, highest: int, masks: Masks | None = None
     ) -> Array | None:
-        """Wait for the step, and return the best or the highest scores.
+        """Wait for the step, and find the best token or the highest scores of each position.
 
         Args:
             start: address of the first position of the first row.
@@ -101,7 +101,7 @@ class DeviceChoice:
         return chosen.reshape(rows, keep, -1)
 
     def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
-        """Copy masks to the GPU while the step runs. Return their address, or 0 without masks."""
+        """Copy the masks of allowed tokens to the GPU while the step runs. Return their address; 0 without masks."""
         if masks is None:
             return 0
         data = masks(self._words)
@@ -114,7 +114,7 @@ class DeviceChoice:
         return self._masks
 
     def _best(self, start: int, masks: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
-        """Return the best key of each position ``[R * keep]``."""
+        """Return for each position the best token and its score, in one number: uint64 ``[R * keep]``."""
         size = _KEY_BYTES * rows * keep
         self._cuda.zero_rows(self._results, size, size, 1)
         self._launch("best_token", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -123,7 +123,10 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Return the lists of the kernel `candidates`, ``[R * keep, 1 + CANDIDATES]``, and the least score in each.
+        """Find the scores of each position that may be among the `highest`.
+
+        Returns:
+            The lists of the kernel `candidates`, ``[R * keep, 1 + CANDIDATES]``; and the least score in each list.
 
         The vocabulary is cut into disjoint sets. At least `highest` scores reach the `highest`-th largest of the sets'
         maxima, and few others do.
@@ -145,13 +148,13 @@ class DeviceChoice:
         self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
 
     def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return the first `size` bytes of the results, in pinned memory."""
+        """Copy the first `size` bytes of the results to pinned memory, and return them."""
         self._cuda.download_rows(self._host.address, self._results, size, size, 1)
         self._cuda.sync()
         return self._host.data[:size]
 
     def prove(self, memory: int, size: int, staging: Pinned) -> None:
-        """Test the kernels with scores that are hard to choose from.
+        """Test the kernels on this GPU with scores that are hard to choose from.
 
         Args:
             memory: address of the logits; they are overwritten.
@@ -223,11 +226,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Return the bytes of the results, of the least scores, and of the masks.
-
-    Raises:
-        OptionError: the kernels do not take such logits.
-    """
+    """Return the bytes of results, least scores and masks; raise `OptionError` if the kernels refuse the logits."""
     if dtype.name not in CHOICE_DTYPES:
         raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
     if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:
@@ -239,7 +238,7 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
 
 
 def _most_lists(rows: int) -> int:
-    """Return the most positions whose highest scores can be asked for at once. This is as many as a decode step has."""
+    """Return for how many positions of a step the GPU can find the highest scores: as many as a decode step has."""
     return max(rows, _PROVED)
 
 
@@ -263,14 +262,14 @@ def open_choice(
 
 
 def hard_scores(dtype: np.dtype[Any], rows: int, positions: int, vocab: int, first: int) -> Array:
-    """Return logits ``[R, positions, V]`` with ties, zeros of both signs, subnormal numbers, infinities and NaN.
+    """Return logits for tests, ``[R, positions, V]``: ties, zeros of both signs, subnormal numbers, infinities, NaN.
 
     Args:
         dtype: dtype of the logits.
         rows: R.
         positions: positions of each row.
         vocab: V.
-        first: kind of the first position; there are eight kinds, in turn.
+        first: kind of the first position, 0 to 7; the following positions have the next kinds.
     """
     rng = np.random.default_rng(first)
     bits = np.dtype(f"u{dtype.itemsize}")

@@ -1,4 +1,4 @@
-"""Execution contexts, each with one profile, which never changes; and steps that repeat, recorded as CUDA graphs.
+"""Execution contexts of TensorRT, each with one fixed profile; and steps that repeat, recorded as CUDA graphs.
 
 Rules of TensorRT behind this (NvInferRuntime.h, and its guides on CUDA graphs and dynamic shapes):
 
@@ -35,13 +35,16 @@ _KEEP = "keep the kernels that it compiles"
 
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
-    """Return ``model.engine.sm89.kernels``, beside the engine or in `folder`: a file for each kind of GPU."""
+    """Return the path of the file for compiled kernels of an engine on this kind of GPU: ``model.engine.sm89.kernels``.
+
+    The file lies in `folder`, or beside the engine if `folder` is None.
+    """
     name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
     return (folder or engine.parent) / name
 
 
 class KernelCache:
-    """The runtime cache of one engine, and its file.
+    """The kernels that TensorRT for RTX compiled for one engine (its runtime cache), and the file that keeps them.
 
     Attributes:
         loaded: the file held kernels, and TensorRT accepted them.
@@ -90,7 +93,7 @@ class KernelCache:
 
 
 def warn_unsaved(why: Exception) -> None:
-    """Warn that the next start compiles again."""
+    """Warn that compiled kernels could not be saved, so the next start compiles them again."""
     warnings.warn(f"compiled kernels are not kept for the next start: {why}", RuntimeWarning, stacklevel=3)
 
 
@@ -117,15 +120,15 @@ class Context:
         self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
 
     def lend(self, address: int, size: int) -> None:
-        """Give the context activation memory; all contexts share it."""
+        """Give the context activation memory, at this address. All contexts share it."""
         if size:
             self._context.set_device_memory(address, size)
 
     def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of inputs, and the addresses of inputs and outputs; the mappings are not changed afterwards.
+        """Set the shapes of inputs, and the addresses of inputs and outputs. Do not change the mappings later.
 
         Raises:
-            BackendError: TensorRT refuses one.
+            BackendError: TensorRT refuses a shape or an address.
         """
         if shapes is self._last[0] and addresses is self._last[1]:
             return
@@ -156,7 +159,7 @@ class Context:
         return shape
 
     def let_go(self) -> None:
-        """Stop the reports of errors to Python. Call this before the context is dropped.
+        """Stop TensorRT from reporting errors to Python. Call this before the context is dropped.
 
         TensorRT for RTX may still compile for the context in a thread; destroying the context waits for that thread.
         """
@@ -167,11 +170,7 @@ class Context:
         self.let_go()
 
     def enqueue(self) -> None:
-        """Put a step on the stream.
-
-        Raises:
-            BackendError: TensorRT refuses the step.
-        """
+        """Put a step on the stream; raise `BackendError` if TensorRT refuses it."""
         self._trt.check(self._context.execute_async_v3(self._stream), "run a step")
 
 
@@ -202,22 +201,21 @@ class ContextFactory:
         return int(self._trt.engine.device_memory_size_v2)
 
     def allocate(self, contexts: Iterable[Context]) -> None:
-        """Allocate activation memory, and give it to the existing contexts; later ones get it when they are made."""
+        """Allocate activation memory, and give it to `contexts`; contexts that `make` returns later get it, too."""
         self._activations = self._cuda.allocate(self.activation_bytes)
         for context in contexts:
             context.lend(self._activations, self.activation_bytes)
 
     def _new_config(self) -> Any:
-        """Return a new ``IRuntimeConfig``."""
         config = self._trt.engine.create_runtime_config()
         self._trt.check(config, "make a runtime configuration")
         return config
 
     def _config(self, *, graphs: bool) -> Any:
-        """Return the ``IRuntimeConfig`` of TensorRT for RTX for contexts with or without its own CUDA graphs.
+        """Return the ``IRuntimeConfig`` of TensorRT for RTX for contexts that record CUDA graphs themselves, or do not.
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
-        compiled. A graph that we record would keep the quick ones, so it records the graphs itself. Contexts that
+        compiled. A graph that we record would keep the quick ones, so TensorRT records the graphs itself. Contexts that
         record have one fixed shape, so they wait for the specialized kernels; other contexts, whose shapes change, do
         not wait.
         """
@@ -237,10 +235,10 @@ class ContextFactory:
         return self._configs[graphs]
 
     def make(self, profile: int, *, graphs: bool = False) -> Context:
-        """Make a context.
+        """Make an execution context for one profile.
 
         Args:
-            profile: index of its profile.
+            profile: index of the profile.
             graphs: TensorRT for RTX only: the context records its steps as CUDA graphs itself.
 
         Raises:
@@ -266,14 +264,14 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A step with its own context; `graph` is None until the context has run once."""
+    """A step that repeats, in its own context. `graph` is its CUDA graph; None until the context has run once."""
 
     context: Context
     graph: Any = None
 
 
 class StepGraphs:
-    """Runs repeated steps as CUDA graphs.
+    """Runs steps that repeat, with the same shapes and addresses, as CUDA graphs.
 
     Attributes:
         failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
@@ -294,7 +292,7 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream, if the same step has been run before.
+        """Put a step on the stream with its graph or its own context, if the same step has been run before.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
@@ -302,7 +300,7 @@ class StepGraphs:
             before: puts the copies on the stream that precede the step; they are recorded with it.
 
         Returns:
-            True if the step is on the stream; False: the caller runs it.
+            True if the step is on the stream; False: the caller must run it.
         """
         if self.failure:
             return False
@@ -327,7 +325,7 @@ class StepGraphs:
         self._seen.clear()
 
     def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
-        """Return the graph of a step; None if the step has just run in its own context, without a graph.
+        """Return the CUDA graph of a step, recorded if needed; None if the step has now run in its own context instead.
 
         If a run fails, the caller runs the step again, which writes the same values.
         """
@@ -350,7 +348,6 @@ class StepGraphs:
         return step.graph
 
     def _give_up(self, error: BackendError) -> None:
-        """Turn graphs off, and warn once."""
         self.failure = str(error)
         self._cuda.sync()  # a part of a step may still use its context
         self.close()

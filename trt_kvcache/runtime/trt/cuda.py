@@ -57,7 +57,7 @@ class CudaBindings:
 
 
 def cuda_bindings() -> CudaBindings:
-    """Return the real modules. They import without a driver."""
+    """Return the real modules of cuda.core and cuda.bindings. They can be imported without a driver."""
     import cuda.core
     from cuda.bindings import driver
 
@@ -127,7 +127,7 @@ class Cuda:
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """`activate` within a block, for code that runs at any time, such as during garbage collection.
+        """Make the GPU's context current for a block that may run at any time, such as during garbage collection.
 
         The block preserves the state of the thread: another GPU may be current, and a stream may be recording and would
         not allow calls that allocate or free. Like `close`, it never fails.
@@ -156,7 +156,7 @@ class Cuda:
 
     @property
     def allocated(self) -> int:
-        """Bytes of GPU memory allocated here, as the driver allocates them."""
+        """Bytes of GPU memory that this object allocated, in the driver's whole pages."""
         return sum(map(taken, self._memory.values()))
 
     @property
@@ -181,7 +181,7 @@ class Cuda:
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """Free the memory that the block allocated, if it fails."""
+        """A block of allocations: if it fails, the memory that it allocated is freed."""
         memory, pinned = set(self._memory), {*self._pinned, self._staging.address}
         try:
             yield
@@ -212,9 +212,9 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU as `height` equal runs, `pitch` bytes apart, and wait for it.
+        """Copy an array to the GPU, and wait for it. Its `height` equal parts are placed `pitch` bytes apart.
 
-        The array goes through pinned memory: in one copy if it fits there, else in pieces of one run.
+        The array goes through pinned memory: in one copy if it fits there, else in pieces of one part.
         """
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
@@ -229,7 +229,7 @@ class Cuda:
             self.sync()  # the next piece goes through the same memory
 
     def download_pieces(self, source: int, width: int, pitch: int = 0, height: int = 1) -> npt.NDArray[np.uint8]:
-        """Return a copy of `height` runs of `width` bytes of the GPU, `pitch` bytes apart; see `upload_pieces`."""
+        """Return a host copy of `height` parts of `width` bytes that lie `pitch` bytes apart on the GPU."""
         data, through = np.empty(width * height, np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             return np.concatenate([self.download_pieces(source + run * pitch, width) for run in range(height)])
@@ -242,19 +242,19 @@ class Cuda:
         return data
 
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` runs of `width` bytes, which start `pitch` bytes apart on both sides, within the GPU."""
+        """Copy `height` parts of `width` bytes within the GPU. They start `pitch` bytes apart in source and target."""
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` runs of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
+        """Copy `height` parts of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
         self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` runs of `width` bytes from consecutive pinned memory to the GPU, `pitch` bytes apart."""
+        """Copy `height` parts of `width` bytes from consecutive pinned memory to the GPU, `pitch` bytes apart."""
         self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
-        """Set `height` runs of `width` bytes, `pitch` bytes apart, to 0."""
+        """Set `height` parts of `width` bytes of GPU memory, `pitch` bytes apart, to 0."""
         if height > 1 and pitch > _MAX_PITCH:
             for run in range(height):
                 self.zero_rows(target + run * pitch, width, width, 1)
@@ -263,7 +263,7 @@ class Cuda:
         self._check("cuMemsetD2D8Async", result)
 
     def sync(self) -> None:
-        """Wait until all work on the stream is done; its errors are raised here."""
+        """Wait until all work on the stream is done. Errors of that work are raised here."""
         self._check("cuStreamSynchronize", self._driver.cuStreamSynchronize(self.stream))
 
     def capture(self, work: Callable[[], None]) -> Any:
@@ -308,7 +308,7 @@ class Cuda:
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
 
     def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
-        """Put a kernel on the stream: `grid` blocks of `block` threads; addresses are ints, numbers NumPy's."""
+        """Put a kernel on the stream: `grid` blocks of `block` threads. Addresses are ints, other arguments NumPy's."""
         with self._core_errors("launch a kernel"):
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 
@@ -325,7 +325,7 @@ class Cuda:
             return self._core.utils.StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
 
     def close(self) -> None:
-        """Free everything. Calling it again does nothing.
+        """Free all memory. Calling it again does nothing.
 
         It never fails: after a fault of the GPU every call fails, and the memory is freed with the process's context.
         """
@@ -344,7 +344,7 @@ class Cuda:
             self._pinned.remove(address)
 
     def _copy_2d(self, source: tuple[str, int, int], target: tuple[str, int, int], width: int, height: int) -> None:
-        """Copy all runs at once if their distance allows it, else one by one."""
+        """Copy `height` parts of `width` bytes: all at once if their distance allows this, else one by one."""
         (from_, start, step), (to, end, stride) = source, target
         if height > 1 and max(step, stride) > _MAX_PITCH:
             for run in range(height):
@@ -392,7 +392,7 @@ RESERVE = 128 << 20
 
 @dataclass(frozen=True)
 class Need:
-    """Memory that will be allocated.
+    """GPU memory that a runner is going to allocate for one use.
 
     Attributes:
         what: name of its use, such as ``"caches"``.
@@ -406,7 +406,7 @@ class Need:
 
 
 def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
-    """Refuse to run if the memory does not suffice.
+    """Refuse to allocate more GPU memory than is free.
 
     Args:
         needs: all memory that will be allocated, for `max_batch` rows.
@@ -489,7 +489,7 @@ class DeviceArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """Number of bytes that all elements take."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> npt.NDArray[Any]:

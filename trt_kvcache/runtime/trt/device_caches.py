@@ -49,7 +49,7 @@ class DeviceCaches:
         self._addresses: dict[str, tuple[int, ...]] = {}
 
     def bytes_for(self, rows: int) -> int:
-        """Return the GPU memory that `rows` rows of the batch take."""
+        """Return the bytes of GPU memory that all caches and state take for `rows` batch rows."""
         return sum(taken(rows * b.row_bytes) * (1 if b.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:
@@ -59,7 +59,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return the side with the newest contents of these rows; rows on the other side are copied to it."""
+        """Bring the newest contents of these rows to one side (of two buffers, one), and return that side, 0 or 1."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -72,7 +72,7 @@ class DeviceCaches:
         return side
 
     def bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the address of every past and present tensor for a step that starts at this row."""
+        """Return the addresses of all past and present tensors by name, for a step whose rows begin at `first_row`."""
         bound = {}
         for name, buffer in self.buffers.items():
             bound[name] = self._row(name, first_row, side)
@@ -80,40 +80,37 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Note that a step has written these rows.
-
-        If there are two buffers, the newest contents are now in the other buffer.
-        """
+        """Record that a step has written these rows: their newest contents now lie in the other of two buffers."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """See `Runner.copy_rows`."""
+        """Copy the first cache rows of a batch row to another, in all buffers; see `Runner.copy_rows`."""
         for start, end in zip(self._runs(source, 0, tokens), self._runs(target, 0, tokens), strict=True):
             if source != target:
                 self._cuda.copy_rows(end.address, start.address, start.pitch, start.width, start.height)
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """See `Runner.zero_rows`."""
+        """Set a range of cache rows of a batch row to 0, in all buffers; see `Runner.zero_rows`."""
         for runs in self._runs(row, start, stop):
             self._cuda.zero_rows(*runs)
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
-        """See `Runner.read_row`."""
+        """Return a host copy of the first cache rows of a batch row; see `Runner.read_row`."""
         buffer = self.buffers[name]
         address, pitch, width, height = self._runs_of(name, row, *buffer.places(0, tokens))
         data = self._cuda.download_pieces(address, width, pitch, height)
         return data.view(buffer.array_dtype).reshape(buffer.row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:
-        """See `Runner.write_row`."""
+        """Write data from `read_row` to a batch row; see `Runner.write_row`."""
         buffer = self.buffers[name]
         tokens = 1 if buffer.axis is None else data.shape[buffer.axis - 1]
         address, pitch, _, height = self._runs_of(name, row, *buffer.places(0, tokens))
         self._cuda.upload_pieces(address, np.asarray(data, buffer.array_dtype), pitch, height)
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
-        """See `Runner.pack_rows`."""
+        """Copy cache rows of a batch row from all buffers to host memory; see `Runner.pack_rows`."""
         host = into.ctypes.data
         for runs in self._runs(row, start, stop):
             self._cuda.download_rows(host, *runs)
@@ -121,7 +118,7 @@ class DeviceCaches:
         self._cuda.sync()
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """See `Runner.unpack_rows`."""
+        """Write data from `pack_rows` back to a batch row; see `Runner.unpack_rows`."""
         host = data.ctypes.data
         for runs in self._runs(row, start, stop):
             self._cuda.upload_rows(runs.address, host, *runs[1:])
@@ -129,9 +126,9 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """See `Runner.view`.
+        """Return the buffer of one cache without a copy; see `Runner.view`.
 
-        If there are two buffers, it returns the buffer with the newest contents of the first row.
+        If the cache has two buffers, it is the one with the newest contents of the first row.
         """
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
@@ -139,20 +136,20 @@ class DeviceCaches:
         return self._cuda.view(address, shape, buffer.array_dtype, owner)
 
     def _row(self, name: str, row: int, side: int | None = None) -> int:
-        """Return the address of a batch row; by default, on the side with its newest contents."""
+        """Return the address of a batch row in a buffer; by default, in the buffer with the row's newest contents."""
         buffer = self.buffers[name]
         side = self._side_of(buffer, row) if side is None or buffer.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _runs(self, row: int, start: int, stop: int) -> Iterator[_Runs]:
-        """Yield where tokens ``start .. stop - 1`` of a batch row lie in each buffer that has any of them."""
+        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that has any of them."""
         for name, buffer in self.buffers.items():
             first, last = buffer.places(start, stop)
             if last > first:
                 yield self._runs_of(name, row, first, last)
 
     def _runs_of(self, name: str, row: int, first: int, last: int) -> _Runs:
-        """Return where cache rows ``first .. last - 1`` of a batch row lie in a buffer."""
+        """Return the memory of cache rows ``first .. last - 1`` of a batch row in one buffer."""
         buffer = self.buffers[name]
         size = buffer.width * buffer.array_dtype.itemsize
         return _Runs(self._row(name, row) + first * size, buffer.capacity * size, (last - first) * size, buffer.planes)
@@ -162,7 +159,7 @@ class DeviceCaches:
 
 
 class _Runs(NamedTuple):
-    """Cache rows of one batch row: `height` runs of `width` bytes, which start `pitch` bytes apart."""
+    """The memory of some cache rows of one batch row: `height` parts of `width` bytes, each `pitch` bytes apart."""
 
     address: int
     pitch: int
@@ -171,7 +168,7 @@ class _Runs(NamedTuple):
 
 
 def _checked(cache: Carried) -> Carried:
-    """Refuse a cache that the runtime cannot address."""
+    """Refuse a cache whose sizes are not fixed, or whose elements are smaller than a byte; return other caches."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
             f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "

@@ -1,4 +1,4 @@
-"""An encoder on the GPU, beside its decoder: its results stay there, and become the decoder's constants."""
+"""Runs an encoder on its decoder's GPU. Its results stay in GPU memory, where the decoder reads them as constants."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LESS = (
 
 
 class TensorRTEncoder:
-    """An `Encoder` on the GPU and the stream of its decoder.
+    """An encoder engine that runs on the GPU and the stream of its decoder.
 
     Args:
         path: path of the engine; its manifest lies beside it.
@@ -62,7 +62,7 @@ class TensorRTEncoder:
         self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """See `Encoder.encode`; the results are `DeviceArray`. Masks are host arrays."""
+        """Return the decoder's constants for one sequence, as `DeviceArray`; masks lie on the host."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():
@@ -82,11 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Check the source: TensorRT does not report token ids outside of a table, and says little about wrong shapes.
-
-        Raises:
-            PromptError: the source has such token ids or shapes.
-        """
+        """Raise `PromptError` for token ids or shapes outside of the engine's ranges, which TensorRT hardly reports."""
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
@@ -104,7 +100,7 @@ class TensorRTEncoder:
 
 
 def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, str]:
-    """Return the encoder's engine that was built with a decoder's; or None, and the reason."""
+    """Return the path of the encoder engine that was built with a decoder's; or None, and why there is none."""
     built = runner.manifest.encoder
     if built is None:
         return None, f"{decoder} was built without the engine of an encoder"
@@ -113,7 +109,7 @@ def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, s
 
 
 def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
-    """Check that this is the encoder of this decoder."""
+    """Raise `ManifestError` if an engine is not the encoder that was built with this decoder."""
     if not manifest.is_encoder:
         raise ManifestError(
             f"{path}: this is not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's"
@@ -136,7 +132,7 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 
 
 class EngineFunction:
-    """An engine without state, open on the GPU and stream of a decoder: inputs come from the host, outputs stay there.
+    """An engine without state that runs on a decoder's GPU and stream: inputs come from the host, outputs stay there.
 
     Call it within `TensorRTRunner.running`. It knows no runner: the runner's resources hold it until they are freed.
 
@@ -191,7 +187,7 @@ class EngineFunction:
         cuda.sync()
 
     def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
-        """Run the engine to its end.
+        """Run the engine once, and return its outputs by name. They stay on the GPU.
 
         Args:
             feed: every input, C-contiguous, in its dtype, and within the profile.
@@ -228,7 +224,7 @@ class EngineFunction:
         return self._cuda.download_pieces(address, size)
 
     def let_go(self) -> None:
-        """Drop the objects of TensorRT; `Cuda.close` frees the memory."""
+        """Drop the objects of TensorRT. Their GPU memory is freed later, by `Cuda.close`."""
         if "_context" in self.__dict__:
             self._context.let_go()
         for name in ("_context", "factory"):
@@ -237,10 +233,9 @@ class EngineFunction:
             self.__dict__.pop("_trt").let_go()
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
-        """Return the bytes of all outputs for the present shapes, and the offset and shape of each.
+        """Return the bytes that all outputs of a run take in one block of memory; and offset and shape of each output.
 
-        Raises:
-            SessionError: the size of an output depends on the data.
+        Raises `SessionError` if the size of an output depends on the data.
         """
         places: dict[str, tuple[int, Shape]] = {}
         end = 0

@@ -29,11 +29,7 @@ _OTHER_GPUS = "does not support this compute capability"
 
 
 def load_tensorrt(backend: str) -> Any:
-    """Return the module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
-
-    Raises:
-        BackendError: the module cannot be imported.
-    """
+    """Import the module that a manifest names: ``tensorrt`` or ``tensorrt_rtx``; raise `BackendError` if missing."""
     package = PACKAGES[Target(backend)]
     try:
         return importlib.import_module(package.module)
@@ -47,7 +43,7 @@ def load_tensorrt(backend: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An opened engine, and objects that must live as long.
+    """An opened engine, and the objects that it needs as long as it lives.
 
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
@@ -66,18 +62,14 @@ class TensorRT:
     rtx: bool
 
     def let_go(self) -> None:
-        """Stop the reports of errors to Python.
+        """Stop TensorRT from reporting errors to Python.
 
         Call this before the engine is dropped, after `let_go` of its contexts.
         """
         self.engine.error_recorder = self.runtime.error_recorder = None
 
     def check(self, ok: Any, what: str) -> None:
-        """Raise TensorRT's message if a call returned False or None.
-
-        Raises:
-            BackendError: the call returned False or None.
-        """
+        """Raise `BackendError` with TensorRT's own messages if `ok`, the result of a call, is False or None."""
         if ok is None or ok is False:
             words = self.recorder.take()
             advice = "; update the NVIDIA driver" if _is_old_driver(words) else ""
@@ -137,7 +129,7 @@ def _check_locations(path: Path, module: Any, engine: Any) -> None:
 def _refusal(
     path: Path, manifest: Manifest, title: str, version: str, cuda: Cuda, words: str, reasons: tuple[str, ...]
 ) -> str:
-    """Return why an engine was not opened, in TensorRT's words, and what to do."""
+    """Return the message for an engine that TensorRT refuses: TensorRT's own words, and what to do."""
     built = f"{manifest.backend_version}"
     if manifest.compute_capabilities:
         built += f" for {', '.join(manifest.compute_capabilities)}"

@@ -1,4 +1,4 @@
-"""The buffers of a step's inputs and outputs, except caches; and the shapes of steps."""
+"""The GPU buffers of a step's inputs and outputs except caches; and the shapes and profiles of steps."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 
 
 class StepBuffers:
-    """Inputs and outputs of a step.
+    """Holds the inputs and outputs of steps, except caches and state, in GPU memory.
 
     Args:
         cuda: the GPU that holds them.
@@ -50,16 +50,16 @@ class StepBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """GPU memory that `allocate` takes, in bytes."""
+        """Bytes of GPU memory that `allocate` takes for inputs and outputs."""
         return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
     def choice_bytes(self) -> int:
-        """GPU memory that `choose` takes if the GPU can choose, in bytes."""
+        """Bytes of GPU memory that choosing tokens on the GPU takes."""
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and write the span inputs: 0, 1, 2, ...; every step uses the beginning of them."""
+        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... Each step uses the beginning of them."""
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -73,14 +73,14 @@ class StepBuffers:
             self._cuda.upload_pieces(self.addresses[name], values)
 
     def choose(self) -> str:
-        """Let the GPU choose tokens when a step needs few scores per position. Return why it cannot, or ""."""
+        """Let the GPU choose tokens in steps that need few scores per position. Return why it cannot; "" if it can."""
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
         form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows to their inputs, unless the last step had the same."""
+        """Copy the constants of a step's rows to the GPU, unless the last step had the same."""
         if constants == self._constants:
             return
         self._constants = ()
@@ -95,7 +95,7 @@ class StepBuffers:
         self._constants = constants
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """See `Runner.write_adapter`."""
+        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         shape = self._largest[name][1:]
         padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
         if data is not None:
@@ -103,7 +103,7 @@ class StepBuffers:
         self._cuda.upload_pieces(self.addresses[name] + slot * padded.nbytes, padded)
 
     def put(self, values: Mapping[str, Array]) -> None:
-        """Write the inputs of a step into pinned memory."""
+        """Write the inputs of a step into pinned memory, from which `upload` copies them."""
         for name, array in values.items():
             data, start = np.ascontiguousarray(array).reshape(-1).view(np.uint8), self._offsets[name]
             self._staging.data[start : start + data.size] = data
@@ -143,7 +143,7 @@ class StepBuffers:
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
-        """Return `rows` runs of `width` bytes of logits: a view of pinned memory, if they fit into it."""
+        """Return `rows` parts of `width` bytes of the logits: a view of pinned memory if they fit, else a copy."""
         if rows * width > self._host_logits.data.size:
             return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
@@ -167,7 +167,7 @@ _MOST_KINDS = 1024
 
 
 class StepShapes:
-    """Shapes and profiles of an engine's steps.
+    """Finds the input shapes and the profile of each step of an engine.
 
     Args:
         manifest: manifest of the engine.
@@ -184,11 +184,7 @@ class StepShapes:
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Return profile and shapes of a step; they are computed once for each signature.
-
-        Raises:
-            BackendError: no profile fits the step.
-        """
+        """Return profile index and shapes of a step, cached by signature; raise `BackendError` if no profile fits."""
         kind = self._kinds.get(signature)
         if kind is None:
             shapes = self._shapes(batch)
@@ -243,7 +239,6 @@ class StepShapes:
         return largest
 
     def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
-        """Return the shapes of every input in a step."""
         caches = {name: (batch.rows, *b.row_shape(b.capacity)) for name, b in self._buffers.items()}
         return self._inputs.shapes(batch) | caches | self._adapters
 
@@ -257,7 +252,7 @@ class StepShapes:
         return Constants(arrays) if arrays else NO_CONSTANTS
 
     def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
-        """Return the index of a profile that fits the step; the decode profile if it fits."""
+        """Return the index of a profile that the shapes of a step fit; the decode profile if possible."""
         profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
         for index, profile in profiles:
             if all(

@@ -1,10 +1,9 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
-    files      compare the manifest with its digest, the engine with its hash, TensorRT with the manifest
-    memory     compare what is needed with what is free; then allocate everything, once
-    step       inputs through pinned memory -> context of the phase, bound to a row range of the caches -> logits
-
-Past and present of a cache are bound to one address (`DeviceCaches.bindings`); a row range is an offset to it.
+- Opening compares the manifest with its digest, the engine with its hash, and TensorRT with the manifest. Then it
+  compares the memory that is needed with the free memory, and allocates everything, once.
+- A step copies its inputs through pinned memory, runs the context of its phase on a row range of the caches, and
+  returns logits. Past and present of a cache are bound to one address; a row range is an offset to it.
 """
 
 from __future__ import annotations
@@ -153,11 +152,11 @@ class TensorRTRunner:
         return self._cuda.allocated
 
     def identity(self) -> str:
-        """See `Runner.identity`."""
+        """Return a digest of the source model's content; see `Runner.identity`."""
         return model_identity(self.manifest.model)
 
     def step(self, batch: StepBatch) -> Logits:
-        """See `Runner.step`."""
+        """Run one step and return its logits; see `Runner.step`."""
         return run_whole(self, self.inputs, batch, self._step)
 
     def _step(self, batch: StepBatch) -> Logits:
@@ -188,45 +187,45 @@ class TensorRTRunner:
             return logits
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """See `Runner.copy_rows`."""
+        """Copy the first cache rows of a batch row to another, in all buffers; see `Runner.copy_rows`."""
         with self.running():
             self._caches.copy_rows(source, target, tokens)
             self._cuda.sync()
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """See `Runner.zero_rows`."""
+        """Set a range of cache rows of a batch row to 0, in all buffers; see `Runner.zero_rows`."""
         with self.running():
             self._caches.zero_rows(row, start, stop)
             self._cuda.sync()
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
-        """See `Runner.read_row`."""
+        """Return a host copy of the first cache rows of a batch row; see `Runner.read_row`."""
         with self.running():
             return self._caches.read_row(name, row, tokens)
 
     def write_row(self, name: str, row: int, data: Array) -> None:
-        """See `Runner.write_row`."""
+        """Write data from `read_row` to a batch row; see `Runner.write_row`."""
         with self.running():
             self._caches.write_row(name, row, data)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """See `Runner.write_adapter`."""
+        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         with self.running():
             self._buffers.write_adapter(name, slot, data)
 
     def host_memory(self, size: int) -> HostMemory:
-        """See `Runner.host_memory`."""
+        """Return page-locked host memory for packed cache rows; see `Runner.host_memory`."""
         with self.running():
             pinned = self._cuda.allocate_pinned(size)
         return HostMemory(pinned.data[:size], partial(self._give_back, pinned))
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
-        """See `Runner.pack_rows`."""
+        """Copy cache rows of a batch row from all buffers to host memory; see `Runner.pack_rows`."""
         with self.running():
             self._caches.pack_rows(row, start, stop, into)
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """See `Runner.unpack_rows`."""
+        """Write data from `pack_rows` back to a batch row; see `Runner.unpack_rows`."""
         with self.running():
             self._caches.unpack_rows(row, start, stop, data)
 
@@ -236,7 +235,10 @@ class TensorRTRunner:
             return self._buffers.output(name, self.resources.contexts[self._last].output_shape(name))
 
     def view(self, name: str) -> Any:
-        """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. It must not be used after `close`."""
+        """Return one cache buffer as a ``cuda.core.utils.StridedMemoryView``, without a copy; see `Runner.view`.
+
+        It must not be used after `close`.
+        """
         with self.running():
             return self._caches.view(name, self)
 
@@ -246,7 +248,7 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Make CUDA's context current for a call of an open runner, and raise its faults as SessionError.
+        """A block in which an open runner is used: CUDA's context is current, and its faults become SessionError.
 
         Two threads must not enter it at once.
         """
@@ -275,14 +277,14 @@ class TensorRTRunner:
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the address of every tensor for a step from this row on; cached, at most two entries per row."""
+        """Return the address of every tensor for a step that begins at this row. The results are cached."""
         if (first_row, side) not in self._bound:
             self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
         return self._bound[first_row, side]
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
-    """Return the number that was asked for; by default, the engine's maximum."""
+    """Return the number that the caller asked for, if the engine allows it; by default, the engine's maximum."""
     if asked is not None and as_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:
@@ -294,7 +296,7 @@ def _within(name: str, asked: int | None, most: int) -> int:
 
 
 class Resources:
-    """Resources of a runner, freed even after the runner is gone: Python's garbage collection does not free GPU memory.
+    """What a runner must free when it is closed or collected: Python's garbage collection does not free GPU memory.
 
     Attributes:
         cuda: the GPU, and all allocated memory.
@@ -321,7 +323,7 @@ class Resources:
         """Free everything, and save compiled kernels for the next start.
 
         It does nothing if a call is still running: then the process ends while another thread is in that call. It does
-        nothing in a fork, because CUDA does not work there.
+        nothing in a forked process, because CUDA does not work there.
         """
         if self.in_use or os.getpid() != self._process:
             return

@@ -8,8 +8,8 @@ becomes
 without an adapter. W stays unchanged, quantized or not. This module edits a model after the check, which runs without
 adapters. It only adds operators, as LoRA defines them.
 
-Names in the model tell to which module of the checkpoint a product belongs. If they do not, the module compares weights
-with the checkpoint (`adapter_weights`). If a product fuses several modules, each has its own columns in A and B.
+Names in the model tell to which module of the checkpoint a product (MatMul) belongs. Otherwise, `adapter_weights`
+compares weights with the checkpoint. If a product fuses several modules, each has its own columns in A and B.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["add_adapters"]
 
 @dataclass(frozen=True)
 class _Match:
-    """A product, and the modules whose results it computes."""
+    """A product (MatMul or Gemm), and the modules of the checkpoint that it computes."""
 
     product: Product
     parts: tuple[AdapterPart, ...]
@@ -62,15 +62,15 @@ def add_adapters(
     """Add adapters to a rewritten model in place, as the plan's options say. Return the new plan.
 
     Args:
-        model: the rewritten model; its large weights may be stand-ins.
+        model: the rewritten model; its large weights may be stand-ins (without data).
         plan: the plan of this model.
         source: the exported model; its names may tell the modules.
         folder: folder of the external data.
         weights: the weights that have stand-ins in the model; maps names to tensors.
 
     Raises:
-        UnsupportedModelError: no product is a target, or it is unknown which rows of a product belong to which
-            sequence.
+        UnsupportedModelError: no product belongs to a target module, or it is unknown which rows of a product belong to
+            which sequence.
         OptionError: the checkpoint cannot be read.
     """
     options = plan.options
@@ -152,7 +152,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
-    """Return all matches by weights, and matches by names for the remaining products."""
+    """Join the matches of products to modules: those by weights, and for all other products those by names."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -167,7 +167,7 @@ def _last(module: str) -> str:
 
 
 def _parts(one: _Match, graph: ProductGraph) -> _Match:
-    """Split a match into the modules that an exporter fused under one name."""
+    """Split a match with one name into modules, if the exporter fused several modules under this name."""
     module = one.parts[0].module
     names = FUSED.get(_last(module))
     sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
@@ -186,14 +186,14 @@ def _is_wanted(module: str, targets: Sequence[str]) -> bool:
 
 
 def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
-    """True if a product of the same name exists for every target."""
+    """True if every target module has a product."""
     names = {_last(p.module) for one in matches for p in one.parts}
     names |= {part for name in names for part in FUSED.get(name, ())}
     return "all" not in targets and names >= set(targets)
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """Replace targets whose product the exporter split into parts with these parts."""
+    """Replace each target module that the exporter split into several products with the modules of these products."""
     known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
     split: dict[str, None] = {}
     for target in targets:
@@ -209,7 +209,7 @@ def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Mat
 
 
 def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
-    """Refuse targets without a product, and modules with several products."""
+    """Refuse target modules without a product, and modules with several products."""
     last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
     known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
@@ -286,7 +286,7 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
-    """Make the nodes that add an adapter's change to a product. The product's own result gets a new name."""
+    """Return the nodes that add an adapter's change to a product, whose own result gets a new name."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
@@ -376,7 +376,7 @@ class ProductGraph:
         self._rows: dict[str, bool] = {}
 
     def products(self) -> Iterator[Product]:
-        """Yield all products of rows with a weight."""
+        """Yield all products (MatMul or Gemm) of token rows with a weight."""
         for node in self._nodes:
             if not is_op(node, "MatMul") and not is_op(node, "Gemm"):
                 continue
@@ -395,7 +395,7 @@ class ProductGraph:
                 yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """Return the name of a weight's initializer, whether it is transposed, and the name of its scales."""
+        """Return the name of a weight's initializer, True if it is transposed, and the name of its scales or None."""
         turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)
@@ -408,7 +408,7 @@ class ProductGraph:
         return name, turned, scales
 
     def _with_rows(self, name: str) -> str | None:
-        """Return the source of an operand before Reshape and Cast if it has three or more axes, else None."""
+        """Follow an operand back through Reshape and Cast to a tensor of at least three axes; None if there is none."""
         most, shape = 3, self.shapes.get(name)
         while shape is not None and len(shape) == 2:
             node = self._makes.get(name)
@@ -451,7 +451,7 @@ class ProductGraph:
         return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
 
     def _meets_sequences(self, name: str) -> bool:
-        """True if a result is added to a tensor whose first axis is the batch. A bias may be added before."""
+        """True if a product's result, with or without bias, is added to a tensor whose first axis is the batch."""
         for _ in range(3):
             readers = self.readers.get(name, [])
             if len(readers) != 1 or readers[0].op_type not in ("Add", "Cast", "Identity"):

@@ -1,8 +1,8 @@
 """Find the module of a checkpoint for each product: compare weights, or read names that exporters keep.
 
-A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several such tensors
-side by side. The first numbers of a column find a candidate tensor. Then two corners of the weight and the candidate
-are compared. So the search does not read the whole checkpoint.
+A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
+by side. The first numbers of a column find a candidate tensor. Then two corners of the weight and the candidate are
+compared. So the search does not read the whole checkpoint.
 
 A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. After dequantization, its rows are close
 to the rows of the source tensor, except for an unknown zero point in each block. So the search subtracts the mean of
@@ -62,7 +62,7 @@ class _Tensor:
 
 
 class Contents:
-    """The weights of a checkpoint.
+    """The weights of a checkpoint, searched by their numbers.
 
     Args:
         folder: a folder with ``.safetensors`` files.
@@ -85,7 +85,7 @@ class Contents:
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
-        """Open `checkpoint` if it is given, else the checkpoint in the model's folder. None if there is none."""
+        """Open `checkpoint`, or, if it is None, the checkpoint in the model's folder; None if there is none."""
         if checkpoint is not None:
             return cls(Path(checkpoint))
         is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
@@ -94,7 +94,7 @@ class Contents:
     def parts_of(
         self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """Return the modules whose weights a weight joins: for each, its name, first column and end column (exclusive).
+        """Return the modules of which a model's weight consists: name, first column and end column (exclusive) of each.
 
         Args:
             tensor: a weight of the model.
@@ -122,7 +122,7 @@ class Contents:
     def parts_near(
         self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """Return the modules whose weights a quantized weight ``[outputs, inputs]`` joins; see `parts_of`.
+        """Return the modules of which a quantized weight ``[outputs, inputs]`` consists, as `parts_of` does.
 
         Args:
             tensor: a weight of the model.
@@ -157,7 +157,7 @@ class Contents:
         return parts
 
     def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
-        """Return the directions of the candidates' first columns, ``[n, inputs]``; see `_direction`."""
+        """Return the normalized first column of each candidate tensor, ``[n, inputs]``, as `_direction` computes it."""
         key = inputs, blocks
         if key not in self._near:
             ones = np.ones(blocks, np.float32)
@@ -166,7 +166,7 @@ class Contents:
         return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
-        """Return an index that maps the first numbers of a tensor, cast to `dtype`, to tensors."""
+        """Return a map from the first numbers of a tensor, cast to `dtype`, to the tensors that begin with them."""
         if dtype not in self._index:
             index: dict[bytes, list[_Tensor]] = {}
             for tensor in self._tensors:

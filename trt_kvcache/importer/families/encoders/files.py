@@ -7,7 +7,7 @@ Encoders:
     encoder.onnx           onnxruntime-genai without a config
     encoder/model.onnx     mobius-onnx, beside decoder/model.onnx
 
-A first step is a decoder that computes keys and values from the encoder's output: decoder_model.onnx or
+A first step is a second decoder file that computes keys and values from the encoder's output: decoder_model.onnx or
 decoder_model_merged.onnx of optimum. Other exporters compute these keys and values in the encoder or in the decoder.
 """
 
@@ -36,14 +36,14 @@ def named_encoder(path: Path) -> Path | None:
 
 
 def find_first_step(model: Path) -> Path | None:
-    """Return the first step beside an encoder, decoder or engine, or in the folder `model`; None if there is none."""
+    """Return the decoder file for the first step, beside `model` or in this folder; None if there is none."""
     suffixes = dict.fromkeys((export_suffix(model), ""))
     names = [f"decoder_model{merged}{suffix}.onnx" for suffix in suffixes for merged in ("", "_merged")]
     return next((path for name in names if (path := _folder(model) / name).is_file()), None)
 
 
 def decoder_start(model: Path) -> int | None:
-    """Return the first token of every text of the decoder, from the export's configs; None if no config names it."""
+    """Return the token id with which the decoder begins every text, from the export's configs; None if unknown."""
     folder = _folder(model)
     for place in (folder, folder.absolute().parent) if folder.absolute().name == "decoder" else (folder,):
         for name in _CONFIGS:

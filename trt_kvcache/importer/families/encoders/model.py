@@ -1,12 +1,13 @@
-"""Build one encoder model for TensorRT. It computes the decoder's constants from a source (text, audio or an image).
+"""Build one encoder model for TensorRT. From a source (text, audio or image), it computes the decoder's constants.
 
     encoder_model.onnx       source -> hidden                     one model:
     decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
                              of every layer, and other outputs
 
-Operators of ONNX Runtime become standard ones, and attention is rewritten for TensorRT, as in a decoder. A step has one
-sequence, without padding. A first step also has an input for token ids. Here this input is one id, 0. If the outputs
-that are kept depend on the values of the ids, and not only on their shape, the model is refused.
+Constants are decoder inputs that stay the same for a text, such as keys of cross-attention. Operators of ONNX Runtime
+become standard operators, and attention is rewritten for TensorRT, as in a decoder. A step has one sequence, without
+padding. A first step (decoder without a past) also takes token ids; here it gets one id, 0. If the kept outputs depend
+on the value of this id, the model is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _ENOUGH = 3  # a size is constant if it is the same for at least this many lengt
 
 @dataclass(frozen=True)
 class EncoderModel:
-    """An encoder whose outputs are the constants of its decoder.
+    """An encoder whose outputs are the constant inputs of its decoder.
 
     Attributes:
         sources: the model files of encoder and first step.
@@ -75,7 +76,8 @@ def import_encoder(
 
     Args:
         path: path of the encoder.
-        first_step: path of the first step; needed if the encoder itself does not compute keys and values.
+        first_step: path of the decoder file for the first step, needed if the encoder itself does not compute keys and
+            values.
         constants: the constants of the decoder.
         options: the decoder's options. Only the target is used.
 
@@ -131,7 +133,7 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
 
 
 def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
-    """Refuse an encoder and a first step with external data in two different folders."""
+    """Refuse an encoder and a first step whose external data are in different folders."""
     if step.external_files and step.path.parent != encoder.path.parent:
         raise UnsupportedModelError(
             f"{encoder.path} and {step.path} are in different folders, and the second has weights in separate files; "
@@ -140,7 +142,7 @@ def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
 
 
 def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Convert a model to standard operators of opset 24, flat, with named nodes; also return weights with stand-ins."""
+    """Return a flat model with standard operators of opset 24 and named nodes, and the weights that have stand-ins."""
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _ = flatten(model)
@@ -171,7 +173,7 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
 
 
 def _prefix_added(step: onnx.GraphProto) -> None:
-    """Prefix all names in a first step, in place, so that they differ from the names in the encoder."""
+    """Add a prefix to all names in a first step, in place, so that they differ from names in the encoder."""
 
     def own(names: Iterable[str]) -> list[str]:
         return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
@@ -184,10 +186,7 @@ def _prefix_added(step: onnx.GraphProto) -> None:
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
-    """Append a first step to `model`, in place.
-
-    Its inputs become the encoder's `hidden`, one token and a mask of ones.
-    """
+    """Append a first step to `model`, in place. It reads the encoder's `hidden`, one token and a mask of ones."""
     graph, nodes = model.graph, []
     if HIDDEN in inputs:
         nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
@@ -216,7 +215,7 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Replace Shape nodes with constants, in place, if their input is needed only for a shape that is always the same.
+    """Replace Shape nodes with constants, in place, if the shape is always the same and nothing else needs their input.
 
     Keys and values of a layer often take the batch size from the output of the previous layer. Without this function,
     the model would have to keep the whole decoder.
@@ -237,7 +236,7 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
-    """Make the tensors in `outputs` the outputs of the graph, with the names and types of the decoder's constants."""
+    """Make the tensors in `outputs` the graph's outputs, with names and types of the decoder's constant inputs."""
     emitter, tensors = Emitter(graph), graph.tensors()
     sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
     for name in sources:

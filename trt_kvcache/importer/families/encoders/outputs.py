@@ -1,4 +1,4 @@
-"""Find the outputs of an export that provide the constants of its decoder.
+"""Find the outputs of an export that provide the constant inputs of its decoder, such as cross-attention keys.
 
 encoder_hidden_states              the encoder's output [B, S_enc, H]
 past_key_values.0.encoder.key ...  an output of the encoder or the first step with the matching present name
@@ -40,13 +40,13 @@ _HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
 
 @dataclass(frozen=True)
 class EncoderParts:
-    """Says which output or model provides each constant of a decoder.
+    """The sources of a decoder's constant inputs: outputs of the encoder, masks, or outputs of the first step.
 
     Attributes:
         own: maps the name of a constant to the name of the encoder's output that provides it.
         hidden: name of the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
         masks: constants ``[B, S_enc]`` that say which positions of the source the decoder sees.
-        rest: constants that the first step must provide.
+        rest: constants that the first step (decoder file without a past) must provide.
     """
 
     own: dict[str, str]
@@ -56,7 +56,7 @@ class EncoderParts:
 
 
 def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
-    """Match an encoder's outputs to the decoder's constants.
+    """Match the outputs of an encoder to the constant inputs of its decoder.
 
     Raises:
         UnsupportedModelError: not exactly one output can be the encoder's hidden states.
@@ -71,7 +71,7 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
 
 
 def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
-    """Match outputs of the first step to the remaining constants; return a map from constants to outputs.
+    """Return a map from the remaining constants of the decoder to outputs of the first step.
 
     Raises:
         UnsupportedModelError: no output provides one of these constants.
@@ -87,7 +87,7 @@ def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path
 
 
 def present_names(constant: str) -> tuple[str, ...]:
-    """Return the names that exporters may give to the output that provides a constant."""
+    """Return the output names that exporters use for the decoder's constant input with this name."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
 
 

@@ -36,7 +36,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def count_positions(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """Return how many positions an encoder computes from a source; None if the shapes of its outputs are unknown."""
+    """Return the length of an encoder's output for a source; None if the shapes of its outputs are unknown."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
     counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
@@ -44,7 +44,7 @@ def count_positions(
 
 
 def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Check that the positions of a source lie inside the encoder's tables.
+    """Refuse source lengths whose positions lie beyond the end of the encoder's tables.
 
     Raises:
         OptionError: a table has too few rows for the source, or the source is too long to check.
