@@ -72,7 +72,7 @@ def test_narrow_types(dtype: Any, tmp_path: Path) -> None:
     ({"target_parameters": ["experts.w1"]}, "target_parameters is"),
     ({"something_new": 1}, "something_new is 1, which is not supported"),
     ({"r": 3}, "has a rank of 2, and adapter_config.json says 3"),
-    ({"lora_alpha": "much"}, "lora_alpha of module '.*' is 'much', which is no number"),
+    ({"lora_alpha": "much"}, "lora_alpha of module '.*' is 'much', which is not a number"),
     ({"alpha_pattern": {"(": 3}}, r"alpha_pattern has '\(', which RE2 does not read"),
 ])  # fmt: skip
 def test_kinds_that_are_refused(settings: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_kinds_that_are_refused(settings: dict[str, Any], words: str, tmp_path: 
 
 @pytest.mark.parametrize(("tensors", "words"), [
     ({}, "the adapter has no tensors"),
-    ({"base_model.model.model.embed_tokens.lora_embedding_A": A}, "embed_tokens.lora_embedding_A' is no A or B of"),
-    ({f"base_model.model.{MODULE}.lora_magnitude_vector": A[0]}, "lora_magnitude_vector' is no A or B"),
-    ({"base_model.model.lm_head.weight": A}, "lm_head.weight' is no A or B"),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": A}, "embed_tokens.lora_embedding_A' is not A or B"),
+    ({f"base_model.model.{MODULE}.lora_magnitude_vector": A[0]}, "lora_magnitude_vector' is not A or B"),
+    ({"base_model.model.lm_head.weight": A}, "lm_head.weight' is not A or B"),
     (dict([next(iter(PAIR.items()))]), f"module '{MODULE}' has only .*lora_A.weight; copy the file again"),
-    ({**PAIR, f"base_model.model.{MODULE}.lora_B.weight": B.T}, r"has A \[2, 4\] and B \[2, 3\], which is no"),
+    ({**PAIR, f"base_model.model.{MODULE}.lora_B.weight": B.T}, r"has A \[2, 4\] and B \[2, 3\], which cannot"),
     ({**PAIR, f"base_model.model.{MODULE}.lora_A.weight": A.astype(np.int32)}, "is I32; supported are F16, F32"),
 ])  # fmt: skip
 def test_tensors_that_are_refused(tensors: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -129,8 +129,8 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         (b"", "is not JSON: "), (b'{"peft_type": "LO', "is not JSON: "), (b"[]", "holds list, not an object"),
         (b'{"peft_type": "\xff"}', "is not JSON: "), (b"\0" * 64, "is not JSON: "), (b"3", "holds int, not an object"),
         (b"[" * 200_000, "is not JSON: "), (b" " * ((16 << 20) + 1), "cannot be read: larger than 16"),
-        (b'{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": ["q_proj"]}', "rank_pattern is .* no map"),
-        (b'{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "use_rslora": "no"}', "use_rslora is 'no'; it is true or"),
+        (b'{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "rank_pattern": ["q_proj"]}', "rank_pattern is .* not a map"),
+        (b'{"peft_type": "LORA", "r": 2, "lora_alpha": 2, "use_rslora": "no"}', "use_rslora is 'no'; it must be"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Opens and runs models in ONNX Runtime on the CPU for comparisons, with time limits and one-line errors."""
+"""Opens and runs models in ONNX Runtime on the CPU, with time limits and errors of one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 1800.0
 
 
 class RunError(Exception):
-    """Raised if a model or a step cannot run. The text is the first line of ONNX Runtime's or ONNX's own error."""
+    """Raised if a model or a step cannot run. The text is ONNX Runtime's or ONNX's own error, on one line."""
 
 
 def one_line(error: Exception) -> str:

@@ -146,9 +146,9 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
         )
     for name in ("rank_pattern", "alpha_pattern"):
         if not isinstance(settings.get(name) or {}, dict):
-            raise OptionError(f"{path}: {name} is {shown(settings[name])}, which is no mapping; copy the file again")
+            raise OptionError(f"{path}: {name} is {shown(settings[name])}, which is not a mapping; copy the file again")
     if not isinstance(settings.get("use_rslora") or False, bool):
-        raise OptionError(f"{path}: use_rslora is {shown(settings['use_rslora'])}; it is true or false")
+        raise OptionError(f"{path}: use_rslora is {shown(settings['use_rslora'])}; it must be true or false")
     for name in sorted(settings.keys() - _READ - _MEANINGLESS):
         if settings[name] not in (None, False, "none", [], {}):
             raise OptionError(f"{path}: {name} is {shown(settings[name])}, which is not supported; train without it")
@@ -161,8 +161,8 @@ def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
         match = _MODULE.fullmatch(tensor)
         if match is None:
             raise OptionError(
-                f"{path}: tensor '{tensor}' is no A or B of a linear module; biases, embeddings, magnitudes (DoRA) and "
-                "modules that were saved whole are not supported: train without them"
+                f"{path}: tensor '{tensor}' is not A or B of a linear module; biases, embeddings, magnitudes (DoRA) "
+                "and modules that were saved whole are not supported: train without them"
             )
         sides.setdefault(match["module"], {})[match["side"]] = tensor
     if not sides:
@@ -178,7 +178,7 @@ def _module(
 ) -> LoraModule:
     a, b = (tensors.shapes[tensor] for tensor in pair)
     if len(a) != 2 or len(b) != 2 or a[0] != b[1] or min(*a, *b) < 1:
-        raise OptionError(f"{path}: module '{name}' has A {list(a)} and B {list(b)}, which is no product")
+        raise OptionError(f"{path}: module '{name}' has A {list(a)} and B {list(b)}, which cannot be multiplied")
     rank = _of_module("rank_pattern", "r", name, settings, path)
     alpha = _of_module("alpha_pattern", "lora_alpha", name, settings, path)
     if rank != a[0]:
@@ -204,7 +204,7 @@ def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any
             value = patterns[key]
             break
     if not is_number(value) or not math.isfinite(value) or (default == "r" and not is_whole(value)):
-        raise OptionError(f"{path}: {default} of module '{name}' is {shown(value)}, which is no number")
+        raise OptionError(f"{path}: {default} of module '{name}' is {shown(value)}, which is not a number")
     return value
 
 

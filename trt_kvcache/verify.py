@@ -123,7 +123,9 @@ def verify_model(
             imported = import_model(model, options.unquantized(), thorough=verify.thorough)
         return _verify(imported, options, verify)
     if verify.thorough:
-        raise OptionError("thorough compares a fresh rewrite of a model: leave --rewritten out")
+        raise OptionError(
+            "--thorough compares a fresh rewrite of the model: leave either --thorough or --rewritten out"
+        )
     file = load_source(rewritten)
     options = recorded_options(file.proto, options, file.path)
     return _verify(import_model(model, options.unquantized()), options, verify, file)
@@ -193,7 +195,7 @@ class _Verification:
     def run(self) -> VerifyReport:
         plan = self.imported.plan
         if not any(cache.carried for cache in plan.caches):
-            why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
+            why = f"is passed from step to step ({plan.caches[0].reason})" if plan.caches else "is updated"
             raise OptionError(f"no cache of the model {why}: there is no decode to verify")
         reference = self._exported()
         if any(rounds(node) for scope in iter_scopes(self.imported.source.proto) for node in scope.node):

@@ -50,7 +50,7 @@ def test_default_sizes() -> None:
 @pytest.mark.parametrize(("sizes", "words"),
                          [({"lengths": [65]}, "lengths up to 65 .* need 65 rows, but the caches hold 64"),
                           ({"positions": [60]}, "from position 60 need 65 rows"),
-                          ({"batches": [5]}, "batch 5 is more than the 4 rows that are free"),
+                          ({"batches": [5]}, "batch 5 needs as many rows, but only 4 are free"),
                           ({"lengths": [0]}, r"length is \[0\]"),
                           ({"positions": []}, r"position is \[\]")])  # fmt: skip
 def test_sizes_that_do_not_fit(sizes: dict[str, Any], words: str) -> None:

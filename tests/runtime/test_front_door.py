@@ -269,7 +269,7 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
     ({"config": {"max_new_tokens": 3}}, r"config is a dict; give its entries by name, as in generate\(prompt"),
     ({"config": type("GenerationConfig", (), {"__module__": "transformers.x"})()}, "is of transformers; save it"),
     ({"config": 3}, "config is int; give a GenerationConfig"),
-    ({"prompts": [1.0, 2.0]}, r"a prompt is float64 \[2\]; token ids are a flat list of whole numbers"),
+    ({"prompts": [1.0, 2.0]}, r"a prompt must be a flat list of token ids \(whole numbers\); got float64 \[2\]"),
     ({"prompts": numpy.array([1.0, 2.0])}, r"a prompt is float64 \[2\]"),
     ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
 ])  # fmt: skip

@@ -250,7 +250,7 @@ def test_models_whose_rows_cannot_be_reused_are_refused() -> None:
     for plan, words in ((with_state(plain), r"the model keeps state \('past_state'\) that every step replaces"),
                         (ringed, r"circular cache 'cache\.1' holds the last 8 tokens of a text, and not its beginning"),
                         (with_encoder(plain),
-                         r"each row also depends on an input beside the tokens \('encoder_output'\)")):  # fmt: skip
+                         r"each row also depends on an input other than the tokens \('encoder_output'\)")):  # fmt: skip
         runner = HashRunner()
         runner.plan = plan
         with pytest.raises(OptionError, match=f"prefix_cache cannot reuse rows of this model: {words}; leave it out"):

@@ -292,7 +292,7 @@ def test_bad_additions() -> None:
     refused(CapacityError, words, add, [1] * 5, slot=slot)
     refused(CapacityError, f"slot {slot} has 65 tokens", session.update, {slot: [1] * 5})
     refused(PromptError, f"slot {slot}: no tokens to write", session.update, {slot: []})
-    words = r"1 prompt\(s\) wait for room and will never get it, because 1 sequences"
+    words = r"1 prompt\(s\) would wait forever, because 1 sequences"
     refused(SlotError, words, session.generate, [[1]])
 
 

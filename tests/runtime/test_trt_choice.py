@@ -176,7 +176,7 @@ def test_without_the_kernel_the_host_chooses(engine: Path, way: str, words: str,
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("fault", "words"), [
     ({"missing_candidates": 1}, "the GPU finds other highest scores"),
-    ({"wrong_tokens": 1}, "of 256 scores in float16 the GPU finds token .*, and the host token"),
+    ({"wrong_tokens": 1}, "among 256 scores in float16, the GPU chooses token .*, but the host chooses token"),
     ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE"),
 ], ids=["incomplete", "wrong", "refused"])  # fmt: skip
 def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[str, Any], words: str) -> None:

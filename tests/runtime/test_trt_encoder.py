@@ -215,7 +215,7 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
             session.encode(source)
 
     other = built(tmp_path / "other", longest=9)
-    refused("is not the encoder that was built with the decoder's engine, .*build both again",
+    refused("is not the encoder that was built with the decoder's engine; .*build both again",
             encoder=encoder_path(other))  # fmt: skip
     refused("not the engine of an encoder", encoder=other)
     beside = encoder_path(engine)

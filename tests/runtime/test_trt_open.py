@@ -53,8 +53,8 @@ FOREIGN: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (rf"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; {HERE}", ("sm89",), {},
      {"diagnostics": Invalidity.UNSUPPORTED_CC}),
     (HERE, (), {}, {}),
-    (f"{NEVER}; other backends may know this GPU", (), {}, {"refuse": NEVER}),
-    ("other backends may know this GPU .*, and the CPU runs", ("sm90",), {}, {}),
+    (f"{NEVER}; build it with another backend, which may support this GPU", (), {}, {"refuse": NEVER}),
+    ("build it with another backend, which may support this GPU, or run", ("sm90",), {}, {}),
     (r'again with compute_capabilities=\["sm89"\]', ("sm90",), {"capability": (8, 9)}, {}),
     (UPDATE, (), {"driver": 12_080}, {"refuse": "?", "diagnostics": Invalidity.OLD_CUDA_DRIVER}),
     # The words of TensorRT for RTX 1.7.1 then, which diagnose nothing: CUDA fails before it reads the engine.

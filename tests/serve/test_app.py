@@ -313,7 +313,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (TEXT, {"prompt": "x", "temperature": -1}, ">= 0", "temperature"),
     (TEXT, {"prompt": "x", "top_p": -0.1}, ">= 0", "top_p"),
     (TEXT, {"prompt": "x", "seed": -2}, ">= -1", "seed"),
-    (TEXT, {"prompt": "x", "logit_bias": {"300": 1}}, "'300' is no token id", "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"300": 1}}, "'300' is not a token id", "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"1": 101}}, "<= 100", "logit_bias"),
     (TEXT, {"prompt": "x", "stop": [""]}, "stop", "stop"),
     (TEXT, {"prompt": "x", "logprobs": 21}, "<= 20", "logprobs"),
@@ -330,7 +330,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str | None]] = [
     (CHAT, HELLO | {"functions": [{"name": "f"}]}, "former names of tools", "functions"),
     (CHAT, HELLO | {"response_format": {"type": "json_object"}}, "the model names none", "response_format"),
     (TEXT, {"prompt": "x", "guided_regex": "a"}, "give structured_outputs: {'regex': ...}", "guided_regex"),
-    (CHAT, HELLO | {"logprobs": False, "top_logprobs": 3}, "they come with logprobs", "top_logprobs"),
+    (CHAT, HELLO | {"logprobs": False, "top_logprobs": 3}, "top_logprobs needs logprobs", "top_logprobs"),
     (CHAT, HELLO | {"logprobs": True, "top_logprobs": 21}, "<= 20", "top_logprobs"),
     (CHAT, {"messages": [{"role": "user", "content": "x" * 600}]}, "the model takes 512", "prompt"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": ["text"]}]}]}, "parts of type text", "messages"),
@@ -778,7 +778,7 @@ def test_pages_of_other_servers(
     "origin", ["a.example", "https://a.example/", "https://a.example/page", "ftp://a", "https://u@a", ""]
 )
 def test_what_is_no_origin(alone: DecodeSession, origin: str) -> None:
-    with pytest.raises(OptionError, match="is no origin; give scheme, host and port alone"):
+    with pytest.raises(OptionError, match="is not an origin; give scheme, host and port alone"):
         Service(alone, "tiny", origins=[origin])
 
 

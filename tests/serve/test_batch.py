@@ -119,12 +119,12 @@ def test_rows_without_a_seed_get_one_from_their_id(tmp_path: Path, rows: DecodeS
 
 
 WRONG: list[tuple[Any, int, str]] = [
-    ("{", 400, "row 1: the row is no JSON"),
+    ("{", 400, "row 1: the row is not valid JSON"),
     ("[1]", 400, "row 1: the row has to be a JSON object"),
     ({"prompt": "x"}, 400, "row 1: the row needs an id"),
     ({"id": True, "prompt": "x"}, 400, "row 1: the row needs an id"),
     (openai("a", "/v1/embeddings", input="x"), 400, "row 1: method has to be POST, url /v1/completions or"),
-    (openai("a", TEXT, prompt="x") | {"more": 1}, 400, "row 1: unknown field 'more' beside custom_id"),
+    (openai("a", TEXT, prompt="x") | {"more": 1}, 400, "row 1: unknown field 'more'; expected: custom_id"),
     ({"id": 1, "prompt": "x", "stream": True}, 400, "row 1: stream: a batch has no streams"),
     ({"id": 1, "prompt": "x", "best_of": 2}, 400, "best_of: "),
     ({"id": 1, "prompt": "x", "model": "other"}, 404, "there is no model 'other'; this is 'tiny'"),
@@ -248,7 +248,7 @@ def test_refusals(tmp_path: Path, rows: DecodeSession) -> None:
     with pytest.raises(OutputError, match="holds answers of another model, capacity, type of caches"):
         job(file, output, compute(rows))
     (tmp_path / "out.jsonl.journal").write_text("no database" * 100)
-    with pytest.raises(OutputError, match="no journal of a batch; remove it"):
+    with pytest.raises(OutputError, match="this file is not the journal of a batch; remove it"):
         job(file, output, compute(rows))
 
 

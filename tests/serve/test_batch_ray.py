@@ -101,5 +101,5 @@ def test_an_engine_wants_a_gpu_for_each_worker(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 8.0, "GPU": 1.0})
-    with pytest.raises(OptionError, match="an engine needs a GPU for each worker, and Ray knows 1 for 2"):
+    with pytest.raises(OptionError, match="an engine needs a GPU for each of 2 workers, but Ray has 1"):
         answer_with_ray(tmp_path / "model.engine", "tiny", {}, 2, [], lambda *_: None)

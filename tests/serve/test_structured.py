@@ -161,7 +161,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
      "structured_outputs"),
     (TEXT, fields(structured_outputs={}), "nothing is given; give one of json, json_object", "structured_outputs"),
     (TEXT, fields(structured_outputs={"regex": "a", "choice": ["b"]}), "regex, choice is given", "structured_outputs"),
-    (TEXT, fields(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "leave one of the two",
+    (TEXT, fields(structured_outputs={"regex": "a"}, response_format={"type": "json_object"}), "leave out one",
      "structured_outputs"),
     (TEXT, fields(structured_outputs={"regex": "a"}, ignore_eos=True), "say where the text ends", "ignore_eos"),
     (TEXT, fields(structured_outputs={"regex": "a"}, logit_bias={"97": -100}), "", ""),

@@ -184,7 +184,7 @@ def test_a_cancelled_request_gives_its_row_to_the_next(model: Any, monkeypatch: 
         time.sleep(0.005)
     late = asked([2], max_tokens=1)
     model.execute([late])
-    assert late.error == (TritonError.UNAVAILABLE, "6 sequences run or wait, and at most 6 may; ask again later")
+    assert late.error == (TritonError.UNAVAILABLE, "6 sequences run or wait (at most 6 can); ask again later")
     for request in requests:
         request.cancelled = True
     assert {request.error for request in requests} == {(TritonError.CANCELLED, "the client cancelled the request")}
@@ -201,18 +201,18 @@ def test_a_cancelled_request_gives_its_row_to_the_next(model: Any, monkeypatch: 
 
 
 @pytest.mark.parametrize(("inputs", "message"), [
-    (asked("a", n=2).inputs, "the request asks for 2 sequences, and one may ask for 1"),
+    (asked("a", n=2).inputs, "the request asks for 2 sequences; the most for a request is 1"),
     (asked("a", tools=[{}]).inputs, "tools"),
     (asked("a", echo=True).inputs, "sampling_parameters: echo: the prompt is not repeated; leave it out"),
     (asked("a", stream=False, prompt="b").inputs, "sampling_parameters: prompt: give it as text_input or"),
     (asked([]).inputs, "the prompt is empty"),
     (asked([300]).inputs, "token id 300 is out of range; the model has 0 to 299"),
     (asked([1] * 2000).inputs, "the prompt has 2000 tokens, and the model takes 512"),
-    ({}, "the prompt: give one of text_input and input_ids"),
-    (asked("a").inputs | asked([1]).inputs, "the prompt: give one of text_input and input_ids"),
+    ({}, "give the prompt as either text_input or input_ids"),
+    (asked("a").inputs | asked([1]).inputs, "give the prompt as either text_input or input_ids"),
     ({"text_input": np.array([b"a", b"b"], np.object_)}, "text_input has 2 elements; give one"),
-    ({"text_input": np.array([b"\xff"], np.object_)}, "text_input is a text, and sampling_parameters"),
-    (asked("a").inputs | {"sampling_parameters": encoded("[1]")}, "sampling_parameters is a JSON object"),
+    ({"text_input": np.array([b"\xff"], np.object_)}, "text_input must be a text, and sampling_parameters"),
+    (asked("a").inputs | {"sampling_parameters": encoded("[1]")}, "sampling_parameters a JSON object"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_an_invalid_argument(model: Any, inputs: dict[str, Any], message: str) -> None:
     request = Request(inputs)

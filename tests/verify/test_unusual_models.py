@@ -167,7 +167,7 @@ def test_caches_that_no_caller_carries_are_no_decode(tmp_path: Path) -> None:
         doubled = Add(c, c)
         o = TensorScatter<axis=-2>(doubled, k, wi)
     }"""
-    with pytest.raises(OptionError, match=r"written \(the cache .doubled. is not an input of the model\): there is no"):
+    with pytest.raises(OptionError, match=r"step \(the cache .doubled. is not an input of the model\): there is no"):
         verify(tmp_path, text)
 
 

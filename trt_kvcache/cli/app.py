@@ -123,7 +123,9 @@ def _root(
     options: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Options by command from a TOML file: [serve], capacity = 4096.", readable=False
+            metavar="FILE",
+            help="TOML file with defaults of options: a table for each command, such as [serve].",
+            readable=False,
         ),
     ] = None,
 ) -> None:
@@ -137,7 +139,7 @@ def _root(
 
 
 def _options_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the options of each command from a TOML file; raise `OptionError` if it has another form."""
+    """Return the options of each command from a TOML file; raise `OptionError` if it is unreadable or malformed."""
     names = [command.__name__ for command in _COMMANDS]
     try:
         tables = tomllib.loads(read_file(file, 1 << 20).decode())

@@ -172,7 +172,7 @@ _SPELLED = {
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line, with values that other tools spell differently in this one's spelling."""
+    """Return the arguments of a command line; values in other tools' spelling get the spelling of this one."""
     changed = list(args)
     for at, arg in enumerate(changed):
         flag, equals, value = arg.partition("=")

@@ -175,7 +175,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text, such as ``0..3,8,10..11``; with one step of 2 or more between all, ``0..30 step 2``."""
+    """Return numbers as text: ``0..3,8,10..11``; three or more with one step of at least 2: ``0..30 step 2``."""
     ordered = sorted(set(numbers))
     step = ordered[1] - ordered[0] if len(ordered) > 2 else 1
     if step > 1 and all(b - a == step for a, b in pairwise(ordered)):

@@ -35,7 +35,7 @@ def save_page(path: Path, page: Html) -> None:
 
 
 def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str = "") -> Html:
-    """Return the page of a plan.
+    """Return the HTML page that shows a plan.
 
     Args:
         model: name of the model.
@@ -50,7 +50,7 @@ def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str
 
 
 def inspect_page(report: EngineReport, lines: Lines) -> Html:
-    """Return the page of an engine.
+    """Return the HTML page that shows an engine and its plan.
 
     Args:
         report: report of the engine's inspection.

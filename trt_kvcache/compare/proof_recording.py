@@ -195,7 +195,7 @@ class _Recording:
         return found
 
     def _tie(self) -> None:
-        """Decode the first part with the model as exported, if possible, and compare both models' logits.
+        """Decode the first part of the proof with the model as exported, if it runs, and compare its logits.
 
         Raises:
             UnsupportedModelError: the logits differ.

@@ -1,8 +1,8 @@
 """Measures the effect of an engine's rounding on a model, and derives from it how much an engine may differ.
 
-An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and in another order than ONNX
-Runtime. Here results are rounded to as many bits as that type has, on a different grid for each node, so that numbers
-of that type change, too:
+An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and adds numbers in another
+order than ONNX Runtime. To imitate this, each node's result is scaled by a random number a of this node, rounded to as
+many bits as the engine's type has, and scaled back. So numbers change even if the engine's type holds them exactly:
 
     y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
 

@@ -146,7 +146,7 @@ class Station:
 
     @property
     def compared(self) -> bool:
-        """True if the station ran and was compared."""
+        """True if this form of the model ran, and its logits were compared."""
         return bool(self.steps)
 
 

@@ -1,4 +1,4 @@
-"""A diagnosis of this machine: packages, TensorRT backends, GPU and driver, cache routes, and advice."""
+"""A diagnosis of this machine: packages, TensorRT, GPU, driver, how caches can be updated (routes), and advice."""
 
 from __future__ import annotations
 

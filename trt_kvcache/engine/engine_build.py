@@ -275,7 +275,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Engine:
-    """An engine in a temporary file, its manifest, its final path, and the bytes of its proof (empty: no proof)."""
+    """An engine in a temporary file, its manifest, its final path, and its proof: a recorded decode (empty: none)."""
 
     manifest: Manifest
     file: Path
@@ -357,7 +357,10 @@ def _built(
     part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
     bounds: Bounds | None = None,
 ) -> _Engine:  # fmt: skip
-    """Build an engine into a temporary file beside `output`. The caller corrects a decoder's sizes in the manifest."""
+    """Build an engine into a temporary file beside `output`, and return it with its manifest.
+
+    For a decoder, the caller replaces the planned memory sizes in the manifest.
+    """
     from trt_kvcache.importer.serialize import serialize_model
 
     file = files.enter_context(temporary_file(output))

@@ -193,7 +193,7 @@ def export_checkpoint(
     python = str(as_path(python, "python"))
     capacity = None if capacity is None else as_whole(capacity, "capacity", "tokens")
     if not callable(told):
-        raise OptionError(f"told is {shown(told)}; it must be a function that takes one text")
+        raise OptionError(f"argument 'told' must be a function that takes one string; got {shown(told)}")
     names = _chosen(exporter, dtype, python, int4=as_switch(int4, "int4"))
     with (
         new_folders(folder),
@@ -291,7 +291,10 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint if the exporter is right on the small twin; raise UnsupportedModelError if it fails."""
+        """Export the checkpoint if the exporter is right on the small twin.
+
+        Raises UnsupportedModelError if the exporter fails, or writes another model.
+        """
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)

@@ -144,7 +144,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
 
 
 def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, adapters: Adapters) -> dict[int, int]:
-    """Load all slots of a file into new slots; return the new slot by saved slot. `KVCache.load` lists the errors."""
+    """Load all slots of a file into new slots; return the new slot of each. `KVCache.load` lists the errors."""
     with open_slots(path, runner, adapters) as saved:
         if len(saved.slots) > rows.free:
             raise SlotError(
@@ -188,7 +188,10 @@ class FileRows:
         self._path, self._runner, self._name = Path(path).absolute(), runner, name
 
     def fill(self, row: int) -> None:
-        """Write the saved contents to a batch row of every cache; raise `CacheFileError` if the file is not usable."""
+        """Write the saved contents to a batch row of every cache.
+
+        Raises `CacheFileError` if the file is gone, damaged, or was replaced.
+        """
         _write(self._runner, row, self.arrays())
 
     def arrays(self) -> Mapping[str, Array]:

@@ -123,7 +123,10 @@ class CacheRows:
         return self._name(Slot(row, list(tokens), constants=constants, adapter=adapter))
 
     def copy(self, source: int) -> int:
-        """Return a new slot with the same tokens and cache contents as `source`; raise `SlotError` if none is free."""
+        """Return a new slot with the same tokens and cache contents as `source`.
+
+        Raises `SlotError` if `source` is not in use, or no slot is free.
+        """
         self.slot(source)
         self._check_free()
         row = self._free_row()

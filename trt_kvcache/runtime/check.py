@@ -57,7 +57,7 @@ class PassedCheck:
             if getattr(self, name) != getattr(now, name)
         ]
         if (self.engine, self.proof) != (now.engine, now.proof):
-            changes.append("it is of another engine or proof")
+            changes.append("it belongs to another engine or proof")
         return "; ".join(changes)
 
 
@@ -80,11 +80,11 @@ def read_passed_check(path: Path, now: PassedCheck) -> str:
     try:
         passed = msgspec.json.decode(path.read_bytes(), type=PassedCheck)
     except FileNotFoundError:
-        return "no passed check lies here"
+        return "there is no passed check"
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return f"the passed check {path} cannot be read"
     differs = passed.differs(now)
-    return f"the passed check {path} does not count here: {differs}" if differs else ""
+    return f"the passed check {path} is not valid here: {differs}" if differs else ""
 
 
 def write_passed_check(path: Path, passed: PassedCheck) -> None:

@@ -81,7 +81,7 @@ class Continuation:
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
-        """Choose the next token.
+        """Choose the next token from the model's scores.
 
         Args:
             logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores that are needed. This object

@@ -134,10 +134,12 @@ def bench_session(
     if capacity is not None and longest > capacity:
         raise OptionError(
             f"lengths up to {max(lengths)} and {warmup + repeats} steps from position {max(positions)} need "
-            f"{longest} rows, but the caches hold {capacity}; ask for less"
+            f"{longest} rows, but the caches hold {capacity}; give smaller numbers"
         )
     if max(batches) > session.cache.free:
-        raise OptionError(f"batch {max(batches)} is more than the {session.cache.free} rows that are free")
+        raise OptionError(
+            f"batch {max(batches)} needs as many rows, but only {session.cache.free} are free; give a smaller batch"
+        )
     rng = np.random.default_rng(0)
     first = next(token for token in range(session.vocab) if session.takes(token))
 

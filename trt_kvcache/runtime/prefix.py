@@ -152,6 +152,6 @@ def _check(plan: CachePlan) -> None:
     """Raise `OptionError` if cache rows depend on more than the token ids up to them, or change later."""
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
-        why = f"each row also depends on an input beside the tokens ('{constants[0].name}')"
+        why = f"each row also depends on an input other than the tokens ('{constants[0].name}')"
     if why:
         raise OptionError(f"prefix_cache cannot reuse rows of this model: {why}; leave it out")

@@ -88,11 +88,11 @@ class StepBatch:
 
     @cached_property
     def longest(self) -> int:
-        """The number of tokens after this step in the row that has most."""
+        """The largest number of tokens that any row holds after this step."""
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
-        """Yield a step for each row."""
+        """Yield the step of each row alone, in order."""
         for i in range(self.rows):
             one = slice(i, i + 1)
             yield replace(

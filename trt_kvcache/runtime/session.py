@@ -555,7 +555,7 @@ class DecodeSession:
                 self._rows.give_row(name)
             continuation.sequence = name
             entry = new.after(self._rows.slot(name))
-            self._loop.add(name, entry, continuation, self._streams.added, keep_slot=keep, client=client)
+            self._loop.add(name, entry, continuation, self._streams.unclaimed, keep_slot=keep, client=client)
             return name
 
     def step(self) -> list[TokenEvent]:

@@ -54,7 +54,7 @@ class StepLogits:
     Attributes:
         name: name of the output.
         dtype: dtype of the output.
-        known: whether the model fixes V; else call `settle` before anything else.
+        known: True if the model states the size of the vocabulary. If False, call `settle` first, which sets it.
         last_only: the model returns logits of the last position of each row only.
 
     Raises:
@@ -431,7 +431,7 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` in a shape that broadcasts to the input's shape."""
+    """Return the caller's positions ``[R, planes, S]`` (planes: 3 with M-RoPE) in a shape that fits the input."""
     if len(tensor.shape) < 3:
         return place(by_token(values[:, 0], tensor), tensor.axes)
     if "tokens" not in tensor.axes:

@@ -42,15 +42,15 @@ class Streams:
         guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
         rows: the sequences in the caches of the session.
         adapters: adapters of the session.
-        loop: decode loop of this cache.
+        loop: decode loop of the session.
 
     Attributes:
-        added: outcomes of sequences that no stream added.
+        unclaimed: outcomes of sequences that the caller added by `DecodeSession.add`, not by a stream.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
         self._guard, self._rows, self._loop, self._adapters = guard, rows, loop, adapters
-        self.added: Outcomes = []
+        self.unclaimed: Outcomes = []
         self._readers: list[tuple[weakref.ref[Reader], set[int]]] = []
 
     def step(self) -> list[TokenEvent]:
@@ -61,35 +61,35 @@ class Streams:
                 self._collect(events)
             return events
         except BaseException:  # such as a signal that waited: the next step returns the events of this one
-            queued = {id(outcome) for _, outcome in self.added}
-            self.added[:0] = [(event.sequence, event) for event in events if id(event) not in queued]
+            queued = {id(outcome) for _, outcome in self.unclaimed}
+            self.unclaimed[:0] = [(event.sequence, event) for event in events if id(event) not in queued]
             raise
 
     def _collect(self, events: list[TokenEvent]) -> None:
-        if not any(isinstance(outcome, TrtKvCacheError) for _, outcome in self.added):
+        if not any(isinstance(outcome, TrtKvCacheError) for _, outcome in self.unclaimed):
             self._advance()
-        for place, (slot, outcome) in enumerate(self.added):
+        for place, (slot, outcome) in enumerate(self.unclaimed):
             if isinstance(outcome, TrtKvCacheError):
-                del self.added[place]
+                del self.unclaimed[place]
                 outcome.sequence = slot
                 raise outcome
-        events += [outcome for _, outcome in self.added if isinstance(outcome, TokenEvent)]
-        del self.added[:]
+        events += [outcome for _, outcome in self.unclaimed if isinstance(outcome, TokenEvent)]
+        del self.unclaimed[:]
 
     def cancel(self, slot: int) -> None:
         """End a running sequence. Its stream gets an event with the reason `CANCELLED`."""
         run = self._loop.remove(slot)
-        if run.outcomes is not self.added:
+        if run.outcomes is not self.unclaimed:
             run.outcomes.append((slot, self._loop.last(run, FinishReason.CANCELLED)))
 
     @property
     def untold(self) -> tuple[int, ...]:
         """Slots whose outcomes `step` still has to return, because steps of streams produced them."""
-        return tuple(dict.fromkeys(slot for slot, _ in self.added))
+        return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
         """Drop the outcomes of an added sequence that `step` has not returned yet."""
-        self.added[:] = [outcome for outcome in self.added if outcome[0] != slot]
+        self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
         """Generate for several prompts, and yield their events. If there are too few free rows, some prompts wait.
@@ -124,7 +124,7 @@ class Streams:
         return reader
 
     def end_gone(self) -> None:
-        """End the sequences of readers that are gone. The caller holds the lock, and ``guard.idle``."""
+        """End the sequences of deleted readers. The caller holds the lock, and no step runs (``guard.idle``)."""
         for known in [*self._readers]:
             if known[0]() is None:
                 self._end(known[1])
@@ -146,8 +146,8 @@ class Streams:
             self._loop.add(slot, prompt.after(self._rows.slot(slot)), continuation, mailbox, keep_slot=False)
         if waiting and not self._loop.slots:
             raise SlotError(
-                f"{len(waiting)} prompt(s) wait for room and will never get it, because "
-                f"{self._rows.max_sequences or self._rows.count} sequences that are not running take all of it; "
+                f"{len(waiting)} prompt(s) would wait forever, because "
+                f"{self._rows.max_sequences or self._rows.count} sequences that are not running hold all rows; "
                 "remove some, or open the session with a larger max_batch or max_sequences"
             )
 

@@ -30,13 +30,15 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
     try:
         array = np.asarray(tokens)
     except ValueError:
-        raise PromptError("a prompt is a nested list; token ids are a flat list of whole numbers") from None
+        raise PromptError("a prompt must be a flat list of token ids (whole numbers); got a nested list") from None
     if array.size == 0:
         return []
     # too large for NumPy's integers
     huge = array.dtype.kind == "O" and all(isinstance(token, int) for token in array.flat)
     if array.ndim != 1 or not (array.dtype.kind in "iu" or huge):
-        raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of whole numbers")
+        raise PromptError(
+            f"a prompt must be a flat list of token ids (whole numbers); got {array.dtype} {list(array.shape)}"
+        )
     wrong = array[(array < 0) | (array >= vocab)]
     if wrong.size:
         raise PromptError(f"token id {shown(int(wrong[0]))} is out of range; the model has 0 to {vocab - 1}")

@@ -355,7 +355,7 @@ def prepare(
     count = request.n or 1
     asked = count * (1 if isinstance(request, ChatRequest) else len(_several(request.prompt)))
     if asked > most:
-        raise ApiError(400, f"the request asks for {asked} sequences, and one may ask for {most}", "n")
+        raise ApiError(400, f"the request asks for {asked} sequences; the most for a request is {most}", "n")
     tokens, texts, limit = _chat(session, request) if isinstance(request, ChatRequest) else _prompts(session, request)
     for prompt in tokens:
         _check_prompt(session, prompt)
@@ -464,7 +464,7 @@ def _text(message: Message, at: int) -> str:
 
 def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
     if request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo: tokens of the prompt have no logprobs; leave one of the two out", "echo")
+        raise ApiError(400, "echo: tokens of the prompt have no logprobs; leave out echo or logprobs", "echo")
     several = _several(request.prompt)
     tokens = [_ids(session, prompt) for prompt in several]
     texts = [""] * len(tokens)
@@ -547,7 +547,7 @@ def _config(
     most = request.logprobs if isinstance(request, CompletionRequest) else request.top_logprobs
     if isinstance(request, ChatRequest) and not request.logprobs:
         if most:
-            raise ApiError(400, "top_logprobs: they come with logprobs; set these to true", "top_logprobs")
+            raise ApiError(400, "top_logprobs needs logprobs; set logprobs to true", "top_logprobs")
     elif isinstance(request, ChatRequest) or most is not None:
         settings |= {"output_logprobs": True, "top_logprobs": most or 0}
     try:
@@ -572,7 +572,9 @@ def _add_grammar(
     if grammar is None:
         return
     if "grammar" in settings:
-        raise ApiError(400, f"{field}: another field already restricts the answer; leave one of the two out", field)
+        raise ApiError(
+            400, f"{field}: another field already restricts the answer; leave out one of these fields", field
+        )
     settings["grammar"] = grammar
 
 
@@ -580,6 +582,8 @@ def _biases(session: DecodeSession, biases: dict[str, float]) -> dict[int | tupl
     for token in biases:
         if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= session.vocab:
             raise ApiError(
-                400, f"logit_bias: {token[:40]!r} is no token id; the model has 0 to {session.vocab - 1}", "logit_bias"
+                400,
+                f"logit_bias: {token[:40]!r} is not a token id; the model has 0 to {session.vocab - 1}",
+                "logit_bias",
             )
     return dict(session.config.sequence_bias) | {int(token): bias for token, bias in biases.items()}

@@ -255,7 +255,7 @@ class Journal:
                     f"{self.path}: another process is writing it; wait for its end, or give another -o"
                 ) from None
             if "not a database" in str(error):
-                raise OutputError(f"{self.path}: no journal of a batch; remove it") from None
+                raise OutputError(f"{self.path}: this file is not the journal of a batch; remove it") from None
             raise OutputError(
                 f"{self.path}: cannot be written: {error}; its content is kept, and the same command continues from "
                 f"there"
@@ -275,7 +275,7 @@ class Journal:
         if record != (model,):
             raise OutputError(
                 f"{self.path} holds answers of another model, capacity, type of caches, generation config or adapters; "
-                "give that one, or remove the file to start again"
+                "repeat the batch with the same ones, or remove the file to start again"
             )
 
     def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:
@@ -326,7 +326,7 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def digest(self) -> bytes:
-        """Digest of everything that the answer depends on, except the model."""
+        """Digest of everything on which the answer to this row depends, except the model."""
         return blake3(msgspec.msgpack.encode(self)).digest(16)
 
 
@@ -345,7 +345,7 @@ def read_rows(file: Path, defaults: dict[str, Any]) -> Iterator[Row]:
         row = _row(number, line, defaults)
         name = blake3(row.key.encode()).digest(16)
         if row.key != "null" and name in seen:
-            row = Row(number, row.key, row.openai, error="an earlier row has the same id; give each row one of its own")
+            row = Row(number, row.key, row.openai, error="an earlier row has the same id; give each row another id")
         seen.add(name)
         yield row
 
@@ -404,7 +404,7 @@ def _row(number: int, line: bytes, defaults: dict[str, Any]) -> Row:
     try:
         fields = msgspec.json.decode(line)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
-        return Row(number, error=f"the row is no JSON that can be read: {error}")
+        return Row(number, error=f"the row is not valid JSON: {error}")
     if not isinstance(fields, dict):
         return Row(number, error="the row has to be a JSON object")
     openai = "custom_id" in fields
@@ -415,7 +415,9 @@ def _row(number: int, line: bytes, defaults: dict[str, Any]) -> Row:
     if openai:
         body, url = fields.get("body"), fields.get("url")
         if unknown := sorted(fields.keys() - _OPENAI):
-            return Row(number, name, True, error=f"unknown field {unknown[0]!r} beside custom_id, method, url and body")
+            return Row(
+                number, name, True, error=f"unknown field {unknown[0]!r}; expected: custom_id, method, url, body"
+            )
         if not isinstance(body, dict) or fields.get("method") != "POST" or url not in (COMPLETIONS, CHATS):
             return Row(number, name, True, error=f"method has to be POST, url {COMPLETIONS} or {CHATS}, body an object")
     else:

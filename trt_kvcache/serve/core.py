@@ -177,7 +177,7 @@ class ServingCore:
             busy = len(self._runs) + sum(len(other.works) for other in self._came)
             if busy + len(works) > self.rows + self.max_queue:
                 raise QueueFullError(
-                    f"{busy} sequences run or wait, and at most {self.rows + self.max_queue} may; ask again later"
+                    f"{busy} sequences run or wait (at most {self.rows + self.max_queue} can); ask again later"
                 )
             self._came.append(request)
             self._changed.notify()
@@ -200,7 +200,7 @@ class ServingCore:
                 self._changed.wait_for(lambda: self._runs or self._came or self._closed)
             outcomes: _Outcomes = []
             if self._closed:
-                self._end_all(EndingError("the server ended before this was complete; ask again later"), outcomes)
+                self._end_all(EndingError("the server ended before the answer was complete; ask again later"), outcomes)
                 _deliver(outcomes)
                 return
             self._since = time.perf_counter()

@@ -96,8 +96,8 @@ class Service:
         for origin in origins:
             if not re.fullmatch(r"\*|https?://[^/\s?#@]+", origin):
                 raise OptionError(
-                    f"--allow-origin {origin} is no origin; give scheme, host and port alone, as browsers send them: "
-                    "https://example.org, http://localhost:3000, or *"
+                    f"--allow-origin {origin} is not an origin; give scheme, host and port alone, as browsers send "
+                    "them: https://example.org, http://localhost:3000, or *"
                 )
         self._session, self._name = session, name
         self._names = TokenNames(session.tokenizer)
@@ -146,7 +146,7 @@ class Service:
         if scope["method"] == "POST" and self.draining:
             return ApiError(503, "the server is shutting down and takes no new requests", code="ending", headers=LATER)
         if scope["method"] == "POST" and self.active >= self._most:
-            return too_many(f"{self.active} requests run or wait, and at most {self._most} may; ask again later")
+            return too_many(f"{self.active} requests run or wait (at most {self._most} can); ask again later")
         return None
 
     def _has_key(self, scope: Scope) -> bool:

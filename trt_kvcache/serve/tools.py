@@ -212,7 +212,7 @@ def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], nam
     said = _after(render([_USER, {"role": "assistant", "content": "", "tool_calls": calls}], tools), prompt)
     head, tail = around
     if not said.endswith(tail):
-        raise _unread("calls that end like a text")
+        raise _unread("calls that end with the same text as other answers")
     return said.removeprefix(head).removesuffix(tail)
 
 

@@ -130,13 +130,13 @@ async def _others() -> None:
 def _read(request: Any) -> CompletionRequest:
     text, ids = _element(request, "text_input"), pb_utils.get_input_tensor_by_name(request, "input_ids")
     if (text is None) == (ids is None):
-        raise ApiError(400, "the prompt: give one of text_input and input_ids")
+        raise ApiError(400, "give the prompt as either text_input or input_ids")
     said = _element(request, "sampling_parameters")
     try:
         fields = {} if said is None else msgspec.json.decode(said, type=dict[str, Any])
         prompt = ids.as_numpy().tolist() if text is None else text.decode()
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ApiError(400, f"text_input is a text, and sampling_parameters is a JSON object: {error}") from None
+        raise ApiError(400, f"text_input must be a text, and sampling_parameters a JSON object: {error}") from None
     for name, why in _ELSEWHERE.items():
         if name in fields:
             raise ApiError(400, f"sampling_parameters: {name}: {why}", name)

@@ -67,7 +67,7 @@ def answer_with_ray(
         workers = workers or max(1, gpus if engine else 1)
         if engine and workers > gpus:  # Ray would wait for ever
             raise OptionError(
-                f"an engine needs a GPU for each worker, and Ray knows {gpus} for {workers}; give fewer --workers"
+                f"an engine needs a GPU for each of {workers} workers, but Ray has {gpus}; give fewer --workers"
             )
         # Ray's own tasks need a CPU: if actors take all CPUs, the job hangs silently.
         share = max(0.01, min(1.0, math.floor(100 * (resources.get("CPU", 1) - 1) / workers) / 100))

@@ -95,7 +95,7 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
             return Verdict("", "alone")
     else:
         return None
-    if most := both.longest_past(last):
+    if most := both.failing_past(last):
         return Verdict(str(most - 1 + length), "ends", both.why_it_ends(most))
     starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
     for (own, other), row in product(starts, (0, batch - 1)):
@@ -192,8 +192,8 @@ class _Outside:
                 return what.format(*found.groups())
         return "the model cannot compute later positions"
 
-    def longest_past(self, last: int) -> int:
-        """Return the shortest past, at most `last` tokens, after which the model cannot run; 0 if it runs after `last`.
+    def failing_past(self, last: int) -> int:
+        """Return the smallest number of past tokens, up to `last`, after which the model fails; 0 if it never fails.
 
         ONNX Runtime fails beyond the end of a table; TensorRT would return arbitrary numbers.
         """

@@ -227,10 +227,11 @@ def _region(
     stops: Sequence[Mapping[str, str]],
     equal: Sequence[Mapping[str, str]],
 ) -> Region:
-    """Return the region that computes `joins` and `presents`. It begins at the tensors in `stops`.
+    """Return the region that computes `joins` (tensors that differ between the models) and `presents`.
 
-    If the region reads only the shape of a tensor in `equal`, it begins there, too. Exporters take batch and length
-    from the embedded tokens, and this leaves the embedding table out of the region.
+    The region begins at the tensors in `stops`. If it reads only the shape of a tensor in `equal` (computed in the same
+    way by both models), it begins at this tensor, too. Otherwise most regions would contain the embedding table,
+    because exporters take batch and length from the embedded tokens.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]

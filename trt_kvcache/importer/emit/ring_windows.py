@@ -19,7 +19,8 @@ If a model has an input for lengths, each sequence has w + S valid tokens, or 0.
 lengths are not allowed, because the ring may have overwritten rows that the first queries of such a step need.
 
 With rings, memory and step time do not grow with the number of tokens. A cache stays linear if any attention sees all
-its rows. The check refuses models that use the length of a cache elsewhere, or compute lengths or write indices.
+its rows. The check refuses a model that uses the length of a cache in other places, and a model that computes lengths
+or the positions of new rows in the graph instead of getting them as inputs.
 """
 
 from __future__ import annotations

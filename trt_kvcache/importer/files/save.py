@@ -188,7 +188,7 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Make the weights in `flipped` refer to their bytes in the new file that `_aligned` writes."""
+    """Let each weight in `flipped` (4-bit weights whose signs changed) refer to its bytes in the file of `_aligned`."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]

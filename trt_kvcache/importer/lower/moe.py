@@ -26,15 +26,16 @@ influence each other. The same form is used for prefill and decoding. A step of 
 reads the weights of k experts. Larger steps read each weight at most 1.5 times, and compute at most three times as many
 products as the chosen pairs need.
 
+n and b never decrease when T grows, because TensorRT for RTX 1.7.1 reserves memory for the largest shapes.
+
 Rejected alternatives: To gather weights for each pair needs P copies of an expert: 102 GB in a layer of gpt-oss-20b,
-float16, for 512 tokens. To compute all experts for all tokens takes E / k times the products. n and b never decrease
-when T grows, because TensorRT for RTX 1.7.1 reserves memory for the largest shapes.
+float16, for 512 tokens. To compute all experts for all tokens takes E / k times the products.
 
 Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of
 1, followed by a Gather of the chosen experts. Scales and zero points are applied to the gathered weights. TensorRT for
 RTX 1.7.1 fuses this into one kernel, which reads only the bits of the chosen experts. TensorRT refuses 8-bit weights
-with negative scales in DequantizeLinear; a scale of 1 avoids this, too. Numbers of weights, scales and zero points are
-never read.
+with negative scales in DequantizeLinear; a scale of 1 avoids this, too. The importer
+never reads the values of weights, scales and zero points.
 
 Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always computes
 shares as with normalize_routing_weights. Options that ONNX Runtime's CPU kernels do not have or ignore (fc3,

@@ -376,7 +376,8 @@ class AttentionFacts:
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph reads columns of the scores. Then the scores must have a column for every key.
+        columns: True if the graph selects columns of the scores. Then attention must read all keys, not only the rows
+            in use, so that the scores have a column for every key.
         keys: the number of keys, which is the size of K's sequence axis.
         queries: the number of queries, which is the size of Q's sequence axis.
     """

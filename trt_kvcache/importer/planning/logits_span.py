@@ -83,7 +83,7 @@ def role_of(span: LogitsSpan) -> TensorRole:
 
 
 def with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
-    """Return the plan entry of an output in the rewritten model. Logits have as many positions as the span."""
+    """Return the role of an output in the rewritten model. The input `logits_span` sets the positions of the logits."""
     if span is None or role.name != span.output or role.io != "output":
         return role
     return replace(role, shape=(role.shape[0], span.symbol, role.shape[2]), axes=(role.axes[0], "kept", role.axes[2]))

@@ -284,7 +284,8 @@ class Reader:
         size, left = divmod(whole.size, sample.batch * self._sizes["n"] * self._keys(sample))
         if left or (whole.ndim == 4 and whole.shape[2 if key.axis == 1 else 1] != self._sizes["n"]):
             raise RecognizeError(
-                f"keys '{key.past.name}' and values '{self._value.past.name}' have different numbers of heads"
+                f"keys '{key.past.name}' and values '{self._value.past.name}' have different numbers of heads; "
+                "an attention must have as many heads of keys as of values"
             )
         keys = _by_head(whole, key, self._sizes["n"])
         sizes = self._sizes | {"d": size}

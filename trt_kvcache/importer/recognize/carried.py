@@ -266,6 +266,6 @@ def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dic
         if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
             raise UnsupportedModelError(
                 f"'{past.name}' looks like state that each step replaces. Its next value could be "
-                f"{' or '.join(map(repr, outs))}, which has the same shape; in the export, give both names that differ "
-                "only in past and present (past_conv.0, present_conv.0)"
+                f"{' or '.join(map(repr, outs))}, which has the same shape; in the export, rename the input and its "
+                "output so that their names differ only in 'past' and 'present' (past_conv.0, present_conv.0)"
             )

@@ -46,10 +46,11 @@ class Region:
         key: equal for regions that compute the same.
         result: name of the attention's result; empty if the region only writes caches.
         presents: names of the presents, in the order of `caches`.
-        texts: names of queries and new rows that are inputs of the region, in the order of the graph.
+        texts: names of the region's inputs that come from tokens (queries and new rows), in the order of the graph.
         caches: names of the pasts.
         inputs: names of other graph inputs whose numbers the region reads.
-        integers: sizes in the region's constants. The region may behave differently for lengths above one of them.
+        integers: integers in the region's constants. Each may be a limit of lengths, such as a window or the size of a
+            table, so samples have lengths on both sides of it.
         wide: names of caches that are not float32, and that the region casts to float32 before products.
         wide_weights: True if any tensor with an axis of cache rows is float32 or double.
         computed: names of keys and values that are computed from caches and are inputs of the region.

@@ -177,8 +177,8 @@ def lower_attention(
     """Emit an attention in plain operators. Q, K and V are 4-D; the result ``[B, N, S_q, H_v]`` has Q's type."""
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
-            f"Attention '{facts.node.name}' needs plain operators, but its number of heads is unknown: export the "
-            "model with shapes"
+            f"Attention '{facts.node.name}' must become MatMul and Softmax, because TensorRT's Attention cannot "
+            "compute it; for this, its number of heads must be known: export the model with shapes (value_info)"
         )
     plain = _Plain(emitter, facts, facts.query_heads, facts.kv_heads)
     raw = plain.scores(query, key)

@@ -100,7 +100,7 @@ class ConstantInputs:
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the inputs of a step with `rows` rows of these constants."""
+        """Return the shapes that the constants have as inputs of a step of `rows` rows, by name."""
         return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
     def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:

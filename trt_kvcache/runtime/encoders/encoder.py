@@ -106,7 +106,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 
 
 def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
-    """Return the error of an engine, with advice how to run the encoder on the CPU if its model exists."""
+    """Add advice to the error of an encoder engine: how to run the encoder on the CPU, if its model exists."""
     if model is None or "--encoder" in error.message:
         return error
     return type(error)(f"{error.message}; or give {model} as --encoder, so that the encoder runs on the CPU")

@@ -634,7 +634,7 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     if len(strange) > 1 and strange == content.keys():
         raise OptionError(
             f"{path} has none of the settings of a generation_config.json, but {', '.join(sorted(strange)[:4])}; give "
-            "the file of that name"
+            "a generation_config.json"
         )
     for key in sorted(content.keys() - known - _WITHOUT_EFFECT):
         _check_other(path, key, content[key], changes)

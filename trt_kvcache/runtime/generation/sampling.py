@@ -70,7 +70,7 @@ class Sampler:
     """
 
     def __init__(self, config: GenerationConfig, index: int = 0) -> None:
-        """Take the seed.
+        """Prepare the random numbers of a sequence.
 
         Args:
             config: the settings; without a seed, a new one is drawn.

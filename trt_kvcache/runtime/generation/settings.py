@@ -76,7 +76,10 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
 
 
 def with_sampling(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with `do_sample`. If it is not given, it becomes True if a sampling setting is given."""
+    """Return the settings, with ``do_sample=True`` added if there are sampling settings, but no `do_sample`.
+
+    ``temperature=0`` adds the settings of greedy decoding instead.
+    """
     if "do_sample" in settings or not _SAMPLING & settings.keys():
         return dict(settings)
     temperature = settings.get("temperature")

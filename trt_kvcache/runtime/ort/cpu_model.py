@@ -233,7 +233,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
-    """Return the tensor that the new operator must compute, and True if this one has the shape ``[B, S, N*H]``.
+    """Return the tensor that the new operator replaces, and True if its shape is ``[B, S, N*H]``, not ``[B, N, S, H]``.
 
     It is the attention's `result`, or the tensor to which the model reshapes it.
     """

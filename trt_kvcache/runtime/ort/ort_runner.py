@@ -264,7 +264,7 @@ class OnnxRuntimeRunner:
         return view[:, slice(*buffer.places(start, stop))]
 
     def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
-        """Yield, for each buffer, the cache rows of these tokens in a batch row, and their part of packed memory."""
+        """Yield, for each cache, its rows ``start .. stop - 1`` in a batch row, and the part of `data` for a copy."""
         at = 0
         for name in self._carried:
             rows = self._rows(name, row, start, stop)

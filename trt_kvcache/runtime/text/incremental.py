@@ -110,7 +110,7 @@ class StopStrings:
     """Ends a text before the first stop string in it. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Start without text; `stops` must not be empty texts."""
+        """Prepare to find the first of these texts, none of which may be empty."""
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False

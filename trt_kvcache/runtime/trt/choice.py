@@ -200,8 +200,8 @@ class DeviceChoice:
                 there = int(np.flatnonzero(known)[at]), top
             if here != there and not (math.isnan(score) and math.isnan(there[1])):  # NaN: any token
                 raise BackendError(
-                    f"of {vocab} scores in {self._dtype.name} the GPU finds token {token} with {score}, and the host "
-                    f"token {there[0]} with {there[1]}"
+                    f"among {vocab} scores in {self._dtype.name}, the GPU chooses token {token} ({score}), but the "
+                    f"host chooses token {there[0]} ({there[1]})"
                 )
         highest = min(7, vocab)
         order = np.where(allowed, ordered(looked_at), 0)
@@ -214,7 +214,9 @@ class DeviceChoice:
                 keys = row[tokens].astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
                 same = np.array_equal(np.sort(result[1 : 1 + count]), np.sort(keys))
             if not same:
-                raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds other highest scores")
+                raise BackendError(
+                    f"among {vocab} scores in {self._dtype.name}, the GPU finds other highest scores than the host"
+                )
 
 
 def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:

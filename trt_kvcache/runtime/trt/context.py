@@ -71,7 +71,7 @@ class KernelCache:
         self._stored = stored if self.loaded else b""
 
     def share(self, config: Any) -> None:
-        """Let contexts with this configuration use the cache. If TensorRT refuses, warn."""
+        """Let contexts with this configuration use the compiled kernels; warn if TensorRT refuses."""
         try:
             self._trt.check(config.set_runtime_cache(self._cache), _KEEP)
         except BackendError as error:

@@ -308,7 +308,7 @@ class Cuda:
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
 
     def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
-        """Put a kernel on the stream: `grid` blocks of `block` threads. Addresses are ints, other arguments NumPy's."""
+        """Put a kernel on the stream: `grid` blocks of `block` threads. Addresses are ints, numbers NumPy scalars."""
         with self._core_errors("launch a kernel"):
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 

@@ -59,7 +59,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Bring the newest contents of these rows to one side (of two buffers, one), and return that side, 0 or 1."""
+        """Return in which of two buffers, 0 or 1, these rows have their newest contents; copy rows that differ."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:

@@ -119,14 +119,14 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
     if built is None or (built.size, built.blake3) != (identity.size, identity.blake3):
         with_it = "no encoder" if built is None else f"{built.name} (BLAKE3 {built.blake3[:12]})"
         raise ManifestError(
-            f"{path} (BLAKE3 {identity.blake3[:12]}) is not the encoder that was built with the decoder's engine, "
-            f"which is {with_it}; build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
+            f"{path} (BLAKE3 {identity.blake3[:12]}) is not the encoder that was built with the decoder's engine; "
+            f"that one is {with_it}: build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
         )
     outputs = {t.name: t for t in manifest.plan.tensors if t.io == "output"}
     for tensor in constants:
         if tensor.name in outputs and outputs[tensor.name].dtype != tensor.dtype:
             raise ManifestError(
-                f"{path}: makes '{tensor.name}' as {outputs[tensor.name].dtype}, but the decoder takes "
+                f"{path}: it returns '{tensor.name}' as {outputs[tensor.name].dtype}, but the decoder takes "
                 f"{tensor.dtype}; build both again"
             )
 

@@ -139,7 +139,7 @@ def _refusal(
     elif "OLD_CUDA_DRIVER" in reasons or _is_old_driver(words):
         advice = "update the NVIDIA driver, which is for CUDA {}.{}".format(*cuda.driver_version)
     elif sm in manifest.compute_capabilities or _OTHER_GPUS in words:
-        advice = "other backends may know this GPU (build with --backend), and the CPU runs the model's .onnx file"
+        advice = "build it with another --backend, which may support this GPU, or run the model's .onnx file on the CPU"
     elif manifest.backend == Target.TENSORRT_RTX and sm in RTX_COMPUTE_CAPABILITIES:
         advice = f"build it again with --compute-capabilities {sm}"
     elif manifest.backend == Target.TENSORRT_RTX:
