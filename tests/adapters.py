@@ -1,7 +1,5 @@
 """Adapters as peft writes them, made without it, and models with their weights merged, to compare numbers with."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,7 +100,6 @@ def draw(
 
 
 def write(folder: Path, tensors: Mapping[str, Array], settings: Mapping[str, Any]) -> None:
-    """Write a folder as peft does."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / "adapter_model.safetensors")
     plain = {"peft_type": "LORA", "bias": "none", "task_type": "CAUSAL_LM", "r": 4, "lora_alpha": 8}

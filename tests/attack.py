@@ -9,8 +9,6 @@ a trace, more than a line, a control character, hangs, takes the process down, o
 a process of their own, which is replaced when it hangs; its memory must not grow from attempt to attempt.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import gc
@@ -56,9 +54,6 @@ KINDS: dict[str, Callable[[random.Random, Path], str]] = {
 }
 
 
-# --- the process that attempts run in
-
-
 @dataclass
 class Answer:
     """The outcome of an attempt.
@@ -84,7 +79,6 @@ def _short_limits() -> Iterator[None]:
 
 
 def attempt(kind: str, seed: int, scratch: Path) -> Answer:
-    """One attempt, in this process."""
     temporary = scratch / "tmp"
     temporary.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=scratch))
@@ -119,9 +113,6 @@ def work(scratch: Path) -> None:
     serve(lambda request, *_: attempt(*request, scratch), tuple[str, int])
 
 
-# --- the driver
-
-
 @dataclass
 class Report:
     """The outcome of an attack.
@@ -148,11 +139,9 @@ class Report:
 
     @property
     def failed(self) -> bool:
-        """Something fell."""
         return any(self.fell.values()) or self.growth > _GROWTH
 
     def lines(self) -> list[str]:
-        """The table."""
         made = [f"{'kind':12}{'tried':>8}{'held':>8}{'fell':>8}   came to"]
         for kind, count in self.tried.items():
             fell = len(self.fell.get(kind, []))
@@ -210,7 +199,6 @@ def _say(*lines: object) -> None:
 
 
 def main() -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the first attempt of each kind")

@@ -1,7 +1,5 @@
 """Builds in a child process: a model that crashes TensorRT must fail one test, not end the test run."""
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 from collections.abc import Sequence

@@ -5,8 +5,6 @@
 FOLDER holds the NVRTC to use; its version goes to stderr.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Shared by all tests: the choice of those that run here, and an environment that changes nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import defaultdict

@@ -3,8 +3,6 @@
 The encoder gives what it hears, half of it, or of token ids their rows of a table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from onnx import TensorProto, helper
 
 Array = NDArray[Any]
 CROSS = (("a", "c"), ("b", "d"))
-_FLOAT, _INT, _HALF = TensorProto.FLOAT, TensorProto.INT64, TensorProto.FLOAT16
+_FLOAT, _INT = TensorProto.FLOAT, TensorProto.INT64
 
 
 def heard(length: int, seed: int) -> Array:

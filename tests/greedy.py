@@ -1,7 +1,5 @@
 """The judge of generation: greedy decoding with a growing model as exported, on ONNX Runtime."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

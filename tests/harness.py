@@ -1,7 +1,5 @@
 """Run models as they are and as rewritten, and build the rewritten ones: what the conformance tests and grids share."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +24,6 @@ _NOT_IN_ORT = {TensorProto.BFLOAT16, TensorProto.FLOAT8E4M3FN, TensorProto.INT4,
 
 
 def imported(model: onnx.ModelProto, folder: Path, options: PlanOptions | None = None) -> ImportedModel:
-    """Write `model` and import it."""
     path = folder / "model.onnx"
     onnx.save(model, path)
     return import_model(path, options or PlanOptions())
@@ -58,19 +55,15 @@ def _check_standard(model: bytes) -> None:
     onnx.checker.check_model(model, full_check=True)
 
 
-def run_rewritten(result: ImportedModel, feeds: Feeds, spans: Mapping[str, int] | None = None) -> Feeds:
-    """Outputs of the rewritten model, for feeds and with caches in the original's layout.
-
-    `spans` gives the length of each span input; the capacity where it does not, and logits of all positions.
-    """
+def run_rewritten(result: ImportedModel, feeds: Feeds) -> Feeds:
+    """Outputs of the rewritten model, for feeds and with caches in the original's layout; spans are the capacity."""
     _check_standard(result.model.SerializeToString())
     inputs = {value.name: value for value in result.model.graph.input}
     physical = dict(feeds)
     for span in result.plan.spans:
-        physical[span.name] = np.arange((spans or {}).get(span.name, span.capacity), dtype=np.int64)
+        physical[span.name] = np.arange(span.capacity, dtype=np.int64)
     if result.plan.logits_span is not None:
-        name = result.plan.logits_span.name
-        physical[name] = np.arange((spans or {}).get(name, 64))  # more than a step has: of all
+        physical[result.plan.logits_span.name] = np.arange(64)  # more than a step has: of all
     for cache in result.plan.caches:
         if cache.past in feeds:
             physical[cache.past] = to_physical(cache, feeds[cache.past])
@@ -108,7 +101,6 @@ def to_physical(cache: CacheUpdate, array: Array) -> Array:
 
 
 def to_logical(cache: CacheUpdate, array: Array) -> Array:
-    """The inverse of `to_physical`."""
     shape = [array.shape[0], *cache.logical_shape[1:]]
     if cache.layout is PhysicalLayout.HEADS_MAJOR:
         array = array.transpose(0, 2, 1, 3)

@@ -1,7 +1,5 @@
 """The kernels that choose tokens, compiled for the host: logits go in as numpy arrays, what they write comes back."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 from collections.abc import Sequence
@@ -13,14 +11,7 @@ import numpy as np
 from host_kernel import HERE, compile_for_host
 from numpy.typing import NDArray
 
-from trt_kvcache.plugins.choice import (
-    CANDIDATES,
-    CHOICE_DTYPES,
-    KERNELS,
-    choice_entries,
-    choice_family,
-    sets_per_row,
-)
+from trt_kvcache.plugins.choice import CANDIDATES, CHOICE_DTYPES, KERNELS, choice_entries, choice_family, sets_per_row
 from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
 from trt_kvcache.runtime.generation.token_masks import pack_masks
 

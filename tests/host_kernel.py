@@ -1,7 +1,5 @@
 """The kernel compiled for the host: launches go in as numpy arrays, outputs come back."""
 
-from __future__ import annotations
-
 import shutil
 import struct
 import subprocess
@@ -77,7 +75,6 @@ class HostKernels:
         return "\n".join([*parts, "};\n"])
 
     def run(self, launches: Sequence[Launch]) -> list[list[Bytes]]:
-        """The outputs of each launch, as bytes."""
         content = [struct.pack("q", len(launches))]
         for x in launches:
             entry = self.order[x.config.name]
@@ -117,7 +114,6 @@ def compile_for_host(folder: Path, name: str, text: str, flags: Sequence[str]) -
 
 
 def compiler() -> str | None:
-    """A C++ compiler, or None."""
     return shutil.which("g++") or shutil.which("clang++")
 
 

@@ -1,7 +1,5 @@
 """Generated launches of the cache-update kernel, each with the outputs that the numpy reference gives."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Models of real sizes at no cost: small ones, in which sizes become large, and whose weights are holes in a file."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Operators in bodies of their own, and both run by ONNX Runtime."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Mixtures of experts as ONNX Runtime's operators (MoE, QMoE), with random weights, and their definition in numpy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +54,6 @@ class Mixture:
 
     @property
     def op(self) -> str:
-        """The operator."""
         return "QMoE" if self.bits else "MoE"
 
     @property

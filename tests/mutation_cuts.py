@@ -5,8 +5,6 @@ fault in the check's own cutting (a region that nobody runs, boundaries that are
 another, blind digests) and in the rewritten model a fault that it hides: `verify` has to find that one.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,13 +19,12 @@ import onnx
 from mutations import Mutator, alike, types_of
 from onnx import helper
 
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache import PlanOptions, TrtKvCacheError
 from trt_kvcache.importer import import_model, pipeline
 from trt_kvcache.importer.check import checker
 from trt_kvcache.importer.check import region as cutting
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.models import pair_models
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import Prepared
 from trt_kvcache.importer.recorded_options import misfit
 from trt_kvcache.verify import VerifyOptions, verify_import
@@ -216,7 +213,6 @@ class Miscut:
         return self._change(lambda regions: [replace(r, key="one") for r in regions])
 
     def _other_region(self) -> list[Fault]:
-        """A region has the parts of another."""
         one, two = self._random.sample(range(len(self._regions)), 2)
         name = next(iter(self._regions[one].joins), "")
         if name:
@@ -234,7 +230,6 @@ class Miscut:
         return _taken({name: f"taken:{name}"})
 
     def _other_tensor(self) -> list[Fault]:
-        """A tensor that counts as another."""
         types = types_of(self._right)
         pairs = [(a, b) for a, b in permutations(sorted(self._makes), 2) if alike(types.get(a), types.get(b))]
         one, two = self._random.choice(pairs)

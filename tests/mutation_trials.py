@@ -4,13 +4,11 @@ A mutated model is its own specification: the importer refuses it by an error of
 the numbers that the mutated one gives in ONNX Runtime. Anything else is a bug.
 """
 
-from __future__ import annotations
-
 import shutil
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -86,13 +84,13 @@ def _alarm(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def mutant(source: Path, folder: Path, seed: int, kinds: Sequence[str] = ()) -> tuple[Path, str]:
+def mutant(source: Path, folder: Path, seed: int) -> tuple[Path, str]:
     """Writes a mutated copy of a model, weights beside it; returns its path and what was done."""
     for data in source.parent.glob("*.data"):
         if not (folder / data.name).exists():
             shutil.copy(data, folder / data.name)
     model = onnx.load(source, load_external_data=False)
-    done = Mutator(model, seed, kinds).mutate()
+    done = Mutator(model, seed).mutate()
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
     return path, done

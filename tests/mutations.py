@@ -4,8 +4,6 @@ A mutated model is its own specification: whatever it computes is what its rewri
 importer refuses it. `mutation_trials` says which.
 """
 
-from __future__ import annotations
-
 import collections
 import os
 import random
@@ -109,17 +107,14 @@ class Mutator:
         return self.random.choices(nodes, weights=[(1 + self._distance.get(n.output[0], 8)) ** -1.5 for n in nodes])[0]
 
     def use(self, fits: Callable[[str], bool]) -> tuple[NodeProto, int]:
-        """One input of a node."""
         node = self.node(lambda n: any(name and fits(name) for name in n.input))
         return node, self.random.choice([i for i, name in enumerate(node.input) if name and fits(name)])
 
     def name(self) -> str:
-        """A new tensor name."""
         self._made += 1
         return f"mutated_{self._made}"
 
     def constant(self, value: np.ndarray) -> str:
-        """A new initializer."""
         name = self.name()
         self.graph.initializer.append(numpy_helper.from_array(value, name))
         self.types[name] = (helper.np_dtype_to_tensor_dtype(value.dtype), tuple(value.shape))
@@ -143,7 +138,6 @@ class Mutator:
         return {n: t for n, t in small.items() if t.data_location != TensorProto.EXTERNAL and np.prod(t.dims)}
 
     def available(self, node: NodeProto) -> list[str]:
-        """Tensors that are there before a node runs."""
         names = [v.name for v in self.graph.input] + [t.name for t in self.graph.initializer]
         for other in self.graph.node:
             if other is node or other.output == node.output:
@@ -197,7 +191,6 @@ def constant(m: Mutator) -> str:
 
 
 def attribute(m: Mutator) -> str:
-    """Another value of an attribute."""
     node = m.node(lambda n: n.op_type != "Constant" and any(a.type in (1, 2, 6, 7) for a in n.attribute))
     changed = m.random.choice([a for a in node.attribute if a.type in (1, 2, 6, 7)])
     old = helper.get_attribute_value(changed)
@@ -257,7 +250,6 @@ def rewire(m: Mutator) -> str:
 
 
 def relative(m: Mutator) -> str:
-    """A related operator."""
     families = [(op, [o for o in family if o != op]) for family in _RELATIVES for op in family]
     node = m.node(lambda n: any(n.op_type == op for op, _ in families))
     old = node.op_type
@@ -421,5 +413,4 @@ _KINDS = {
 
 
 def label(node: NodeProto) -> str:
-    """A node in a message."""
     return f"{node.op_type} '{node.name or node.output[0]}'"

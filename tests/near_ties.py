@@ -1,7 +1,5 @@
 """Generated tokens against scores of another machine: where two are nearly best, rounding decides between them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

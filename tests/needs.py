@@ -1,7 +1,5 @@
 """Needs of some tests, which are skipped without them."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

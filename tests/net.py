@@ -13,8 +13,6 @@ An outcome is "refused", by an error of ours, or "taken"; with ``--verify``, "eq
 numbers, and "taken" if `verify` cannot decode the model. "wrong" and "trace" break the promise for every model.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import os

@@ -1,7 +1,5 @@
 """Judge the models of `plain_graphs`: the rewritten model against an interpreter in NumPy of its own."""
 
-from __future__ import annotations
-
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -44,9 +42,6 @@ class Step:
     length: int
     starts: tuple[int, ...]
     valid: tuple[int, ...]
-
-
-# The interpreter.
 
 
 def evaluate(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
@@ -129,9 +124,6 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 }
 
 
-# A caller's inputs.
-
-
 def episodes(plain: Plain, plan: CachePlan, rng: np.random.Generator) -> Iterator[tuple[Step, ...]]:
     """Steps over one set of caches each: as a caller of the engine goes on from its starts, within the contract."""
     batch = plain.batch or 3
@@ -200,8 +192,6 @@ def contract_of_nobody(plain: Plain, plan: CachePlan) -> str:
 
 
 class Caller:
-    """Feeds of one model."""
-
     def __init__(self, plain: Plain, rng: np.random.Generator, garbage: float) -> None:
         self.plain, self.rng, self.garbage = plain, rng, garbage
         self.values = {v.name: v for v in plain.model.graph.input}
@@ -275,9 +265,6 @@ class Caller:
             return np.where(seen, self.rng.integers(-2, 2, shape), -30).astype(dtype)
         bias = self.rng.uniform(-1, 1, shape)
         return np.where(seen, bias, -np.inf if self.plain.seed % 2 else -1e4).astype(dtype)
-
-
-# The comparison.
 
 
 class _DiffersError(Exception):

@@ -1,7 +1,5 @@
 """A reference of the plugin's operators, refusals and wraps included; and inputs for them."""
 
-from __future__ import annotations
-
 import numpy as np
 from harness import Feeds
 from kernel_cases import quantize_linear, refused

@@ -1,7 +1,5 @@
 """Engines of the fake TensorRT with their proofs: right ones, and such as a wrong TensorRT would make."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -9,8 +9,6 @@ rewritten model as it is, and with its numbers moved at random by twice the roun
     PYTHONPATH=tests:tests/corpus:scripts python tests/proof_faults.py --faults 400 --capacity 300 --real FOLDER
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys
@@ -53,9 +51,6 @@ DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat1
 CAPACITY, BATCH, CHUNK, LOGITS = 40, 4, 8, 4
 
 
-# --- right engines
-
-
 @dataclass
 class Subject:
     """A model with its proof.
@@ -84,7 +79,6 @@ class Subject:
         return TwinRunner(runner, self.imported.plan) if twin else runner
 
     def replay(self, runner: Any) -> Replay:
-        """The verdict on a runner, which is closed."""
         try:
             return replay(runner, self.proof)
         finally:
@@ -118,7 +112,6 @@ class TwinRunner:
 
 
 def _floats(plan: CachePlan) -> CachePlan:
-    """The plan of a float32 twin."""
     text = msgspec.json.encode(plan).decode().replace('"bfloat16"', '"float"')
     return msgspec.json.decode(text, type=CachePlan)
 
@@ -198,8 +191,6 @@ def decoders() -> Iterator[tuple[str, Callable[[Path], Subject]]]:
 def _decoder(name: str, config: DecoderConfig, folder: Path) -> Subject:
     return subject(name, write_decoder(folder / "model.onnx", config), PlanOptions())
 
-
-# --- faults in models
 
 Edit = Callable[[ModelProto], None]
 
@@ -457,9 +448,6 @@ def _short_span(model: ModelProto) -> None:
     model.graph.node.insert(0, helper.make_node("Slice", ["attention_span", *ends], ["fault/span"], "fault/short"))
 
 
-# --- faults in runners
-
-
 class FaultyRunner:
     """A runner of which one thing is wrong."""
 
@@ -537,9 +525,6 @@ RUNNER_FAULTS = (
 )  # fmt: skip
 
 
-# --- trials
-
-
 def faults(subject: Subject, seed: int) -> list[tuple[str, Edit | None]]:
     """All faults of a subject, in a random order; None: it is one of the runner."""
     found: list[tuple[str, Edit | None]] = [*edits(subject, seed), *((name, None) for name in RUNNER_FAULTS)]
@@ -589,7 +574,6 @@ def alarms(subject: Subject, seeds: Sequence[int]) -> list[str]:
 
 
 def main() -> int:
-    """Print the counts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=400, help="to plant, spread over all models")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,8 +6,6 @@ the lean runtime, which has the registry, for the rest. In a process of its own,
 real ones.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

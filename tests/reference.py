@@ -4,8 +4,6 @@ Sources: https://onnx.ai/onnx/operators/onnx__TensorScatter.html and
 https://onnx.ai/onnx/operators/onnx__Attention.html (versions 24 and 25).
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

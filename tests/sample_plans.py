@@ -1,7 +1,5 @@
 """A plan and a manifest as data, for tests of what reads them: no model, no TensorRT."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange
@@ -92,7 +90,6 @@ def with_contract(cache: CacheUpdate) -> CacheUpdate:
 
 
 def sample_manifest(plan: CachePlan, engine: FileIdentity) -> Manifest:
-    """The manifest of an engine built from `plan` with one profile."""
     sizes = {"batch": (1, 4, 4), "sequence": (1, 64, 64), "span": (1, 128, 256), "kept": (1, 1, 64)}
     shapes = {
         t.name: ShapeRange(

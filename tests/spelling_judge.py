@@ -1,7 +1,5 @@
 """Judge the models of `spellings`: the rewritten model's logits against ONNX Runtime on the original."""
 
-from __future__ import annotations
-
 import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
@@ -114,7 +112,6 @@ def rewritten(made: ImportedModel, batch: int) -> list[Array]:
 
 
 def judge(spelling: Spelling) -> Outcome:
-    """The fate of a model."""
     model = make(spelling)
     batch = 1 if model.graph.input and _fixed_batch(model) else 2
     try:

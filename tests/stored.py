@@ -1,7 +1,5 @@
 """Stored exports of real exporters, edited."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

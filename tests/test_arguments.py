@@ -1,7 +1,5 @@
 """Whatever is given to a public function is taken, or refused by name at the call: nothing ends with a trace inside."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator

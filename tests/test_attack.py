@@ -1,7 +1,5 @@
 """A few attempts of each kind of attack; ``scripts/attack`` makes any number of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every benchmark runs with small sizes and prints a table and a line of JSON. No time is asserted."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -73,13 +71,11 @@ def differences(data: Any) -> Iterator[float]:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("name", "rows"),
-    [pytest.param("build", 7, marks=pytest.mark.slow), pytest.param("decode", 4, marks=pytest.mark.slow),
-     ("host", 15), ("idioms", 6), ("latents", 2), pytest.param("logits", 2, marks=pytest.mark.slow), ("span", 2),
-     ("choice", 18), ("kernel", 12), pytest.param("draft", 2, marks=pytest.mark.slow),
-     pytest.param("serve", 1, marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "rows"), [
+    pytest.param("build", 7, marks=pytest.mark.slow), pytest.param("decode", 4, marks=pytest.mark.slow), ("host", 15),
+    ("idioms", 6), ("latents", 2), pytest.param("logits", 2, marks=pytest.mark.slow), ("span", 2), ("choice", 18),
+    ("kernel", 12), pytest.param("draft", 2, marks=pytest.mark.slow), pytest.param("serve", 1, marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.filterwarnings("default")  # other people's packages
 def test_prints_a_table_and_json(
     name: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -271,12 +267,11 @@ def test_what_follows_a_rest_is_not_measured() -> None:
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("end", "words"),
-    [(partial(int, "x"), "a: ValueError: invalid literal"), (partial(os._exit, 3), "a: its process ended, exit code 3"),
-     (None, "a: its process ended, exit code -9")],
-    ids=["raises", "exits", "is killed"],
-)  # fmt: skip
+@pytest.mark.parametrize(("end", "words"), [
+    (partial(int, "x"), "a: ValueError: invalid literal"),
+    (partial(os._exit, 3), "a: its process ended, exit code 3"),
+    (None, "a: its process ended, exit code -9"),
+], ids=["raises", "exits", "is killed"])  # fmt: skip
 def test_a_way_that_fails_ends_the_benchmark(end: Callable[[], object] | None, words: str) -> None:
     with Worker("a", partial(ending, end or int)) as worker:
         (pid,) = worker.run(1).given

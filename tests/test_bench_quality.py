@@ -1,7 +1,5 @@
 """The benchmark of quality: its scores against known distributions, a small checkpoint from end to end, refusals."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The budget counts statements, and only sinks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import budget

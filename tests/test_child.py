@@ -1,7 +1,5 @@
 """Child processes: what passes between them and their callers, and the time that they may take."""
 
-from __future__ import annotations
-
 import json
 import queue
 import subprocess

@@ -1,7 +1,5 @@
 """The decoder makers: valid ONNX, runnable, and the same decoder in every form."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

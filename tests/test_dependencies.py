@@ -1,7 +1,5 @@
 """The container's packages have hashes and are within this project's ranges; what was not audited is named."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

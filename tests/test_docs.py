@@ -1,7 +1,5 @@
 """The documentation site: it quotes real messages, builds without a warning, and its notebook runs."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

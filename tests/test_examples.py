@@ -1,7 +1,5 @@
 """The programs in ``examples/`` do what they say; `own_loop.py` has tests of its own."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The documentation shows the table of exporters as it was measured, and the script measures what an exporter wrote."""
 
-from __future__ import annotations
-
 from exporter_matrix import (
     ARCHITECTURES,
     EXPORTERS,

@@ -1,15 +1,12 @@
 """The decoders that are written as exporters write them are taken by the importer, and keep their numbers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache import PlanOptions, plan_model
 
 
 def test_a_cache_that_grows_changes_into_a_buffer_of_the_capacity(tmp_path: Path) -> None:

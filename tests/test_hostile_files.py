@@ -1,7 +1,5 @@
 """Files from anywhere: pipes, devices, files without end and templates that never end are one line, at once."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

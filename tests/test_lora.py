@@ -1,7 +1,5 @@
 """Adapter folders: what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -86,18 +84,15 @@ def test_kinds_that_are_refused(settings: dict[str, Any], words: str, tmp_path: 
         open_lora(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("tensors", "words"),
-    [
-        ({}, "the adapter has no tensors"),
-        ({"base_model.model.model.embed_tokens.lora_embedding_A": A}, "embed_tokens.lora_embedding_A' is not A or B"),
-        ({f"base_model.model.{MODULE}.lora_magnitude_vector": A[0]}, "lora_magnitude_vector' is not A or B"),
-        ({"base_model.model.lm_head.weight": A}, "lm_head.weight' is not A or B"),
-        (dict([next(iter(PAIR.items()))]), f"module '{MODULE}' has only .*lora_A.weight; copy the file again"),
-        ({**PAIR, f"base_model.model.{MODULE}.lora_B.weight": B.T}, r"has A \[2, 4\] and B \[2, 3\], which cannot"),
-        ({**PAIR, f"base_model.model.{MODULE}.lora_A.weight": A.astype(np.int32)}, "is I32; supported are F16, F32"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tensors", "words"), [
+    ({}, "the adapter has no tensors"),
+    ({"base_model.model.model.embed_tokens.lora_embedding_A": A}, "embed_tokens.lora_embedding_A' is not A or B"),
+    ({f"base_model.model.{MODULE}.lora_magnitude_vector": A[0]}, "lora_magnitude_vector' is not A or B"),
+    ({"base_model.model.lm_head.weight": A}, "lm_head.weight' is not A or B"),
+    (dict([next(iter(PAIR.items()))]), f"module '{MODULE}' has only .*lora_A.weight; copy the file again"),
+    ({**PAIR, f"base_model.model.{MODULE}.lora_B.weight": B.T}, r"has A \[2, 4\] and B \[2, 3\], which cannot"),
+    ({**PAIR, f"base_model.model.{MODULE}.lora_A.weight": A.astype(np.int32)}, "is I32; supported are F16, F32"),
+])  # fmt: skip
 def test_tensors_that_are_refused(tensors: dict[str, Any], words: str, tmp_path: Path) -> None:
     write(tmp_path, tensors, {"r": 2})
     with pytest.raises(OptionError, match=words):

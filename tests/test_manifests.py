@@ -1,7 +1,5 @@
 """The manifests of docs/deploy fit Kubernetes' schemas, each other, and the command line."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

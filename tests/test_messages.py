@@ -1,7 +1,5 @@
 """Messages name options as flags on the command line, and as arguments in Python."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -39,20 +37,17 @@ def test_flags_become_arguments(flags: str, arguments: str) -> None:
     assert (str(error), error.message) == (arguments, flags)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "flags"),
-    [
-        ("max_batch is 0; it must be at least 1", "--max-batch is 0; it must be at least 1"),
-        ("temperature=0.5 has no effect without do_sample=True; set that too",
-         "--temperature 0.5 has no effect without --sample; set that too"),
-        ("leave do_sample=False out", "leave --greedy out"),
-        ("seed of a seed=1", "seed of a --seed 1"),
-        ("early=True has no effect", "--early True has no effect"),
-        ('refit="any": it may', "--refit any: it may"),
-        ("generation_config.json: temperature is 0", "generation_config.json: temperature is 0"),
-        ("/tmp/max_batch/a.onnx: 'max_batch' is no input", "/tmp/max_batch/a.onnx: 'max_batch' is no input"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("arguments", "flags"), [
+    ("max_batch is 0; it must be at least 1", "--max-batch is 0; it must be at least 1"),
+    ("temperature=0.5 has no effect without do_sample=True; set that too",
+     "--temperature 0.5 has no effect without --sample; set that too"),
+    ("leave do_sample=False out", "leave --greedy out"),
+    ("seed of a seed=1", "seed of a --seed 1"),
+    ("early=True has no effect", "--early True has no effect"),
+    ('refit="any": it may', "--refit any: it may"),
+    ("generation_config.json: temperature is 0", "generation_config.json: temperature is 0"),
+    ("/tmp/max_batch/a.onnx: 'max_batch' is no input", "/tmp/max_batch/a.onnx: 'max_batch' is no input"),
+])  # fmt: skip
 def test_arguments_become_flags(arguments: str, flags: str) -> None:
     known: dict[str, tuple[str, str | None]] = {
         "max_batch": ("--max-batch", None), "temperature": ("--temperature", None), "seed": ("--seed", None),

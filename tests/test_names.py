@@ -1,7 +1,5 @@
 """Names in the place of a model: of the hub, of weights, of other tools' files. Each gets one line with the way out."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -9,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
-from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, build_engine, plan_model, verify_model
-from trt_kvcache.cli.app import app
+from trt_kvcache import DecodeSession, build_engine, export_checkpoint, plan_model, verify_model
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.export.run import export_checkpoint
 
 EXPORT = "export it first: trt-kvcache export"
 NAMES = {
@@ -89,7 +85,7 @@ def test_a_name_gets_what_it_is_and_the_way_out(typed: str, folder: Path, monkey
     monkeypatch.chdir(folder)
     monkeypatch.setenv("HF_HUB_CACHE", "CACHE" if "absent" in typed else str(folder / "cache"))
     before = sorted(folder.rglob("*"))
-    result = CliRunner().invoke(app, typed.split())
+    result = invoke(*typed.split(), code=None)
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
     assert NAMES[typed] in result.stderr
     assert sorted(folder.rglob("*")) == before
@@ -135,7 +131,7 @@ def test_a_name_of_the_hub_is_the_folder_in_its_cache(folder: Path, monkeypatch:
         (snapshot.parent.parent / "refs" / "main").write_text("1f\n")
         with monkeypatch.context() as changed:
             changed.setenv(variable, str(home))
-            result = CliRunner().invoke(app, ["plan", "org/small"])
+            result = invoke("plan", "org/small", code=None)
         shutil.rmtree(home)
         assert result.exit_code == 0, result.output
         assert "2 of 2 caches in place" in result.stdout

@@ -1,7 +1,5 @@
 """`near_ties.check_greedy` takes what rounding decides, and nothing else."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The loop that the docs show runs engines as `DecodeSession` does, and refuses what it does not know."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,8 +14,7 @@ from runtime import fake_tensorrt
 from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
 
-from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions
 
 CAPACITY = 300  # more than one bucket of the span
 PROMPTS = ([5], [1, 2, 3, 4, 5, 6, 7, 8], [*range(3, 22)])

@@ -1,7 +1,5 @@
 """The wheel carries configs and plugins, and works from where it is unpacked; a source tree works as it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -23,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this source tree."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
     subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)

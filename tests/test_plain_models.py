@@ -1,7 +1,5 @@
 """Models with TensorScatter and Attention, drawn at random: what `plan` takes is rewritten, built, and right."""
 
-from __future__ import annotations
-
 import collections
 
 import pytest

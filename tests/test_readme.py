@@ -1,7 +1,5 @@
 """The README and `docs/` show what happens: their examples are run, and the output compared but for numbers."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -42,12 +40,9 @@ def test_output_that_differs_is_noticed() -> None:
     assert comparable("route native\n") != comparable("route functional\n")
 
 
-def test_a_command_that_fails_is_an_error(tmp_path: Path) -> None:
+def test_an_example_that_fails_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="exit code 3"):
         run_examples("```console\n$ echo said; exit 3\n```\n", tmp_path)
-
-
-def test_a_python_example_that_fails_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         run_examples("```python\n1 / 0\n```\n", tmp_path)
 

@@ -1,7 +1,5 @@
 """The numpy references that the grids compare against give the outputs that ONNX stores with its node tests."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """One attention over growing or fixed caches in many spellings: each is taken and right, or refused."""
 
-from __future__ import annotations
-
 import collections
 from pathlib import Path
 from typing import Any

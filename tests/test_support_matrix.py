@@ -1,7 +1,5 @@
 """The documentation shows the support matrix as the tests know it."""
 
-from __future__ import annotations
-
 import pytest
 from cases import ALL_CASES, GROUPS
 from support_matrix import BEGIN, END, PAGE, matrix, replaced

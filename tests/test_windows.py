@@ -1,7 +1,5 @@
 """The main jobs without what Windows lacks; on Windows itself every other test says more."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 PYTHONPATH=.:tests:tests/corpus python tests/trials.py KIND --seeds 0:500 [--capacity 40] [MODEL.onnx ...]
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """Parse and build with TensorRT for RTX directly: no rewriting, no child process, TensorRT's own words kept."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +47,6 @@ class Parsed:
         return found
 
     def attentions(self) -> list[trt.IAttention]:
-        """Every IAttention in the network."""
         return [layer.attention for layer in self.layers(trt.LayerType.ATTENTION_INPUT)]
 
     def updates(self) -> list[trt.IKVCacheUpdateLayer]:

@@ -4,8 +4,6 @@ No fcntl and no resource, ``sys.platform`` says win32, and a file that somebody 
 Other packages are imported before, as they are built for the system that really runs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """``chat`` as typed on a terminal: editing, history, pasted lines, Ctrl-C and Ctrl-D."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

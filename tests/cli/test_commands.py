@@ -1,18 +1,15 @@
 """Every command on a small decoder, from end to end: what is on stdout, and that it says what the API says."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from trt_kvcache import BuildOptions, CachePlan, Manifest, PlanOptions, plan_model, verify_model
-from trt_kvcache.cli.app import app
-from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache import BuildOptions, CachePlan, Manifest, PlanOptions, load_manifest, plan_model, verify_model
 from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Sliding, Target
 from trt_kvcache.reports import EngineReport, VerifyReport
 
@@ -23,9 +20,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*arguments: object) -> Result:
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exception is None, result.stderr or result.exception
-    assert result.exit_code == 0
+    result = invoke(*arguments)
+    assert result.exception is None
     return result
 
 
@@ -60,8 +56,7 @@ def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
     asked = ["--tokens", "1,2,3", "--max-new-tokens", 9, "--json"]
     (found,) = msgspec.json.decode(run("generate", GROWING, "--capacity", 48, *asked).stdout)["sequences"]
     assert len(found["tokens"]) == 9
-    refused = CliRunner().invoke(app, ["generate", str(tmp_path / "rewritten.onnx"), *map(str, asked)])
-    assert refused.exit_code == 1
+    refused = invoke("generate", tmp_path / "rewritten.onnx", *asked, code=1)
     assert "was rewritten by trt_kvcache already" in refused.stderr
     assert "every station gives the numbers of the model as exported" in run("verify", GROWING, "--capacity", 48).stdout
     measured = run("bench", GROWING, "--capacity", 48, "--lengths", 4, "--positions", 8, "--repeats", 1, "--warmup", 0)
@@ -69,13 +64,9 @@ def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [["generate", "--tokens", "1"], ["bench"]])
-@pytest.mark.parametrize(
-    "option",
-    [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]],
-)
+@pytest.mark.parametrize("option", [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]])
 def test_engines_are_not_planned_again(command: list[str], option: list[str]) -> None:
-    result = CliRunner().invoke(app, [*command, "model.engine", *option])
-    assert result.exit_code == 1
+    result = invoke(*command, "model.engine", *option, code=1)
     assert "was planned when it was built" in result.stderr
 
 
@@ -106,14 +97,14 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("trt_kvcache.build_engine", build_engine)
-    CliRunner().invoke(
-        app,
+    words = (
         f"build {model} -o {tmp_path}/e --max-batch 8 --opt-batch 2 --max-chunk 32 --minShapes a:1x2,b:3 "
         "--optShapes a:2x2 --maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
         "--opt-level 4 --timing-cache times --version-compatible --declare-aliases --strip-plan --refit any "
         "--profiling-verbosity detailed --capacity 48 --cache-layout preserve --attention-span off --fallback contract "
-        "--config mine.yaml --sliding circular --window-chunk 9",
+        "--config mine.yaml --sliding circular --window-chunk 9"
     )
+    invoke(*words.split(), code=None)
     options, build = given
     assert build == BuildOptions(
         backend="tensorrt", max_batch=8, opt_batch=2, max_chunk=32, min_shapes={"a": (1, 2), "b": (3,)},
@@ -142,8 +133,7 @@ def test_verify_fails_above_the_tolerance(model: Path, monkeypatch: pytest.Monke
         return replace(report, passed=False, stations=(worst, *report.stations[1:]))
 
     monkeypatch.setattr("trt_kvcache.verify_model", wrong)
-    result = CliRunner().invoke(app, ["verify", str(model)])
-    assert result.exit_code == 1
+    result = invoke("verify", model, code=1)
     assert "FAILED" in result.stdout
     assert result.stderr.startswith("error: ")
     assert "rewritten: logits differ by 0.5" in result.stderr

@@ -1,19 +1,15 @@
 """`generate`, `bench` and `plan` of models that take embeddings."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke
 from runtime.embedded_models import MODELS, Forms, cut, embedding_model
-from typer.testing import CliRunner
 
-from trt_kvcache.cli.app import app
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache import DecodeSession, GenerationConfig
 
 CAPACITY = ["--capacity", "64"]
 
@@ -29,9 +25,7 @@ def forms(tmp_path: Path) -> Forms:
 
 
 def call(*arguments: str, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, [*arguments, *CAPACITY])
-    assert result.exit_code == code, result.output
-    return result
+    return invoke(*arguments, *CAPACITY, code=code)
 
 
 def tokens(*arguments: str) -> list[list[int]]:

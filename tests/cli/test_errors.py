@@ -1,7 +1,5 @@
 """Our own errors are one line and exit code 1; Ctrl-C is one line and 130; bugs keep their trace."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Stdout that takes nothing more, or not every character: one line on stderr and exit code 1, or an escape."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

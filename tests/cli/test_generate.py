@@ -1,7 +1,5 @@
 """`generate` from the command line, on small models that ONNX Runtime runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -14,15 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from trt_kvcache import DecodeSession, GenerationConfig, Tokenizer
 from trt_kvcache.cli.app import app
 from trt_kvcache.cli.generate import GenerationFlags
 from trt_kvcache.cli.prompts import read_text
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.events import TokenEvent
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 

@@ -3,8 +3,6 @@
 To write them anew, and look at the difference: ``GOLDEN=write python -m pytest tests/cli/test_golden.py``.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import invoke
 from sample_plans import sample_manifest, sample_plan, with_contract
 from typer.testing import CliRunner
 
@@ -152,6 +151,6 @@ def test_a_page_is_written_beside_the_answer(name: str) -> None:
 
 @pytest.mark.usefixtures("made")
 def test_a_bandwidth_that_is_none_is_refused() -> None:
-    result = CliRunner().invoke(app, ["plan", "model.onnx", "--bandwidth", "fast"])
+    result = invoke("plan", "model.onnx", "--bandwidth", "fast", code=None)
     assert (result.exit_code, result.stdout) == (1, "")
     assert "--bandwidth 'fast' is neither a number of GB/s such as 3350 nor one of H200" in result.stderr

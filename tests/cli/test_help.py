@@ -1,7 +1,5 @@
 """`--help` is readable at 80 columns; it and `import trt_kvcache` load nothing heavy, which makes them quick."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from commands import invoke
 from typer.testing import CliRunner
 
 import trt_kvcache
@@ -157,8 +156,8 @@ def test_zeros_are_given_and_empty_lists_are_not(tmp_path: Path) -> None:
 
 
 def test_the_options_of_plans_are_shown_once() -> None:
-    short, whole = (CliRunner().invoke(app, ["generate", flag]).stdout for flag in ("--help", "--help-all"))
+    short, whole = (invoke("generate", flag, code=None).stdout for flag in ("--help", "--help-all"))
     assert "--sliding" not in short
     assert "options of trt-kvcache plan, such as --capacity; --help-all shows them" in " ".join(short.split())
     assert "--sliding" in whole
-    assert "--sliding" in CliRunner().invoke(app, ["plan", "--help"]).stdout
+    assert "--sliding" in invoke("plan", "--help", code=None).stdout

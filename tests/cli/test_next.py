@@ -1,7 +1,5 @@
 """One default for the capacity, named in each answer; and each command that an answer names as the next runs."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -10,14 +8,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from commands import invoke
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import trt_kvcache
 from trt_kvcache import DecodeSession, PlanOptions, plan_model
 from trt_kvcache.cli import summary
-from trt_kvcache.cli.app import app
 from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.summary import tell_next
 from trt_kvcache.engine.backend import can_build, driver_present
@@ -40,7 +38,7 @@ def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: object) -> Result:
-    result = CliRunner().invoke(app, [str(word) for word in words])
+    result = invoke(*words, code=None)
     assert result.exception is None, (words, result.stderr or result.exception)
     return result
 
@@ -149,8 +147,7 @@ def test_caches_of_fixed_length_have_no_default(tmp_path: Path, form: str) -> No
 @pytest.mark.parametrize("command", ["plan", "serve", "generate --tokens 1", "build -o engine", "verify", "bench"])
 def test_a_capacity_beyond_the_models_texts_is_refused(export: Path, tmp_path: Path, command: str) -> None:
     name, *more = command.replace("engine", str(tmp_path / "engine")).split()
-    result = CliRunner().invoke(app, [name, str(export), *more, "--capacity", "128"])
-    assert result.exit_code == 1
+    result = invoke(name, export, *more, "--capacity", "128", code=1)
     assert result.stderr == (
         "error: --capacity is 128, but the model was made for texts of at most 96 tokens (max_position_embeddings in "
         "config.json); longer texts are unreliable. Give at most --capacity 96, or --beyond-length on\n"

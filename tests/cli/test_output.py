@@ -1,7 +1,5 @@
 """Nothing that a file says can move the cursor, hide a line or make one up."""
 
-from __future__ import annotations
-
 import io
 import json
 import unicodedata

@@ -1,7 +1,5 @@
 """Pages for a browser: what they say, that they load nothing, and that no name in them is anything but text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -17,14 +15,7 @@ from trt_kvcache.cli.pages import bench_page, inspect_page, plan_page, verify_pa
 from trt_kvcache.compare.verify_report import Station, VerifyReport
 from trt_kvcache.engine.inspection import EngineReport
 from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan import (
-    CachePlan,
-    InterfaceChange,
-    OriginalRole,
-    OriginalTensor,
-    Route,
-    StateUpdate,
-)
+from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor, Route, StateUpdate
 from trt_kvcache.page import Html
 from trt_kvcache.runtime.measure import BenchReport, Timing
 

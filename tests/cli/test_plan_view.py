@@ -1,7 +1,5 @@
 """The answers of `plan --all` and `--json`; whole ones are golden/plan-all and golden/odd-all."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 

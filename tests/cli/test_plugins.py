@@ -1,14 +1,14 @@
 """``trt-kvcache plugins``: the kernels of one model, and the report on those that it compiled."""
 
-from __future__ import annotations
-
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
 from cases import packed_model
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from graphs import Graph, scatter_model
 from needs import needs_nvrtc
@@ -16,9 +16,8 @@ from onnx import TensorProto
 from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import fake_module
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from trt_kvcache.cli.app import app
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.plugins import compile as compiling
@@ -30,9 +29,7 @@ NEXT = ["next"] if can_build(Target.TENSORRT) else []
 
 
 def run(*arguments: object, code: int = 0) -> Result:
-    done = CliRunner().invoke(app, ["plugins", *map(str, arguments)])
-    assert done.exit_code == code, done.output
-    return done
+    return invoke("plugins", *arguments, code=code)
 
 
 def listed(*arguments: object) -> list[Any]:
@@ -152,8 +149,7 @@ def test_a_session_finds_what_was_compiled_ahead(
 @needs_nvrtc
 def test_an_unknown_architecture_is_one_line(circular: Path) -> None:
     done = run(circular, "--arch", "sm_90,sm_11", code=1)
-    assert "cannot compile for architecture 'sm_11'" in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert re.fullmatch(r".*NVRTC .* cannot compile for architecture 'sm_11'; give one of .*sm_90.*\n", done.stderr)
 
 
 def test_a_pattern_that_matches_nothing_is_one_line(circular: Path) -> None:

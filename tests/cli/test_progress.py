@@ -1,7 +1,5 @@
 """Long work shows how far it is on a terminal, and nowhere else."""
 
-from __future__ import annotations
-
 import io
 import sys
 from contextvars import copy_context

@@ -4,8 +4,6 @@ Time is collapsed: each bar stands once, and # in the place of each number. What
 that bars are sorted. To write them anew: ``GOLDEN=write python -m pytest tests/cli/test_recordings.py``.
 """
 
-from __future__ import annotations
-
 import fcntl
 import importlib.util
 import json

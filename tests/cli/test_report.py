@@ -1,7 +1,5 @@
 """A report has the graph without weights and names, and gives the same plan or refusal again."""
 
-from __future__ import annotations
-
 import json
 import re
 import zipfile
@@ -10,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, make_decoder
 from foreign_decoders import make_foreign
 from onnx import TensorProto, helper, numpy_helper
-from typer.testing import CliRunner
 
-from trt_kvcache.cli.app import app
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.files.stripped import strip
 
@@ -31,8 +28,7 @@ next       trt-kvcache plan report.zip
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, result.output
+    result = invoke(*arguments, code=code)
     return result.stdout if code == 0 else result.stderr
 
 

@@ -1,7 +1,5 @@
 """Signals that end a command: soon, on one line, and without leaving anything behind."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,21 +1,18 @@
 """`generate` of encoder-decoders: the encoder beside the model reads the sources."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from commands import invoke
 from encoders import encoder, first_step, heard
 from hybrids import cross_logits, cross_model, greedy, write
 from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import fake_module
-from typer.testing import CliRunner
 
-from trt_kvcache.cli.app import app
 from trt_kvcache.engine.manifest import encoder_path
 from trt_kvcache.runtime.trt import trt_runner
 
@@ -35,9 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def call(*arguments: object, code: int = 0) -> Any:
-    result = CliRunner().invoke(app, ["generate", *map(str, arguments), "--max-new-tokens", "6"])
-    assert result.exit_code == code, result.output
-    return result
+    return invoke("generate", *arguments, "--max-new-tokens", "6", code=code)
 
 
 def tokens(*arguments: object) -> list[list[int]]:
@@ -111,15 +106,10 @@ def test_an_encoder_on_the_gpu_and_none(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.slow
 def test_build_says_where_the_encoder_is(folder: Path) -> None:
     command = ["build", str(folder), "-o", str(folder / "m.engine"), "--max-encoder=12", "--max-chunk=8"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
+    result = invoke(*command)
     assert "m.encoder.engine: " in result.stdout
     assert "warning" not in result.stderr
-    for engine, words in (
-        ("m.engine", "encoder    m.encoder.engine"),
-        ("m.encoder.engine", "of one source at a time"),
-    ):
-        assert words in CliRunner().invoke(app, ["inspect", str(folder / engine)]).stdout
-    refused = CliRunner().invoke(app, [*command, "--encoder=nowhere"])
-    assert refused.exit_code == 1
+    for engine, words in (("m.engine", "encoder    m.encoder.engine"), ("m.encoder.engine", "of one source at a time")):
+        assert words in invoke("inspect", folder / engine, code=None).stdout
+    refused = invoke(*command, "--encoder=nowhere", code=1)
     assert "there is no encoder at nowhere" in refused.output

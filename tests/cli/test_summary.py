@@ -1,7 +1,5 @@
 """Answers of at most 20 lines at 80 columns, which end with the next command."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,9 @@ from trt_kvcache.cli.summary import advice, command_line, next_line, plan_lines,
 from trt_kvcache.importer.plan import CachePlan, Fallback, Target
 
 
-def shown(plan: CachePlan, width: int = 80, *, built: bool = False) -> list[str]:
-    out = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
-    print_lines(out, f"model.onnx: {plan.in_place_text}", plan_lines(plan, 4, built=built))
+def shown(plan: CachePlan) -> list[str]:
+    out = Console(file=io.StringIO(), width=80, highlight=False, markup=False)
+    print_lines(out, f"model.onnx: {plan.in_place_text}", plan_lines(plan, 4))
     print_next(out, "trt-kvcache build model.onnx -o model.engine")
     text = out.file.getvalue()  # type: ignore[attr-defined]
     return str(text).splitlines()
@@ -91,10 +89,9 @@ def test_the_next_command_after_a_run_is_told_on_terminals(
     tell_next(Path("m.engine"), "serve", SessionPlanFlags())
     assert (
         told.getvalue().splitlines()
-        == [
-            "next       trt-kvcache build m.onnx -o m-engine/ --capacity 48",
-            "next       trt-kvcache serve m.engine",
-        ][: 2 * terminal]
+        == ["next       trt-kvcache build m.onnx -o m-engine/ --capacity 48", "next       trt-kvcache serve m.engine"][
+            : 2 * terminal
+        ]
     )
 
 

@@ -1,7 +1,5 @@
 """`plan` foresees what no session can fill or read, and `--config` gives roles to the commands that run models."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,21 +7,21 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from concat_graphs import Build, Decoder, make_decoder
 from greedy import greedy
 from onnx import TensorProto
 from sample_plans import sample_manifest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 import trt_kvcache
 from trt_kvcache import PlanOptions
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.files import FileIdentity
 
 
 def run(*arguments: object) -> Result:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return invoke(*arguments, code=None)
 
 
 def lora(g: Build, x: str) -> str:

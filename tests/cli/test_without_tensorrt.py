@@ -1,7 +1,5 @@
 """Without TensorRT a model is planned, verified and run on the CPU; what needs TensorRT names the extra."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,12 +1,5 @@
-"""Faults planted into the networks that TensorRT's parser made, and whether a comparison finds and names them.
+"""Faults planted into the networks that TensorRT's parser made, and whether a comparison finds and names them."""
 
-PYTHONPATH=tests:. python tests/compare/network_faults.py [--faults 300] [MODEL.onnx ...]
-"""
-
-from __future__ import annotations
-
-import argparse
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +50,6 @@ LOGGER = TRT.Logger(TRT.Logger.INTERNAL_ERROR)
 
 
 def parsed(imported: ImportedModel, content: bytes) -> Parsed:
-    """Parse a rewritten model."""
     builder = TRT.Builder(LOGGER)
     network = builder.create_network(0)
     parser = TRT.OnnxParser(network, LOGGER)
@@ -66,7 +58,6 @@ def parsed(imported: ImportedModel, content: bytes) -> Parsed:
 
 
 def read(path: Path, capacity: int | None = None) -> tuple[ImportedModel, bytes]:
-    """Import a model for TensorRT."""
     imported = import_model(path, PlanOptions(capacity=capacity, beyond_length=True))
     assert not for_tensorrt(imported.model, imported.source.path.parent), "its weights are replaced"
     return imported, serialize_model(imported.model)
@@ -164,7 +155,6 @@ class Fault:
 
 
 def plant(imported: ImportedModel, content: bytes, seed: int) -> Fault | None:
-    """Plant one fault; None: it is none that runs."""
     rng, keep = np.random.default_rng(seed), []
     exact = parsed(imported, content)
     broken = parsed(imported, content)
@@ -230,31 +220,3 @@ def _named(finding: str, node: Node, broken: Parsed) -> bool:
             if not known & {*other.output}:
                 reached |= {*other.output}
     return False
-
-
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("models", nargs="*", type=Path)
-    arguments.add_argument("--faults", type=int, default=300)
-    arguments.add_argument("--capacity", type=int)
-    given = arguments.parse_args()
-    counts: Counter[str] = Counter()
-    models = [read(path, given.capacity) for path in given.models]
-    seed = 0
-    while counts["planted"] < given.faults:
-        fault = plant(*models[seed % len(models)], seed)
-        seed += 1
-        if fault is None:
-            continue
-        counts["planted"] += 1
-        counts["change numbers"] += fault.changes
-        counts["seen"] += fault.seen
-        counts["named"] += fault.seen and fault.named
-        if fault.changes and not fault.seen:
-            counts["missed"] += 1
-        if fault.seen and not fault.named:
-            pass
-
-
-if __name__ == "__main__":
-    main()

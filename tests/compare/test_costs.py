@@ -1,7 +1,5 @@
 """The bytes of a decode step: by arithmetic from the plan, and counted in the networks that TensorRT's parser makes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -133,24 +131,21 @@ def _model(nodes: Sequence[Any], **weights: tuple[int, ...]) -> onnx.ModelProto:
 node = helper.make_node
 
 
-@pytest.mark.parametrize(
-    ("model", "count"),
-    [
-        (_model([node("MatMul", ["x", "w"], ["y"])], w=(64, 32)), 64 * 32 * 2),
-        (_model([node("Gather", ["w", "x"], ["y"])], w=(64, 32)), 32 * 2),
-        (_model([node("Gather", ["w", "x"], ["y"], axis=1)], w=(32, 64)), 32 * 2),
-        (_model([node("Gather", ["w", "x"], ["y"]), node("MatMul", ["y", "w"], ["z"])], w=(64, 64)), 64 * 64 * 2),
-        (_model([node("DequantizeLinear", ["q", "s"], ["w"]), node("Gather", ["w", "x"], ["y"])],
-                q=(64, 32), s=()), 32 + 2),
-        (_model([node("RotaryEmbedding", ["x", "c", "s", "p"], ["y"])], c=(64, 8), s=(64, 8)), 2 * 8 * 2),
-        (_model([node("TopK", ["x", "k"], ["v", "i"]), node("Cast", ["i"], ["j"]), node("Gather", ["w", "j"], ["y"])],
-                k=(1,), w=(8, 64, 32)), 2 * 64 * 32 * 2 + 8),
-        (_model([node("TopK", ["x", "n"], ["v", "i"]), node("Gather", ["w", "i"], ["y"])], w=(8, 64)), 8 * 64 * 2),
-        (_model([node("Gather", ["x", "w"], ["y"])], w=(64,)), 64 * 2),
-        (_model([node("Slice", ["w", "k", "end"], ["y"])], k=(1,), w=(64,)), 8),
-        (_model([node("Slice", ["w", "k", "k1"], ["y"])], k=(1,), k1=(1,), w=(64,)), 64 * 2 + 2 * 8),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("model", "count"), [
+    (_model([node("MatMul", ["x", "w"], ["y"])], w=(64, 32)), 64 * 32 * 2),
+    (_model([node("Gather", ["w", "x"], ["y"])], w=(64, 32)), 32 * 2),
+    (_model([node("Gather", ["w", "x"], ["y"], axis=1)], w=(32, 64)), 32 * 2),
+    (_model([node("Gather", ["w", "x"], ["y"]), node("MatMul", ["y", "w"], ["z"])], w=(64, 64)), 64 * 64 * 2),
+    (_model([node("DequantizeLinear", ["q", "s"], ["w"]), node("Gather", ["w", "x"], ["y"])], q=(64, 32), s=()),
+     32 + 2),
+    (_model([node("RotaryEmbedding", ["x", "c", "s", "p"], ["y"])], c=(64, 8), s=(64, 8)), 2 * 8 * 2),
+    (_model([node("TopK", ["x", "k"], ["v", "i"]), node("Cast", ["i"], ["j"]), node("Gather", ["w", "j"], ["y"])],
+            k=(1,), w=(8, 64, 32)), 2 * 64 * 32 * 2 + 8),
+    (_model([node("TopK", ["x", "n"], ["v", "i"]), node("Gather", ["w", "i"], ["y"])], w=(8, 64)), 8 * 64 * 2),
+    (_model([node("Gather", ["x", "w"], ["y"])], w=(64,)), 64 * 2),
+    (_model([node("Slice", ["w", "k", "end"], ["y"])], k=(1,), w=(64,)), 8),
+    (_model([node("Slice", ["w", "k", "k1"], ["y"])], k=(1,), k1=(1,), w=(64,)), 64 * 2 + 2 * 8),
+])  # fmt: skip
 def test_of_a_table_the_rows_count_that_a_token_takes(model: onnx.ModelProto, count: int) -> None:
     assert weights_read(model) == count
 

@@ -1,7 +1,5 @@
 """The model as exported decodes by itself: no cut of a text changes its logits, and a session gives the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +10,11 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import FORMS, make_foreign
 from stored import MODELS
 
+from trt_kvcache import CachePlan, DecodeSession, PlanOptions, plan_model
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.steps.drawn_inputs import draw_constants
-from trt_kvcache.runtime.session import DecodeSession
 
 CAPACITY = 64
 LENGTH = 12

@@ -1,7 +1,5 @@
 """TensorRT's parsed networks in NumPy: layers against ONNX Runtime, exports against themselves, and planted faults."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

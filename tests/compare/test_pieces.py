@@ -1,7 +1,5 @@
 """The steps of a decode: from empty caches over each place at which something changes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The copy with rounding of a model: whatever shape a weight has, all numbers that it makes move, and by little."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnxruntime as ort
 import pytest

@@ -1,7 +1,5 @@
 """Twins are small by the names of settings, and keep what changes the numbers of a model."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every row of the support matrix as this package treats it: treatment, numbers, engine; or the named refusal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

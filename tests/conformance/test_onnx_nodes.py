@@ -1,7 +1,5 @@
 """ONNX's own node tests: rewritten, they give the stored outputs; built by TensorRT for RTX or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -4,8 +4,6 @@ A family is a module here; its `entries` give a name, a builder and the options 
 `promises.txt` are taken and right, any other is refused or right. Nothing is built before it is asked for.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module

@@ -1,22 +1,11 @@
 """Attention over Concat caches in the ways that exporters write it, and what only looks like it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from concat_graphs import (
-    MASKS,
-    Build,
-    Decoder,
-    _masked,
-    beside_sinks,
-    decoders,
-    sink_column,
-    without_sinks,
-)
+from concat_graphs import MASKS, Build, Decoder, _masked, beside_sinks, decoders, sink_column, without_sinks
 from onnx import TensorProto, helper
 
 from corpus import Entry

@@ -1,7 +1,5 @@
 """Products quantized in blocks as NVIDIA ModelOpt 0.47 writes them: NVFP4 and MXFP8, weights and what they multiply."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from copy import deepcopy
 from typing import Any

@@ -1,7 +1,5 @@
 """Models that have TensorScatter and Attention from the start: those of `scripts/decoders.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

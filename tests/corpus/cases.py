@@ -4,8 +4,6 @@ Each case is a model, what the native ONNX parser and builder do with it (`Nativ
 what this package does with it (`Ours`, checked by ``tests/conformance/test_matrix.py``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 

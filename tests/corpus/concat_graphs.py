@@ -107,7 +107,6 @@ class Build(Graph):
         return self.constant(self._rng.standard_normal(shape) / np.sqrt(shape[0]), self.decoder.dtype)
 
     def size_of(self, tensor: str, axis: int) -> str:
-        """One dimension as a scalar."""
         return self.Gather(self.Shape(tensor), axis, axis=0)
 
     @property
@@ -170,7 +169,6 @@ class Build(Graph):
 
 
 def make_decoder(decoder: Decoder) -> onnx.ModelProto:
-    """The decoder as a model."""
     g = Build(decoder)
     width = decoder.heads * decoder.size
     kind = TYPES[decoder.dtype]
@@ -289,7 +287,6 @@ def turned(g: Graph, tensor: str, layout: str, to: str) -> str:
 
 
 def joined(g: Build, past: str, new: str, present: str = "") -> str:
-    """The rows of a past, then the new ones."""
     return g.Concat(past, new, out=present, axis=g.axis)
 
 
@@ -441,6 +438,5 @@ def entries() -> Iterator[Entry]:
 def decoders(
     group: str, forms: Mapping[str, Decoder | dict[str, Any]], capacity: int | None = 24, **options: Any
 ) -> Iterator[Entry]:
-    """Decoders of these forms."""
     made = {n: how if isinstance(how, Decoder) else Decoder(**how) for n, how in forms.items()}
     yield from built(group, {n: (lambda d=d: make_decoder(d)) for n, d in made.items()}, capacity=capacity, **options)

@@ -1,7 +1,5 @@
 """Stored exports that were changed: caches cast to another type, what mutations found once, and mutations at random."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path

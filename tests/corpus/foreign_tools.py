@@ -1,7 +1,5 @@
 """Decoders of `scripts/foreign_decoders.py`, as other tools than this package's write them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A few lines to write ONNX graphs in tests: names are given where tests need them, made up elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,16 +21,13 @@ class Graph:
         self.initializers: list[onnx.TensorProto] = []
 
     def input(self, name: str, dtype: int, shape: Sequence[Dim]) -> str:
-        """Declare a graph input."""
         self.inputs.append(helper.make_tensor_value_info(name, dtype, list(shape)))
         return name
 
     def output(self, name: str, dtype: int, shape: Sequence[Dim]) -> None:
-        """Declare a graph output."""
         self.outputs.append(helper.make_tensor_value_info(name, dtype, list(shape)))
 
     def constant(self, value: Any, dtype: Any = np.int64) -> str:
-        """Add an initializer."""
         name = f"constant_{len(self.initializers)}"
         self.initializers.append(numpy_helper.from_array(np.asarray(value, dtype), name))
         return name
@@ -58,7 +53,6 @@ class Graph:
         return add
 
     def model(self, opset: int = 24, domains: Sequence[str] = (), functions: Any = ()) -> onnx.ModelProto:
-        """The finished model."""
         graph = helper.make_graph(self.nodes, "graph", self.inputs, self.outputs, self.initializers)
         imports = [helper.make_opsetid("", opset)] + [helper.make_opsetid(d, 1) for d in domains]
         return helper.make_model(graph, opset_imports=imports, ir_version=IR_VERSION, functions=list(functions))

@@ -1,7 +1,5 @@
 """One operator that holds a cache: GroupQueryAttention, MultiHeadAttention, or ONNX's Attention with a past."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -189,11 +187,7 @@ def _nothing_new(graph: Graph, query: str, width: int) -> list[str]:
 
 
 def multi(
-    dtype: Any = np.float32,
-    bias: bool = False,
-    padding: bool = False,
-    score_bias: str = "",
-    **attrs: Any,
+    dtype: Any = np.float32, bias: bool = False, padding: bool = False, score_bias: str = "", **attrs: Any
 ) -> onnx.ModelProto:
     graph = Graph()
     code = TYPES[dtype]
@@ -212,12 +206,7 @@ def multi(
 
 
 def of_onnx(
-    dtype: Any = np.float32,
-    rank: int = 3,
-    value_size: int = SIZE,
-    mask: str = "",
-    opset: int = 24,
-    **attrs: Any,
+    dtype: Any = np.float32, rank: int = 3, value_size: int = SIZE, mask: str = "", opset: int = 24, **attrs: Any
 ) -> onnx.ModelProto:
     """One Attention with a past; `mask` names a maker below."""
     graph = Graph()

@@ -4,8 +4,6 @@
 `CROSS`: self-attention over TensorScatter caches, and cross-attention over what an encoder gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -28,7 +26,6 @@ _FLOAT, _INT = TensorProto.FLOAT, TensorProto.INT64
 
 
 def weights(seed: int = 0) -> dict[str, Array]:
-    """The weights of both decoders."""
     rng = np.random.default_rng(seed)
     square = [f"{layer}.{part}" for layer in ("a", "l", "b", "c", "d") for part in "qkvo"] + ["conv.o"]
     made = {name: rng.normal(0, 0.3, (WIDTH, WIDTH)) for name in square}
@@ -112,10 +109,7 @@ class _Decoder:
 
 
 def hybrid_model(
-    names: Mapping[str, str] | None = None,
-    batch: int | str = "batch",
-    convolution: bool = True,
-    growing: bool = False,
+    names: Mapping[str, str] | None = None, batch: int | str = "batch", convolution: bool = True, growing: bool = False
 ) -> onnx.ModelProto:
     """`HYBRID`.
 
@@ -258,7 +252,6 @@ def hybrid_logits(tokens: Sequence[int]) -> Array:
 
 
 def greedy(logits: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """The `count` likeliest tokens after a prompt."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(logits(tokens).argmax()))
@@ -266,7 +259,6 @@ def greedy(logits: Any, prompt: Sequence[int], count: int) -> list[int]:
 
 
 def write(path: Path, model: onnx.ModelProto) -> Path:
-    """Save a model."""
     onnx.save(model, path)
     return path
 

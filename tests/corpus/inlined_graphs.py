@@ -1,7 +1,5 @@
 """Functions and control flow around caches, and merged exports: a branch for the first step, one for all others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
@@ -20,7 +18,6 @@ WRITE = "TensorScatter <axis = 2>"
 
 
 def update(body: str, inputs: str = "", constants: str = "", functions: str = "") -> onnx.ModelProto:
-    """A model that updates a cache, in ONNX text."""
     return parser.parse_model(f"""
         <ir_version: 11, opset_import: ["" : 24, "local" : 1, "my" : 1]>
         graph ({CACHE} past, float[B,2,S,4] update, int64[B] write_indices{inputs}) => ({CACHE} present)
@@ -29,7 +26,6 @@ def update(body: str, inputs: str = "", constants: str = "", functions: str = ""
 
 
 def functions(depth: int, last: str = WRITE, opset: int = 24, local: int = 1) -> onnx.ModelProto:
-    """An update in functions of functions."""
     calls = [*(f"local.Write{i}" for i in range(1, depth)), last]
     texts = [
         f"""<domain: "local", opset_import: ["" : {opset if i == 0 else 24}, "local" : {local if i == 0 else 1}]>

@@ -39,27 +39,19 @@ class Decoder(Graph):
     def ids(self, name: str = "input_ids") -> str:
         return self.input(name, INT64, [self.batch, self.sequence])
 
-    def embed(self, ids: str, rows: int = VOCAB, columns: int = HIDDEN) -> str:
-        return self.Gather(self.weight(rows, columns), ids)
+    def embed(self, ids: str) -> str:
+        return self.Gather(self.weight(VOCAB, HIDDEN), ids)
 
     def rotary(self, x: str, positions: str) -> str:
         tables = [self.Gather(self.weight(POSITIONS, SIZE // 2), positions) for _ in range(2)]
         return self.RotaryEmbedding(x, *tables, num_heads=HEADS)
 
     def finish(
-        self,
-        hidden: str,
-        positions: str | None = None,
-        indices: str | None = None,
-        lengths: str | None = None,
-        mask: str = "",
-        logits: bool = True,
+        self, hidden: str, positions: str | None = None, indices: str | None = None, mask: str = "", logits: bool = True
     ) -> Decoder:
-        """Append the layer and the logits."""
         positions = self.ids("position_ids") if positions is None else positions
         indices = self.input("write_indices", INT64, [self.batch]) if indices is None else indices
-        if lengths is None:
-            lengths = self.input("nonpad_kv_seqlen", INT64, [self.batch])
+        lengths = self.input("nonpad_kv_seqlen", INT64, [self.batch])
         width = HEADS * SIZE
         query, key, value = (self.MatMul(hidden, self.weight(HIDDEN, width)) for _ in range(3))
         if positions:

@@ -1,7 +1,5 @@
 """Several attentions in one graph: what they share, caches in unusual places, and forms on which TensorRT crashes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

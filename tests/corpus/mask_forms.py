@@ -1,7 +1,5 @@
 """Masks by their values: causal, window, padding and the caller's own are taken; all others are refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 Recognizers look at few steps and guess; the check runs both models on both sides of every number in the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

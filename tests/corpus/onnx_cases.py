@@ -1,7 +1,5 @@
 """ONNX's own node tests for TensorScatter and Attention, with their stored inputs and outputs."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,12 +30,10 @@ class NodeCase:
 
     @property
     def node(self) -> onnx.NodeProto:
-        """The node under test."""
         return self.model.graph.node[0]
 
     @property
     def attrs(self) -> dict[str, Any]:
-        """Its attributes."""
         return {a.name: helper.get_attribute_value(a) for a in self.node.attribute}
 
     @property

@@ -4,8 +4,6 @@ Sums, products and casts of such numbers leave the range of their type: -inf, or
 multiplies them.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 
@@ -19,7 +17,6 @@ _LOWEST = (-1e4, -3e4, -6e4, -65504.0, -1e9, -3e38, float(np.finfo(np.float32).m
 
 
 def overflowing(seed: int) -> Decoder:
-    """The decoder of a seed."""
     rng = random.Random(seed)
     form = rng.choice(("add", "where", "product", "twice", "cast", "scaled", "shifted", "minimum", "double"))
     lowest, kind = rng.choice(_LOWEST), rng.choice(("past", "past", "padding", "positions"))

@@ -6,8 +6,6 @@ Attention(q, K, V, mask, lengths) -- guard, MatMul --> logits or y
 Most of a model is ordinary. One or two things in it are not: see `ODD`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Positions that a decoder counts from its past or takes from its caller, and lengths that reach the hidden states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models of tools that ONNX forbids: repaired, or refused by name; and states beside a cache, in ONNX text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Decoders whose caches keep their newest rows: growing ones that are cut, fixed ones that are shifted, and rings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -177,8 +175,6 @@ def rows_by_number(g: Build, rows: str, own: str) -> str:
 
 
 def ring(mask: Visible, length: Dim) -> Decoder:
-    """Circular caches."""
-
     def places(g: Build) -> str:
         return g.once("pos", lambda: g.input("pos", TensorProto.INT64, [length]))
 

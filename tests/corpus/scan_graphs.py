@@ -1,7 +1,5 @@
 """Models with a Scan over the tokens of an update, as linear attention has one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -4,8 +4,6 @@ past of any rank, axis, type and mode; update as it comes or computed; TensorSca
 views of past and present beside it: Slice, Gather, Transpose, Reshape, Cast, sums, and the past itself
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterator
@@ -168,12 +166,10 @@ class _Maker(Graph):
 
 
 def scatter_plain(seed: int) -> Plain:
-    """The model of a seed."""
     return _Maker(seed).make()
 
 
 def entries() -> Iterator[Entry]:
-    """Some of each kind."""
     for seed in range(8):
         plain = scatter_plain(seed)
         yield from built("scatter", {str(seed): lambda plain=plain: plain.model}, **vars(plain.options))

@@ -1,7 +1,5 @@
 """Sizes that data decide are refused if they stay, and so are sequences of a batch that depend on each other."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -27,7 +25,6 @@ def count_of(tensor: Change) -> Change:
 
 
 def ones(size: Change) -> Change:
-    """As many ones as a size says."""
     return lambda g, x: g.Expand(g.constant(1), g.Unsqueeze(size(g, x), [0]))
 
 

@@ -5,8 +5,6 @@ with one part spelled in a given way, or with every part drawn. `twin` is the sa
 same weights: both give the same logits, which `tests/spelling_judge.py` asks ONNX Runtime.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -235,7 +233,6 @@ def _layout(s: Spelling) -> tuple[list[Dim], int]:
 
 
 def make(s: Spelling) -> onnx.ModelProto:
-    """The model, checked by ONNX."""
     g = _Build(s)
     width = s.heads * s.size
     batch: Dim = 1 if "gemm" in (s.spelled["scores"], s.spelled["values"]) else "batch"
@@ -335,9 +332,6 @@ def _projected(g: _Build, x: str) -> list[str]:
     return [g.Transpose(t, perm=[0, 2, 1, 3]) for t in rows]
 
 
-# Positions.
-
-
 def _positions(g: _Build) -> str:
     """int64 ``[B or 1, S]``."""
     how = g.how("positions")
@@ -423,9 +417,6 @@ def _rotated(g: _Build, x: str) -> str:
     if s.interleaved:
         return g.Reshape(g.Concat(g.Unsqueeze(one, [-1]), g.Unsqueeze(two, [-1]), axis=-1), [0, 0, 0, s.size])
     return g.Concat(one, two, axis=-1)
-
-
-# Caches.
 
 
 def _cached(g: _Build, key: str, value: str, layer: int) -> tuple[str, str]:
@@ -525,9 +516,6 @@ def _written(g: _Build, past: str, rows: str, axis: int, rank: int, present: str
     return g.Transpose(made, perm=back, out=present)
 
 
-# Masks.
-
-
 def _mask(g: _Build) -> str:
     """Bool ``[B or 1, 1, S, T]``."""
     for name in ("total", "past", "new", "batch"):
@@ -603,9 +591,6 @@ def _visible(g: _Build) -> str:
     if how == "padding":
         return g.And(g.Unsqueeze(seen, [0, 1]), g.Unsqueeze(g.Cast(_padding(g), to=_BOOL), [1, 2]))
     return seen if how == "positions" else g.Unsqueeze(seen, [0, 1])
-
-
-# Attention.
 
 
 def _attention(g: _Build, query: str, key: str, value: str, mask: str) -> str:

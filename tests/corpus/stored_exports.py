@@ -1,7 +1,5 @@
 """Exports of real exporters: those in `tests/models`, and others beside the repository that have no copy in it."""
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ GROWS = ("optimum/*", "mobius/*_dynamic_*", "ort-genai/*", "transformers/*", "to
 
 
 def options(name: str) -> dict[str, Any]:
-    """Options of the plan of an export."""
     return {"capacity": 40} if any(fnmatch.fnmatch(name, p) for p in GROWS) else {}
 
 

@@ -1,7 +1,5 @@
 """Logits of the last positions: cut before the last product, or of all positions where odd operators follow it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Updates of a cache that only look like one, and caches that somebody reads beside attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Windows as circular buffers: decoders that grow by Concat, and canonical caches under a window."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

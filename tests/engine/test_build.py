@@ -1,7 +1,5 @@
 """Engines built by TensorRT for RTX, without a GPU, through the public function."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import threading
@@ -15,12 +13,10 @@ import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 from onnx import helper, numpy_helper
 
-from trt_kvcache import GenerationConfig
+from trt_kvcache import BuildOptions, GenerationConfig, build_engine
 from trt_kvcache.engine import build_process as process
 from trt_kvcache.engine import engine_build as build_module
-from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.build_process import STAGES
-from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BuildError, InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify
@@ -169,7 +165,7 @@ def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (".", "this folder holds the model model.onnx; give another folder"),
+        (".", "this folder holds the model model.onnx; give another folder, or the name"),
         ("model.onnx", "is a file of the model"),
         ("model.onnx.data", "is a file of the model"),
         ("engine.json", "ends in .json is for manifests"),

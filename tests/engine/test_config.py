@@ -4,8 +4,6 @@ Full TensorRT needs a GPU even to make a builder. Its side is tested with a modu
 under another name: the same classes, flags and Polygraphy loaders, though not the same builder behind them.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -14,10 +12,9 @@ from pathlib import Path
 import pytest
 from decoders import DecoderConfig, write_decoder
 
+from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.child import _ROOT
 from trt_kvcache.engine.backend import Backend
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.engine.manifest import check_engine
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import Target

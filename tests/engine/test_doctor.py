@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import sys
 import types
 
 import msgspec
 import pytest
-from typer.testing import CliRunner
+from commands import invoke
 
-from trt_kvcache.cli.app import app
 from trt_kvcache.engine import diagnosis
 from trt_kvcache.engine.diagnosis import Diagnosis, Gpu, diagnose, find_gpus
 from trt_kvcache.importer.plan import Route
@@ -72,11 +69,11 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, answer in answers.items():
         monkeypatch.setattr(driver, name, answer)
     assert find_gpus() == ("13.2", (Gpu("NVIDIA L4", "8.9", 24 << 30),), "")
-    result = CliRunner().invoke(app, ["doctor"])
+    result = invoke("doctor", code=None)
     assert "GPU: NVIDIA L4, compute capability 8.9, 24.0 GiB, driver for CUDA 13.2" in result.stdout
     assert "newer NVIDIA driver" not in result.stdout
     monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (ok, 12080))
-    result = CliRunner().invoke(app, ["doctor"])
+    result = invoke("doctor", code=None)
     assert "a newer NVIDIA driver: this one is for CUDA 12.8, and tensorrt-rtx-cu13 needs 13" in result.stdout
 
 
@@ -110,17 +107,15 @@ def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) ->
     assert any("tensorrt>=10.15" in line for line in diagnosis.advice)
 
 
-@pytest.mark.parametrize(
-    ("capability", "nvrtc", "plugins", "expected"),
-    [
-        ("8.9", "13.0.88", True, []),
-        ("12.1", "13.5.37", False, []),
-        ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': NVRTC"]),
-        ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs do not run on the Fake"]),
-        ("9.0", None, True, ["build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not "
-                             "made for the Fake (compute capability 9.0)"]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("capability", "nvrtc", "plugins", "expected"), [
+    ("8.9", "13.0.88", True, []),
+    ("12.1", "13.5.37", False, []),
+    ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': NVRTC"]),
+    ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs do not run on the Fake"]),
+    ("9.0", None, True,
+     ["build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not "
+      "made for the Fake (compute capability 9.0)"]),
+])  # fmt: skip
 def test_what_a_gpu_and_its_driver_need(
     capability: str, nvrtc: str | None, plugins: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,9 +133,8 @@ def test_what_a_gpu_and_its_driver_need(
 
 
 def test_the_command_prints_tables_and_json() -> None:
-    text = CliRunner().invoke(app, ["doctor"])
-    assert text.exit_code == 0
+    text = invoke("doctor")
     for part in ("tensorrt-rtx", "native", "packed", "functional", "TensorRT for RTX takes no plugins"):
         assert part in text.stdout
-    data = CliRunner().invoke(app, ["doctor", "--json"])
+    data = invoke("doctor", "--json", code=None)
     assert msgspec.json.decode(data.stdout, type=Diagnosis) == diagnose()

@@ -1,7 +1,5 @@
 """Encoders built by TensorRT for RTX beside their decoders, without a GPU, and what is refused before."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,14 +14,12 @@ from hybrids import WIDTH, cross_model, hybrid_model, write
 from hybrids import fixed_length as of_fixed_length
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache import BuildOptions, inspect_engine, plan_model
 from trt_kvcache.engine import engine_build as engine_build
-from trt_kvcache.engine.build_options import BuildOptions
 from trt_kvcache.engine.engine_build import EncoderJob, build_engine, find_job
-from trt_kvcache.engine.inspection import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
-from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.families.encoders.model import import_encoder
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
 from trt_kvcache.runtime.encoders.encoder import OnnxEncoder

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +5,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from sample_plans import sample_manifest, sample_plan
 from typer.testing import CliRunner
@@ -14,13 +13,7 @@ from typer.testing import CliRunner
 import trt_kvcache.engine.inspection as inspect_module
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.inspection import (
-    EngineReport,
-    EngineTensor,
-    EngineView,
-    inspect_engine,
-    reconcile,
-)
+from trt_kvcache.engine.inspection import EngineReport, EngineTensor, EngineView, inspect_engine, reconcile
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, identify
@@ -107,15 +100,14 @@ def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypa
     monkeypatch.setattr(inspect_module, "find_gpus", lambda: (None, (), "no NVIDIA driver that works: gone"))
     report = inspect_engine(engine)
     assert (report.view, report.not_opened) == (None, "no NVIDIA driver that works: gone")
-    result = CliRunner().invoke(app, ["inspect", str(engine)])
-    assert result.exit_code == 0
+    result = invoke("inspect", engine)
     assert "checked    hash: ok. Not opened: no NVIDIA driver that works: gone\n" in result.stdout
     for part in ("tensorrt-rtx 1.7.1.116", "4 of 4 caches in place", "4 sequences, 64 tokens per update"):
         assert part in result.stdout
-    every = CliRunner().invoke(app, ["inspect", str(engine), "--all"]).stdout
+    every = invoke("inspect", engine, "--all", code=None).stdout
     for part in ("Not opened: no NVIDIA driver", "key_cache.0..1", "prefill", "4x64"):
         assert part in every
-    data = CliRunner().invoke(app, ["inspect", str(engine), "--json"])
+    data = invoke("inspect", engine, "--json", code=None)
     assert msgspec.json.decode(data.stdout, type=EngineReport) == report
 
 
@@ -131,8 +123,7 @@ def test_with_a_gpu_a_difference_is_an_error(engine: Path, monkeypatch: pytest.M
 
 def test_another_engine_is_refused(engine: Path) -> None:
     engine.write_bytes(b"enginf" + engine.read_bytes()[6:])
-    result = CliRunner().invoke(app, ["inspect", str(engine)])
-    assert result.exit_code == 1
+    result = invoke("inspect", engine, code=1)
     assert result.stdout == ""
     assert re.fullmatch(r"error: [^\n]*BLAKE3[^\n]*\n", result.stderr)
 

@@ -1,7 +1,5 @@
 """The parsed network against the plan: equal, or the difference is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -69,11 +67,6 @@ def add_input(plan: CachePlan) -> CachePlan:
     return replace(
         plan, tensors=(*plan.tensors, TensorRole("extra", "input", Role.OTHER, "int64", (1,), "test", ("",)))
     )
-
-
-def test_the_plan_of_the_model_fits(parsed: tuple[Any, object, CachePlan]) -> None:
-    network, _, plan = parsed
-    check_network(network, plan, trt)
 
 
 @pytest.mark.parametrize(

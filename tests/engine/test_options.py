@@ -1,7 +1,5 @@
 """Options of a build: their textual forms, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -34,13 +32,10 @@ def test_bad_shapes_are_refused(text: str) -> None:
         parse_shapes(text)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("4GiB", 4 << 30), ("4G", 4 << 30), ("512 MiB", 512 << 20), ("512m", 512 << 20), ("1.5KiB", 1536),
-        ("4GB", 4 * 10**9), ("7", 7), ("7B", 7), ("2TiB", 2 << 40),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "value"), [
+    ("4GiB", 4 << 30), ("4G", 4 << 30), ("512 MiB", 512 << 20), ("512m", 512 << 20), ("1.5KiB", 1536),
+    ("4GB", 4 * 10**9), ("7", 7), ("7B", 7), ("2TiB", 2 << 40),
+])  # fmt: skip
 def test_sizes(text: str, value: int) -> None:
     assert parse_bytes(text) == value
 
@@ -111,11 +106,7 @@ def test_illegal_values_are_refused(arguments: dict[str, object], message: str) 
         ),
         (RTX, BuildOptions(timing_cache="t.cache"), "timing_cache has no effect here"),
         (RTX, BuildOptions(version_compatible=True), "version_compatible has no effect here"),
-        (
-            RTX,
-            BuildOptions(refit="any", strip_plan=True),
-            "refit and strip_plan: .* needs an NVIDIA GPU and driver",
-        ),
+        (RTX, BuildOptions(refit="any", strip_plan=True), "refit and strip_plan: .* needs an NVIDIA GPU and driver"),
         (RTX, BuildOptions(refit="identical"), "refit: .* needs an NVIDIA GPU and driver"),
         (
             FULL,

@@ -1,7 +1,5 @@
 """Packed updates, TensorRT's own operator, from a model to an engine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +11,7 @@ from harness import imported, run
 from onnx import TensorProto
 from runtime.families import turned
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
+from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.engine.manifest import ShapeRange
 from trt_kvcache.importer.plan import CacheDtype, PlanOptions, Route, Target, UpdateForm
 

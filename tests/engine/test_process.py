@@ -1,7 +1,5 @@
 """The build process dies in every way there is: an error that says how, and nothing left behind."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -72,14 +70,7 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 def children() -> list[psutil.Process]:
     """Build processes. Those that check models stay; templates, tokenizers and pools may be those of other tests."""
     found = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [
-        p
-        for p in found
-        if not re.search(
-            "importer.check.checker|multiprocessing",
-            " ".join(p.cmdline()),
-        )
-    ]
+    return [p for p in found if not re.search("importer.check.checker|multiprocessing", " ".join(p.cmdline()))]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -1,7 +1,5 @@
 """Optimization profiles from a plan: legal and complete for every limit, or refused by name."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -28,8 +26,6 @@ def with_input(name: str, shape: tuple[Dim, ...], axes: tuple[str, ...]) -> Cach
 
 
 def with_fixed(symbol: str, size: int) -> CachePlan:
-    """The sample plan with one of its symbols fixed."""
-
     def fix(shape: tuple[Dim, ...]) -> tuple[Dim, ...]:
         return tuple(size if d == symbol else d for d in shape)
 

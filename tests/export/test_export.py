@@ -1,7 +1,5 @@
 """Exporters are found, run and reported; stand-ins write small models where the real ones are not installed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -14,11 +12,11 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
-from typer.testing import CliRunner
 
-from trt_kvcache.cli.app import app
+from trt_kvcache import PlanOptions, plan_model
 from trt_kvcache.compare import twin
 from trt_kvcache.compare.checkpoint import save_logits
 from trt_kvcache.compare.exported_model import Exported
@@ -28,8 +26,6 @@ from trt_kvcache.export import twins
 from trt_kvcache.export.interpreter import Interpreter
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.model_paths import is_checkpoint
 from trt_kvcache.progress import ProgressEvent, listening
 
@@ -109,8 +105,7 @@ def test_a_checkpoint_becomes_a_model_with_its_texts(
     checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
     output = tmp_path / "new" / "onnx"
-    result = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
-    assert result.exit_code == 0, result.output
+    result = invoke("export", checkpoint, "-o", output)
     assert {path.name for path in output.iterdir()} == {"model.onnx", "tokenizer.json", "config.json"}
     assert (output / "tokenizer.json").read_text() == TOKENIZER
     assert result.stderr.startswith(f"running mobius: {sys.executable} -c ")
@@ -119,7 +114,7 @@ def test_a_checkpoint_becomes_a_model_with_its_texts(
     assert lines[0] == f"{output}: 2 of 2 caches in place (opset 24)"
     assert lines[-1] == f"next       trt-kvcache build {output} -o onnx-engine/"
     assert "capacity   64 tokens (default; --capacity)" in lines
-    again = CliRunner().invoke(app, ["export", str(checkpoint), "-o", str(output)])
+    again = invoke("export", checkpoint, "-o", output, code=None)
     assert again.stderr == f"error: {output}: the folder is not empty; give a new one\n"
 
 
@@ -362,12 +357,12 @@ def test_a_gguf_file_becomes_a_checkpoint_first(
     assert names(tmp_path / "out") == {"model.onnx", "config.json"}
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     file.write_text("other")
-    result = CliRunner().invoke(app, ["export", str(file), "-o", str(tmp_path / "never")])
+    result = invoke("export", file, "-o", tmp_path / "never", code=None)
     assert result.stderr.splitlines()[-1] == (
         f"error: {file} is not read: no GGUF: the first bytes are others; give the checkpoint that it was made of"
     )
     assert not (tmp_path / "never").exists()
-    planned = CliRunner().invoke(app, ["plan", str(file)])
+    planned = invoke("plan", file, code=None)
     assert planned.stderr == f"error: {file}: a checkpoint; export it first: trt-kvcache export {file} -o small-onnx/\n"
 
 
@@ -398,8 +393,7 @@ def test_real_exporters(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(tests), "HF_HUB_OFFLINE": "1"}
     subprocess.run([python, "-c", write, str(tmp_path / "ck")], check=True, capture_output=True, env=environment)
     words = ["export", str(tmp_path / "ck"), "-o", str(tmp_path / "out"), "--exporter", name, "--python", python]
-    result = CliRunner().invoke(app, words)
-    assert result.exit_code == 0, result.output
+    result = invoke(*words)
     assert "4 of 4 caches in place" in result.stdout
     assert "float16 [" in result.stdout
 

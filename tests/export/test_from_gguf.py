@@ -1,7 +1,5 @@
 """GGUF files that transformers reads in parts only are refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The line of a failed exporter's output that says why."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

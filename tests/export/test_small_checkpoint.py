@@ -1,7 +1,5 @@
 """A checkpoint for trials without a download."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -15,10 +13,9 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 import safetensors.numpy
 from small_checkpoint import write_checkpoint
 
-from trt_kvcache import GenerationConfig
+from trt_kvcache import GenerationConfig, Tokenizer
 from trt_kvcache.export.run import installed
 from trt_kvcache.model_paths import is_checkpoint
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,6 @@
 Importable without transformers or torch; `write` needs both (transformers 4.57, which optimum-onnx wants, or 5.x).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ it meets in the wild. Weights are fp32 except for onnxruntime-genai's fp16 and i
 whose dependencies exclude those of the tests: `python tests/exporters/exports.py EXPORTER ARCH FOLDER`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

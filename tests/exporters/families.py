@@ -7,8 +7,6 @@ bears on caches and attention is on: windows that are small, layers of different
 keys, experts.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from exporters.checkpoints import GEMMA, GROUPED, MIXED_WINDOWS, PAIR, POSITIONS, T5, WINDOW, Architecture

@@ -1,7 +1,5 @@
 """Adapters that peft trained and merged, against the same adapters in real exports."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,10 +20,7 @@ PROMPT = [5, 17, 33, 70, 91, 4, 8]
 KINDS: dict[str, dict[str, Any]] = {
     "all": {},
     "few": {"r": 2, "use_rslora": True, "target_modules": r".*\.1\..*(o_proj|down_proj|c_proj)"},
-    "patterns": {
-        "rank_pattern": {"down_proj|c_proj": 3, "layers.0.mlp.up_proj": 1},
-        "alpha_pattern": {"o_proj": 5},
-    },
+    "patterns": {"rank_pattern": {"down_proj|c_proj": 3, "layers.0.mlp.up_proj": 1}, "alpha_pattern": {"o_proj": 5}},
     "layer": {"target_modules": ["o_proj", "down_proj", "c_proj"], "layers_to_transform": [1], "lora_dropout": 0.1},
 }
 CASES = [

@@ -1,7 +1,5 @@
 """The tables of exporters, without running any."""
 
-from __future__ import annotations
-
 import pytest
 from exporters import exports
 from exporters.checkpoints import ARCHITECTURES

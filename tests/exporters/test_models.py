@@ -1,7 +1,5 @@
 """The stored decoders of real exporters, beside their plans, verdicts and engines (`tests/promises`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

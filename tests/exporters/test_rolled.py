@@ -1,7 +1,5 @@
 """transformers' own caches of a window's size in a StaticCache: full ones become rings; others are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gemma 3n and Gemma 4 by torch: the last two layers read the caches of the first two. Skipped without torch."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 
 import pytest

@@ -1,7 +1,5 @@
 """Modules whose inputs and outputs are the caches of a transformers model, and their export by torch. Imports torch."""
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 A failure here means that TensorRT changed: `normalize.moe` relies on the bits of chosen experts alone being read.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

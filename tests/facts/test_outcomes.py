@@ -3,8 +3,6 @@
 A failure here means that TensorRT changed: what this package does about it is to be looked at again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
@@ -20,7 +18,6 @@ from onnx import TensorProto, helper
 
 Make = Callable[[], onnx.ModelProto]
 NO_ONNX_TYPE = "Failed to convert ONNX date type to TensorRT data type"
-NOT_A_CACHE_TYPE = "but must have type Float, Half, or BFloat16"
 NOT_A_MULTIPLE = "CHECK(op->input_layouts().size() > idx) failed"
 PADDED = "The update tensor is required to be 4D for padded form, got 3D"
 BROADCAST = "mask must be broadcastable"
@@ -169,15 +166,13 @@ def test_layers_of_updates() -> None:
 KINDS = tensorrt_rtx.CausalMaskKind
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [({"nonpad": True}, {"key_value_lengths": None, "mask": None}),
-     ({"is_causal": 1}, {"causal_kind": KINDS.UPPER_LEFT}),
-     ({"is_causal": 1, "nonpad": True}, {"causal_kind": KINDS.UPPER_LEFT, "key_value_lengths": None}),
-     ({"opset": 25, "left_window_size": 4}, {"causal_kind": KINDS.NONE, "mask": None}),
-     ({"opset": 25, "right_window_size": 0}, {"causal_kind": KINDS.NONE, "mask": None})],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("options", "expected"), [
+    ({"nonpad": True}, {"key_value_lengths": None, "mask": None}),
+    ({"is_causal": 1}, {"causal_kind": KINDS.UPPER_LEFT}),
+    ({"is_causal": 1, "nonpad": True}, {"causal_kind": KINDS.UPPER_LEFT, "key_value_lengths": None}),
+    ({"opset": 25, "left_window_size": 4}, {"causal_kind": KINDS.NONE, "mask": None}),
+    ({"opset": 25, "right_window_size": 0}, {"causal_kind": KINDS.NONE, "mask": None}),
+], ids=str)  # fmt: skip
 def test_silent_losses(options: dict[str, Any], expected: dict[str, Any]) -> None:
     """Lengths and windows are dropped, a causal mask is aligned to the upper left; all builds."""
     parsed = trt.parse(attention_model(**options))

@@ -1,7 +1,5 @@
 """Contents of the package `tensorrt_rtx`, and its parser outside caches and attention."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A failure here means that TensorRT changed: `importer.quantized.signed`, `normal
 `importer.families.quantizers` rely on these facts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

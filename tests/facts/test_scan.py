@@ -1,7 +1,5 @@
 """Repeats and attention in front of a Scan: what TensorRT does not build, and the forms that it builds."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import harness
@@ -12,13 +10,12 @@ import trt
 from onnx import TensorProto
 from scan_graphs import REPEATS, STEPS, decoder, scan
 
-from trt_kvcache import BuildOptions, build_engine
+from trt_kvcache import BuildOptions, build_engine, verify_model
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.graph import Emitter, export_inferred
 from trt_kvcache.importer.plan import AttentionKind
 from trt_kvcache.importer.planning import attention_plans
 from trt_kvcache.importer.rewrite import copy_repeats
-from trt_kvcache.verify import verify_model
 
 
 def copied(model: onnx.ModelProto) -> onnx.ModelProto:

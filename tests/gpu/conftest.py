@@ -5,8 +5,6 @@ for than all. Nobody has run these tests on a GPU yet: what they
 have run on is the fake of `tests/runtime/fake_gpu.py`.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -18,9 +16,8 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from gpu_steps import built_for
 
+from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.engine.backend import installed_version
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
 from trt_kvcache.errors import BackendError
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
@@ -45,7 +42,6 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 def backends() -> list[str]:
-    """Those to test."""
     asked = os.environ.get("TRT_KVCACHE_GPU_BACKENDS")
     if asked:
         return asked.split(",")
@@ -62,12 +58,10 @@ class Workshop:
     opened: list[Any] = field(default_factory=list)
 
     def model(self, config: DecoderConfig) -> Path:
-        """The decoder as ONNX."""
         path = self.folder / f"{abs(hash(config)):x}.onnx"
         return path if path.exists() else write_decoder(path, config)
 
     def engine(self, config: DecoderConfig, options: PlanOptions | None = None) -> TensorRTRunner:
-        """An opened engine of the decoder."""
         key = (config, options)
         if key not in self.built:
             output = self.folder / f"{len(self.built)}.engine"
@@ -77,17 +71,14 @@ class Workshop:
         return self.open(self.built[key])
 
     def open(self, engine: Path, **arguments: Any) -> TensorRTRunner:
-        """Open an engine that was built."""
         runner = TensorRTRunner(engine, **arguments)
         self.opened.append(runner)
         return runner
 
     def reference(self, config: DecoderConfig, options: PlanOptions | None = None) -> OnnxRuntimeRunner:
-        """The decoder on ONNX Runtime."""
         return OnnxRuntimeRunner(self.model(config), options, max_batch=MAX_BATCH, max_chunk=MAX_CHUNK)
 
     def close(self) -> None:
-        """Close what was opened."""
         while self.opened:
             self.opened.pop().close()
 

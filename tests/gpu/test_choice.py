@@ -1,7 +1,5 @@
 """Choices from scores on a GPU against those of the host. Nobody has run these tests on a GPU yet."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 But where two are nearly best: products in TF32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +12,8 @@ from gpu_steps import built_for
 from near_ties import check_greedy
 from runtime.embedded_models import cut
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
+from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, build_engine
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.session import DecodeSession
 
 pytestmark = pytest.mark.gpu
 

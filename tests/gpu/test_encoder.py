@@ -1,7 +1,5 @@
 """Encoders on the GPU beside their decoders: what the CPU makes, within rounding, and the tokens of its meaning."""
 
-from __future__ import annotations
-
 import gc
 from functools import partial
 from pathlib import Path
@@ -14,10 +12,7 @@ from gpu_steps import built_for
 from hybrids import WIDTH, cross_logits, cross_model, write
 from near_ties import check_greedy
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, build_engine
 from trt_kvcache.runtime.trt.cuda import DeviceArray
 
 pytestmark = pytest.mark.gpu

@@ -4,8 +4,6 @@ Tolerances are shares of the largest logit: 2e-2 for float16, as `trt_kvcache.ve
 whose products TensorRT may round to TF32 (10 bits of mantissa) on the way. Tokens may differ where two are nearly best.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -48,7 +46,6 @@ class Walk:
         self.lengths = np.zeros(rows, np.int64)
 
     def step(self, first: int, rows: int, length: int, keep: int = 1) -> StepBatch:
-        """The next step on these rows."""
         tokens = self._rng.integers(0, self._vocab, (rows, length))
         batch = StepBatch(first, tokens, self.lengths[first : first + rows].copy(), keep)
         self.lengths[first : first + rows] += length

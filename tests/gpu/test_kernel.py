@@ -5,8 +5,6 @@ these tests on a GPU yet. For memory errors:
 ``compute-sanitizer python -m pytest -m gpu tests/gpu/test_kernel.py``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

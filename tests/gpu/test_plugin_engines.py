@@ -3,8 +3,6 @@
 Nobody has run these on a GPU yet.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from math import prod
@@ -15,9 +13,7 @@ import numpy as np
 import pytest
 from decoders import DecoderConfig
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.engine_build import build_engine
-from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache import BuildOptions, build_engine, load_manifest
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route
 from trt_kvcache.runtime.runner import StepBatch
 

@@ -1,7 +1,5 @@
 """Attempts with hostile files. Each takes random numbers and an empty folder, and returns a word for the counts."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path
@@ -16,11 +14,10 @@ from hostile.models import SMALL, spoil, write_model
 from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, Tokenizer
 from trt_kvcache.decoding import CpuOptions
 from trt_kvcache.engine.manifest import encode_manifest
 from trt_kvcache.files import identify
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
 def models(rng: random.Random, folder: Path) -> str:
@@ -45,7 +42,6 @@ def models(rng: random.Random, folder: Path) -> str:
 
 
 def manifests(rng: random.Random, folder: Path) -> str:
-    """Manifests by `inspect`."""
     engine = folder / "model.engine"
     engine.write_bytes(b"engine" * 100)
     good = encode_manifest(sample_manifest(sample_plan(rng.choice([1, 2])), identify(engine)))

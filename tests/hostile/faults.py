@@ -1,7 +1,5 @@
 """Faults while a command runs: signals, a full disk, changed files. Each takes random numbers and an empty folder."""
 
-from __future__ import annotations
-
 import filecmp
 import os
 import random
@@ -74,7 +72,6 @@ def _catches(pid: int) -> bool:
 
 @cache
 def _usual(command: str) -> float:
-    """Seconds that a command takes."""
     folder = Path(tempfile.mkdtemp(dir=os.environ.get("ATTACK_SCRATCH")))
     try:
         process = _start(random.Random(0), folder, command)

@@ -1,7 +1,5 @@
 """Pipes, devices, folders and huge files in the place of a file, and random damage to the contents of files."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """A command holds if it passes, or is refused by one line; a call, if its error is one of this package."""
 
-from __future__ import annotations
-
 import re
 import traceback
 import warnings
@@ -54,7 +52,6 @@ def judge(status: int, stdout: str, stderr: str) -> None:
 
 
 def refused(call: Callable[[], Any]) -> Any:
-    """The result of a call; None if it is refused."""
     with suppress(TrtKvCacheError):
         return call()
     return None

@@ -1,7 +1,5 @@
 """Models that break rules, ask for any memory or time, or point out of their folder."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -185,7 +183,6 @@ def _attribute(proto: ModelProto, rng: random.Random) -> None:
 
 
 def _nested(proto: ModelProto, rng: random.Random) -> None:
-    """Branches in branches."""
     go = _constant(proto, "hostile_if", TensorProto.BOOL, [], [True])
     body = helper.make_graph(
         [helper.make_node("Constant", [], ["deep"], value=helper.make_tensor("v", TensorProto.FLOAT, [], [0.0]))],

@@ -1,7 +1,5 @@
 """Patterns and settings that never end, or that are made of any depth."""
 
-from __future__ import annotations
-
 import json
 import random
 
@@ -11,7 +9,6 @@ PATTERNS = ["(a+)+$", "(a|aa)+$", "(" * 10_000 + ")" * 10_000, "(a?){500}a{500}"
 
 
 def roles(rng: random.Random) -> bytes:
-    """A role config."""
     texts = [
         *(json.dumps({"roles": {"tokens": pattern}}) for pattern in PATTERNS),
         "roles: {tokens: [" + "(" * 10_000 + "]}", "[" * 10_000, "{" * 10_000, "- " * 5_000,

@@ -1,7 +1,5 @@
 """Random operations of several threads on one session; every sequence against the same alone."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
@@ -58,10 +56,7 @@ def sessions(rng: random.Random, folder: Path) -> str:
         onnx.save(make_foreign(form, config), model)
     options = {"capacity": _CAPACITY, "max_batch": rng.choice([2, 4, 6]), "max_chunk": rng.choice([3, 8, 32])}
     failed: list[str] = []
-    with (
-        closing(_Alone(model)) as alone,
-        DecodeSession.open(model, **options, cpu=CpuOptions(threads=1)) as session,
-    ):
+    with closing(_Alone(model)) as alone, DecodeSession.open(model, **options, cpu=CpuOptions(threads=1)) as session:
 
         def work(number: int) -> None:
             own = random.Random(rng_seed + number)

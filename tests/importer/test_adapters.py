@@ -1,7 +1,5 @@
 """Adapters as inputs of a rewritten model: which product is which module, and what is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,7 +72,7 @@ def test_modules_that_were_fused_share_the_rank_of_all(tmp_path: Path) -> None:
     assert [t.shape for t in plan.tensors if t.role is Role.ADAPTER_WEIGHTS][:2] == [(9, 64, 12), (9, 12, 128)]
 
 
-def checkpoint_of(model: Path, folder: Path, dtype: str = "float32", *, double: bool = False) -> Path:
+def checkpoint_of(model: Path, folder: Path, *, double: bool = False) -> Path:
     """The weights of a model as a checkpoint has them, by what the nodes of a stripped export multiply in order."""
     names = [
         f"model.layers.{i}.{'mlp' if t in TARGETS[4:] else 'self_attn'}.{t}.weight" for i in (0, 1) for t in TARGETS
@@ -82,8 +80,7 @@ def checkpoint_of(model: Path, folder: Path, dtype: str = "float32", *, double: 
     weights = {t.name: numpy_helper.to_array(t) for t in onnx.load(model).graph.initializer}
     products = [n.input[1] for n in onnx.load(model).graph.node if n.op_type == "MatMul" and n.input[1] in weights]
     tensors = {
-        name: np.ascontiguousarray(weights[product].T.astype(dtype))
-        for name, product in zip(names, products[:14], strict=True)
+        name: np.ascontiguousarray(weights[product].T) for name, product in zip(names, products[:14], strict=True)
     }
     if double:
         tensors["model.layers.7.self_attn.q_proj.weight"] = tensors["model.layers.0.self_attn.q_proj.weight"]

@@ -1,7 +1,5 @@
 """Decoders that NVIDIA ModelOpt quantized in blocks (NVFP4, MXFP8), from the plan to the engine."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Names say roles where the graph does not: those that are shipped, and those of a configuration."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -86,12 +84,6 @@ def test_bad_config(model: Path, tmp_path: Path, content: str, said: str) -> Non
         roles(model, tmp_path, content)
     assert "own.yaml" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_missing_config(model: Path, tmp_path: Path) -> None:
-    for name, said in (("no.yaml", r"no\.yaml: the role config cannot be read \(No such file"), ("", "cannot be read")):
-        with pytest.raises(OptionError, match=said):
-            plan_model(model, PlanOptions(config=str(tmp_path / name)))
 
 
 def test_shipped_patterns_agree_with_each_other() -> None:

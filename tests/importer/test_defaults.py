@@ -1,7 +1,5 @@
 """Inputs with a default: weights stay constants, what a step brings is asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

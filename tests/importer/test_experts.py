@@ -1,7 +1,5 @@
 """Decoders with ONNX Runtime's mixtures of experts end to end: comparison, engine, and where their weights go."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from dataclasses import replace

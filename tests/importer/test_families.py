@@ -1,7 +1,5 @@
 """Families that few exports need are loaded for models of these families only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A folder as a model: the decoder with a past is taken, and the export of the first step alone is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx

@@ -1,7 +1,5 @@
 """A graph without the nodes that nobody needs, in order: as GraphSurgeon makes it."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

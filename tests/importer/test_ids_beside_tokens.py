@@ -1,7 +1,5 @@
 """Inputs of ids beside the tokens: nothing gets values that nobody gave."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +12,8 @@ from graphs import Dim
 from greedy import Make, greedy
 from onnx import TensorProto
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, plan_model
 from trt_kvcache.errors import AmbiguousRoleError, UnsupportedModelError
-from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions, Role
 from trt_kvcache.verify import VerifyOptions, verify_model
 

@@ -1,7 +1,5 @@
 """An input that says of how many last positions the logits are: transformers' ``logits_to_keep``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +11,8 @@ from concat_graphs import Build, Decoder, make_decoder
 from greedy import greedy
 from onnx import TensorProto
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, plan_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
 from trt_kvcache.verify import VerifyOptions, verify_model
 

@@ -1,7 +1,5 @@
 """Models whose data lie behind symbolic links: a snapshot in the Hugging Face cache links to blobs elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

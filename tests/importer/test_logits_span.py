@@ -1,7 +1,5 @@
 """Where logits are cut to the last positions: before the last product, or nowhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Caches longer than the fused kernel for one query reaches: measured on TensorRT for RTX 1.7.1, documented nowhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

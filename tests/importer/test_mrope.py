@@ -1,7 +1,5 @@
 """Positions with several planes for each token (M-RoPE): what a session and the verification give them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

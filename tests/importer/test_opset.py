@@ -1,7 +1,5 @@
 """Raising a model to opset 24: the same numbers, and nothing lost on the way."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

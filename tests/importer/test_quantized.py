@@ -1,7 +1,5 @@
 """Decoders with quantized weights end to end: where their bytes go, and what builds and comparisons make of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from pathlib import Path

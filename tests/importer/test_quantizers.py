@@ -3,8 +3,6 @@
 `test_block_quantizers` has the operators of NVIDIA ModelOpt.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What reads a cache and is no attention is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

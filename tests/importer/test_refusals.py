@@ -1,7 +1,5 @@
 """Refusals name what is not supported, not what was looked at last."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import onnx
@@ -9,9 +7,8 @@ import pytest
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto, helper
 
+from trt_kvcache import PlanOptions, plan_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 
 
 def stacked(model: onnx.ModelProto, batch_first: bool) -> onnx.ModelProto:

@@ -1,7 +1,5 @@
 """Rewritten models: their data files, and what killed commands leave."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Weights whose zero point moves to 0 for TensorRT."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

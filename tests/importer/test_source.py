@@ -1,7 +1,5 @@
 """Every way in which a model file can be bad is refused by name; what is written appears whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Sequence
@@ -58,9 +56,6 @@ def stored(tmp_path: Path) -> Path:
     return write(folder / "model.onnx", external_model(location="weights/a.bin", offset=0, length=128))
 
 
-# --- the file itself
-
-
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     """File systems take any bytes; ONNX Runtime and JSON do not."""
     path = write(tmp_path / os.fsdecode(b"m\xff.onnx"), scatter_model())
@@ -102,9 +97,6 @@ def test_more_than_two_gib_in_one_file_is_refused_unread(tmp_path: Path) -> None
     path = write(tmp_path / "model.onnx", scatter_model())
     os.truncate(path, 3 << 30)
     assert "cannot be longer than 2 GiB; export the model with external data" in refusal(path)
-
-
-# --- external data
 
 
 def test_external_files_are_listed_and_not_read(tmp_path: Path) -> None:
@@ -171,9 +163,6 @@ def test_external_data_of_a_constant_in_a_body_are_checked(tmp_path: Path) -> No
     assert "are in no.bin, which is missing" in refusal(path)
     (tmp_path / "no.bin").write_bytes(bytes(128))
     assert load_source(path).external_files == (tmp_path / "no.bin",)
-
-
-# --- the graph
 
 
 def edited(edit: Callable[[onnx.GraphProto], object], **options: object) -> onnx.ModelProto:
@@ -308,9 +297,6 @@ def test_data_that_do_not_fill_their_shape(
     model = scatter_model()
     model.graph.initializer.append(tensor)
     assert "tensor 'odd' is invalid" in refusal(write(tmp_path / "model.onnx", model))
-
-
-# --- writing
 
 
 def listing(folder: Path) -> dict[str, bytes]:

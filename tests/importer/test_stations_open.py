@@ -1,7 +1,5 @@
 """The model of each station is plain ONNX: ONNX Runtime opens it as it is."""
 
-from __future__ import annotations
-
 import fnmatch
 from pathlib import Path
 from typing import Any

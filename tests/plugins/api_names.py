@@ -4,8 +4,6 @@ Sources are matched by file and by what an object is called there, so that a new
 change here.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

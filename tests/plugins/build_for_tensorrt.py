@@ -4,8 +4,6 @@ There is no builder behind the bindings, so the build ends in an error; the ques
 any.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext

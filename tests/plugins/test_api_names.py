@@ -1,7 +1,5 @@
 """Every name of TensorRT's that the project uses exists, with as many arguments, in the oldest and newest version."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import sys

@@ -1,7 +1,5 @@
 """From a plan with the plugin to TensorRT: registered before the parser runs, refused by name, found in the network."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -142,9 +140,6 @@ def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
     )
     assert said.endswith(CONTRACT + FUNCTIONAL)
     assert _with_refusals(job, "TensorRT cannot parse the model", []) == "TensorRT cannot parse the model"
-
-
-# The parsed network.
 
 
 class Layer:

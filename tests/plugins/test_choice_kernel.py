@@ -1,7 +1,5 @@
 """The kernels that choose tokens: on the host against the host's own choice, and compiled by NVRTC."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates that go to the plugin: the rewritten model is valid, runs in ONNX Runtime, with TensorScatter's numbers."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,7 +43,6 @@ def function_model(operator: Operator, feeds: Feeds) -> onnx.ModelProto:
 
 
 def test_a_model_that_has_the_node_already_is_refused(tmp_path: Path) -> None:
-    """Only rewritten models have it."""
     graph = Graph()
     for name, dims in (("cache_0", ["B", 2, 6, 4]), ("update_0", ["B", 2, "S", 4]), ("write_indices", ["B"])):
         graph.input(name, TensorProto.INT64 if name == "write_indices" else TensorProto.INT8, dims)
@@ -180,9 +177,6 @@ def test_different_write_indices_are_two_nodes(tmp_path: Path) -> None:
     model.graph.input.append(helper.make_tensor_value_info("other_indices", TensorProto.INT64, ["B"]))
     next(n for n in model.graph.node if "present_value" in n.output).input[2] = "other_indices"
     assert operators_of(imported(model, tmp_path, FULL)) == ["KVCacheUpdateCircular"] * 2
-
-
-# Quantization on write.
 
 
 def quantized_model(
@@ -320,8 +314,6 @@ def test_other_quantization_stays_a_node(what: str, tmp_path: Path) -> None:
     }
     np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], run(model, feeds)["present"])
 
-
-# Packed updates.
 
 BEFORE_11 = PlanOptions(target=Target.TENSORRT, packed_native=False)
 

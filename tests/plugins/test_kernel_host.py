@@ -1,7 +1,5 @@
 """The kernel's source, compiled for the host, against numpy: bytes equal, and the sanitizers are silent."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import onnx

@@ -4,8 +4,6 @@ What the builder would do is stood in for (see describe_operators.py); the bindi
 TensorRT's own.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

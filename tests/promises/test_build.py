@@ -1,7 +1,5 @@
 """Planned models are built: TensorRT takes them, and holds each cache that is in place in one buffer."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +7,7 @@ import net
 import pytest
 from corpus import Entry, entries
 
-from trt_kvcache import BuildOptions, build_engine
-from trt_kvcache.importer import plan_model
+from trt_kvcache import BuildOptions, build_engine, plan_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 
 

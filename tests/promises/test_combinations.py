@@ -1,7 +1,5 @@
 """Decoders whose caches grow, of any combination of choices, are planned and keep their numbers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import net

@@ -1,7 +1,5 @@
 """A model of the corpus with a number, an operator or an attribute changed is refused, or keeps its numbers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Right: verified, the original and the rewritten model give the same numbers over a decode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -16,8 +14,7 @@ import pytest
 from corpus import Entry, entries
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer import plan_model, rewrite_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache import PlanOptions, plan_model, rewrite_model
 from trt_kvcache.importer.protos import iter_tensors
 
 ENTRIES = entries()

@@ -1,7 +1,5 @@
 """A refusal is of one kind at every station, and leaves nothing."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -11,9 +9,8 @@ import net
 import pytest
 from corpus import Entry, entries
 
-from trt_kvcache import build_engine
+from trt_kvcache import build_engine, plan_model, rewrite_model
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 
 OTHERS = [e for e in entries() if e[0] not in net.promises().models]

@@ -1,7 +1,5 @@
 """`build` records a proof beside the engine, or says why there is none."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """An engine is compared with its proof where it is opened first: on the stand-in for TensorRT and a GPU."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
@@ -13,16 +11,15 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from onnx import helper, numpy_helper
 from proof_engines import bind, named, recorded, write_proved
 from runtime.engines import edit
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
-from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.cli.app import app
 from trt_kvcache.cli.plan_view import manifest_lines
 from trt_kvcache.compare.proof import draws_digest
 from trt_kvcache.decoding import GpuOptions
@@ -296,18 +293,16 @@ def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu()
     monkeypatch.setattr("trt_kvcache.runtime.trt.load.load_tensorrt", lambda _: gpu.module)
     monkeypatch.setattr("trt_kvcache.runtime.trt.cuda.cuda_bindings", gpu.machine.bindings)
-    right = CliRunner().invoke(app, ["check", str(write_proved(own))])
-    assert right.exit_code == 0, right.output
+    right = invoke("check", write_proved(own))
     assert "the engine gives the numbers of its proof: " in right.stdout
     assert "logits" in right.stdout
-    wrong = CliRunner().invoke(app, ["check", str(write_proved(own, fault=wrong_scale)), "--json"])
-    assert wrong.exit_code == 1
+    wrong = invoke("check", write_proved(own, fault=wrong_scale), "--json", code=1)
     report = json.loads(wrong.stdout)
     assert report["passed"] is False
     assert report["findings"][0]["output"] == "logits"
     assert wrong.stderr.count("\n") == 1
     manifest_path(own.with_suffix(".engine")).unlink()
-    lost = CliRunner().invoke(app, ["check", str(own.with_suffix(".engine"))])
+    lost = invoke("check", own.with_suffix(".engine"), code=None)
     assert (lost.exit_code, lost.stderr.count("\n")) == (1, 1)
 
 

@@ -1,7 +1,5 @@
 """A seeded share of the planted faults, and right engines in three types; all of them: `tests/proof_faults.py`."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 

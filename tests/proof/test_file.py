@@ -1,7 +1,5 @@
 """Files of proofs: read as regular files of a bounded size, and checked as a whole."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing, suppress

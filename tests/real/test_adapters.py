@@ -1,7 +1,5 @@
 """A trained model with adapters of peft: eight sequences of five adapters and none, in one batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Trained weights in CI: the first layers of SmolLM2, planned, checked and decoded, against NumPy."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

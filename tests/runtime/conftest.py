@@ -1,7 +1,5 @@
 """An engine that a test may change, and the families of decoders."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

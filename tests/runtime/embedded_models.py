@@ -1,7 +1,5 @@
 """Decoders in two forms: token ids in, as exported, and the same without its embedding, which the caller computes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
+from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 from runtime.engines import runner_on
 
@@ -116,56 +115,22 @@ def embedding_model(
             exactly as many as there are places, "mix" adds their sum, times 0 elsewhere.
         place: also add to each embedding how many tokens stand before it, as no decoder's embedding should.
     """
-    width = table.shape[1]
-    kind = helper.np_dtype_to_tensor_dtype(table.dtype)
-    constants = {
-        "table": table, "image": np.array(7), "one": np.array(1), "axis": np.array([-1]),
-        "none": np.zeros((1, width), table.dtype), "zero": np.array(0), "first": np.array([0]),
-        "step": np.array([[0.01]]).astype(table.dtype),
-    }  # fmt: skip
-    nodes = [
-        helper.make_node("Gather", ["table", "input_ids"], ["text"]),
-        helper.make_node("Equal", ["input_ids", "image"], ["here"]),
-        helper.make_node("Cast", ["here"], ["ones"], to=TensorProto.INT64),
-        helper.make_node("CumSum", ["ones", "one"], ["counted"]),
-        helper.make_node("Concat", ["none", "image_features"], ["rows"], axis=0),
-        helper.make_node("Shape", ["rows"], ["sizes"]),
-        helper.make_node("Gather", ["sizes", "zero"], ["size"]),
-        helper.make_node("Sub", ["size", "one"], ["last"]),
-        helper.make_node("Min", ["counted", "last"], ["which"]),
-        helper.make_node("Gather", ["rows", "which"], ["seen"]),
-        helper.make_node("Unsqueeze", ["here", "axis"], ["mask"]),
-        helper.make_node("Where", ["mask", "seen", "text"], ["taken"]),
-        helper.make_node("NonZero", ["here"], ["columns"]),
-        helper.make_node("Transpose", ["columns"], ["indices"], perm=[1, 0]),
-        helper.make_node("Cast", ["mask"], ["weight"], to=kind),
-        helper.make_node("ReduceSum", ["rows", "first"], ["all"], keepdims=1),
-        helper.make_node("Mul", ["all", "weight"], ["weighted"]),
-    ]
-    mixed = "mixed" if place else "inputs_embeds"
-    nodes.append(
-        {
-            "take": helper.make_node("Identity", ["taken"], [mixed]),
-            "scatter": helper.make_node("ScatterND", ["text", "indices", "image_features"], [mixed]),
-            "mix": helper.make_node("Add", ["text", "weighted"], [mixed]),
-        }[merge]
-    )
+    width, kind, g = table.shape[1], helper.np_dtype_to_tensor_dtype(table.dtype), Graph()
+    ids = g.input("input_ids", TensorProto.INT64, ["batch", "length"])
+    images = g.input("image_features", kind, [size or width for size in features])
+    text, here = g.Gather(g.constant(table, table.dtype), ids), g.Equal(ids, 7)
+    rows = g.Concat(g.constant(np.zeros((1, width)), table.dtype), images, axis=0)
+    if merge == "take":
+        which = g.Min(g.CumSum(g.Cast(here, to=TensorProto.INT64), 1), g.Sub(g.Gather(g.Shape(rows), 0), 1))
+        x = g.Where(g.Unsqueeze(here, [-1]), g.Gather(rows, which), text)
+    elif merge == "scatter":
+        x = g.ScatterND(text, g.Transpose(g.NonZero(here), perm=[1, 0]), images)
+    else:
+        x = g.Add(text, g.Mul(g.ReduceSum(rows, [0], keepdims=1), g.Cast(g.Unsqueeze(here, [-1]), to=kind)))
     if place:
-        nodes += [
-            helper.make_node("CumSum", ["mixed", "one"], ["summed"]),
-            helper.make_node("Mul", ["summed", "step"], ["moved"]),
-            helper.make_node("Add", ["mixed", "moved"], ["inputs_embeds"]),
-        ]
-    graph = helper.make_graph(
-        nodes,
-        "embedding",
-        [
-            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"]),
-            helper.make_tensor_value_info("image_features", kind, [size or width for size in features]),
-        ],
-        [helper.make_tensor_value_info("inputs_embeds", kind, ["batch", "length", width])],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
-    )
+        x = g.Add(x, g.Mul(g.CumSum(x, 1), g.constant([[0.01]], table.dtype)))
+    g.Identity(x, out="inputs_embeds")
+    g.output("inputs_embeds", kind, ["batch", "length", width])
     path.parent.mkdir(exist_ok=True)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    onnx.save(g.model(18), path)
     return path

@@ -1,7 +1,5 @@
 """Engine files for the fake TensorRT, planned, profiled and described like real ones, and runners on them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +11,7 @@ import pytest
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
-from trt_kvcache.engine.build_options import BuildOptions
+from trt_kvcache import BuildOptions, DecodeSession
 from trt_kvcache.engine.engine_build import _bound_contracts, find_job
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
@@ -22,7 +20,6 @@ from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 ARGUMENTS = ("max_batch", "max_chunk", "device", "kernel_cache", "cuda_graphs")
@@ -119,7 +116,6 @@ def check_refused(
 
 
 def edit(engine: Path, change: Callable[[Manifest], Manifest]) -> None:
-    """Change what an engine's manifest says."""
     save_manifest(change(load_manifest(engine)), manifest_path(engine))
 
 

@@ -152,7 +152,6 @@ class Machine:
         (self.queue if self.recording is None else self.recording).append(Work(run, check))
 
     def drain(self) -> None:
-        """Run what waits."""
         while self.queue:
             work = self.queue.pop(0)
             work.check()

@@ -3,8 +3,6 @@
 It shows that the GPU tests run and mean what they say. It shows nothing about a GPU.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from dataclasses import replace

@@ -3,8 +3,6 @@
 It shows that the kernel's benchmark runs to its end. Its numbers are made up.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

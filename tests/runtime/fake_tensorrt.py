@@ -413,7 +413,6 @@ class Context:
         return True
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        """As far as it is known."""
         if name in self._shapes:
             return self._shapes[name]
         engine = self._engine

@@ -195,7 +195,6 @@ class Text:
 
     @classmethod
     def of(cls, made: Made, i: int) -> Text:
-        """Prompt `i`."""
         text = cls(made, i)
         text.extend(PROMPTS[i], made.given(i).get("positions"))
         return text

@@ -261,7 +261,6 @@ class Alone:
 
     @classmethod
     def of(cls, runner: HashRunner) -> Alone:
-        """An empty one."""
         windows = [None if c.mode is UpdateMode.LINEAR else c.capacity for c in runner.plan.caches]
         return cls(windows, not isinstance(runner, EmbeddedRunner))
 
@@ -283,7 +282,6 @@ class Alone:
         self.most = max(self.most, len(self.codes))
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take tokens by their ids."""
         self.extend(tokens if self.plain else TABLE[list(tokens), 0])
 
     def next(self) -> int:

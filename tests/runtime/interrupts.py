@@ -1,7 +1,5 @@
 """Ctrl-C at a chosen line of the package."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator

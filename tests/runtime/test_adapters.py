@@ -1,7 +1,5 @@
 """Adapters in a session: each sequence gets the numbers of the model with its own adapter's weights merged."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Over runners without a model, where any error in a cache gives another token, an
 CPU and on a fake GPU, against full recomputation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from hypothesis import strategies as st
 from runtime.families import CASES, FAMILIES, PROMPTS, Corpus, Text
 from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner, rows
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
@@ -28,8 +27,6 @@ from trt_kvcache.runtime import prefix
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.slot import HostRows
 
 KINDS = st.sampled_from([

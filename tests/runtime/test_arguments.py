@@ -1,17 +1,14 @@
 """Prompts as embeddings and positions of the caller's: where they stand, refusals. Any schedule: test_any_schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
 from runtime.hash_runner import TABLE, Alone, EmbeddedRunner, HashRunner, rows
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.events import FinishReason
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
 
 
 def config(count: int, **more: Any) -> GenerationConfig:

@@ -1,7 +1,5 @@
 """Beam search: exhaustive where it can be, and transformers' own where that is installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Callable

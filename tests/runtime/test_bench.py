@@ -1,7 +1,5 @@
 """The bench command and what it measures with."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -12,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from runtime.hash_runner import HashRunner
-from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
@@ -69,10 +67,9 @@ def test_sizes_that_do_not_fit(sizes: dict[str, Any], words: str) -> None:
 @pytest.mark.slow
 def test_command(model: Path) -> None:
     sizes = ["--lengths", "4,16", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1"]
-    result = CliRunner().invoke(app, ["bench", str(model), *sizes])
-    assert result.exit_code == 0, result.output
+    result = invoke("bench", model, *sizes)
     assert "capacity 64" in result.stdout.splitlines()[0]
-    alone = CliRunner().invoke(app, ["bench", str(model), *sizes, "--json"])
+    alone = invoke("bench", model, *sizes, "--json", code=None)
     report = json.loads(alone.stdout)
     assert report["capacity"] == 64
     cases = [("prefill", 1, 4), ("prefill", 1, 16), ("decode", 1, 8), ("decode", 2, 8)]

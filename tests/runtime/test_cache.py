@@ -1,7 +1,5 @@
 """The cache object: what it refuses, what it copies, and its files. Any schedule of changes: test_any_schedule."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -95,9 +93,6 @@ def test_refusals(session: DecodeSession) -> None:
                  lambda: cache.reorder([0, 1]), lambda: session.update({two: [1]})):  # fmt: skip
         with pytest.raises(SlotError, match=f"slot {two} is generating"):
             call()
-
-
-# Files.
 
 
 def metadata_of(path: Path) -> dict[str, str]:

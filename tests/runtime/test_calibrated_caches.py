@@ -1,7 +1,5 @@
 """Quantized caches with one scale each, from a calibration: against NumPy, the float session, and broken scales."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +10,12 @@ import msgspec
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from onnx import numpy_helper
 from runtime.engines import open_engine, write_engine
 from runtime.families import Twin, turned
 from runtime.test_quantized_caches import FORMS, FP8, FULL, INT4, INT8, MOST, RTX, SHORT, Array, read
-from typer.testing import CliRunner
 
 from trt_kvcache import (
     CachePlan,
@@ -29,7 +27,6 @@ from trt_kvcache import (
     rewrite_model,
     verify_model,
 )
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, PromptError
 from trt_kvcache.plan import CacheDtype, Fallback, Target
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
@@ -184,7 +181,6 @@ def test_files_say_their_scales(tmp_path: Path) -> None:
 
 
 def _changed(path: Path, name: str, value: float) -> Path:
-    """The model with other values in a weight."""
     model = onnx.load(path)
     for tensor in model.graph.initializer:
         if tensor.name == name:
@@ -246,6 +242,6 @@ def test_the_command_line(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", replace(CONFIG, layers=1))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('[5, 9, 3]\n\n{"id": "a", "prompt": [100, 90]}\n', encoding="utf-8")
-    done = CliRunner().invoke(app, ["plan", str(model), "--cache-dtype", "int8", "--calibrate", str(prompts), "--json"])
+    done = invoke("plan", model, "--cache-dtype", "int8", "--calibrate", prompts, "--json", code=None)
     found = msgspec.json.decode(done.stdout, type=CachePlan).options.cache_ranges
     assert found == pytest.approx(calibrate_caches(model, [[5, 9, 3], [100, 90]]))

@@ -1,7 +1,5 @@
 """Messages in a prompt: none of them vanishes, arguments are objects and texts, and special tokens are text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

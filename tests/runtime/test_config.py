@@ -1,7 +1,5 @@
 """Settings are checked when they are made, and transformers' files mean here what they mean there."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings
@@ -15,10 +13,9 @@ import numpy as np
 import pytest
 from runtime.hash_runner import HashRunner
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.engine.engine_folder import settings_beside
 from trt_kvcache.errors import OptionError, TrtKvCacheError
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
 
 
 @pytest.mark.parametrize(

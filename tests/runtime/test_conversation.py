@@ -1,7 +1,5 @@
 """A conversation keeps its caches, and says what the same conversation says that is computed from its start."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Generator, Iterator
@@ -17,12 +15,11 @@ from runtime.tokenizers_in_code import byte_level
 from serve.models import TEMPLATE, write_served
 from typer.testing import CliRunner
 
-from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache import DecodeSession, GenerationConfig, Tokenizer
 from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import TokenEvent
 from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.runtime.conversation import Conversation
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 FORGETFUL = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role != 'assistant' or loop.last %}{{ m.content }}{% endif %}"
@@ -196,7 +193,6 @@ def test_chat_goes_on_after_an_error(folder: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next message is answered."""
     say = Conversation.say
 
     def interrupted(self: Conversation, text: str, config: GenerationConfig) -> Generator[TokenEvent]:

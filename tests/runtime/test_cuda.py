@@ -1,7 +1,5 @@
 """Copies, graphs and views of `runtime.trt.cuda`: on a fake that enforces its rules, and on the real cuda-python."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Draft models and prompt lookup: the tokens are the model's own, whatever is guessed. On models: test_any_schedule."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -11,13 +9,7 @@ import numpy.typing as npt
 import pytest
 from numpy.typing import NDArray
 from runtime.engines import drain
-from runtime.hash_runner import (
-    HashRunner,
-    continued,
-    next_token,
-    with_encoder,
-    with_state,
-)
+from runtime.hash_runner import HashRunner, continued, next_token, with_encoder, with_state
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule

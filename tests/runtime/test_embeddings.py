@@ -1,7 +1,5 @@
 """Models that take embeddings: the tokens of the same model with token ids, whatever gives the embeddings."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

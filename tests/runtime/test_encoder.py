@@ -1,7 +1,5 @@
 """Encoder-decoders from end to end: what the encoder reads goes in, the tokens are those of the decoder's meaning."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -34,8 +32,6 @@ LAYOUTS = {
 
 
 class Words:
-    """A tokenizer of numbers."""
-
     eos_token_id = None
 
     def encode(self, text: str) -> list[int]:

@@ -3,8 +3,6 @@
 The places are all that a step does for a sequence: each is made to fail for one of three.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +13,7 @@ from numpy.typing import NDArray
 from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner, continued
 from runtime.test_draft import Sometimes
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer.plan import AdapterPlan
@@ -25,10 +24,8 @@ from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.embeddings import Embeddings
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.prefix import PrefixCache
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.slot import HostRows
 
 COUNT = 9

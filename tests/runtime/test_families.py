@@ -3,8 +3,6 @@
 What joins, leaves, forks, moves and travels meanwhile: test_any_schedule.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

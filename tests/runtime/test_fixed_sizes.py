@@ -1,7 +1,5 @@
 """Models whose batch, or number of tokens per step, is fixed. Numbers of whole texts: test_families."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

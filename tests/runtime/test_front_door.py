@@ -23,17 +23,16 @@ import pytest
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import onnx
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 from serve.models import write_served
-from typer.testing import CliRunner
 
 import trt_kvcache
 from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
-from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import CpuOptions, GpuOptions, Settings
 from trt_kvcache.engine.build_options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
@@ -53,8 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def said_by_command(folder: Path, *arguments: str) -> dict[str, Any]:
-    result = CliRunner().invoke(app, ["generate", str(folder), *arguments, "--json"])
-    assert result.exit_code == 0, result.output
+    result = invoke("generate", folder, *arguments, "--json")
     found: dict[str, Any] = json.loads(result.stdout)["sequences"][0]
     return found
 
@@ -269,23 +267,20 @@ def test_prompts_may_be_tensors(tmp_path: Path) -> None:
         assert [one.tokens for one in several] == expected
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"n": 2}, "'n' is not a generation setting: repeat the prompt in a list"),
-        ({"num_return_sequences": 2}, "repeat the prompt in a list"),
-        ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
-        ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
-        ({"use_cache": True}, "there are always caches"),
-        ({"max_tokens": 3}, "did you mean max_new_tokens"),
-        ({"config": {"max_new_tokens": 3}}, r"config is a dict; give its entries by name, as in generate\(prompt"),
-        ({"config": type("GenerationConfig", (), {"__module__": "transformers.x"})()}, "is of transformers; save it"),
-        ({"config": 3}, "config is int; give a GenerationConfig"),
-        ({"prompts": [1.0, 2.0]}, r"a prompt must be a flat list of token ids \(whole numbers\); got float64 \[2\]"),
-        ({"prompts": numpy.array([1.0, 2.0])}, r"got float64 \[2\]"),
-        ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "said"), [
+    ({"n": 2}, "'n' is not a generation setting: repeat the prompt in a list"),
+    ({"num_return_sequences": 2}, "repeat the prompt in a list"),
+    ({"stream": True}, "call session.stream, or session.stream_chat for messages"),
+    ({"pad_token_id": 0}, "nothing is padded here; leave it out"),
+    ({"use_cache": True}, "there are always caches"),
+    ({"max_tokens": 3}, "did you mean max_new_tokens"),
+    ({"config": {"max_new_tokens": 3}}, r"config is a dict; give its entries by name, as in generate\(prompt"),
+    ({"config": type("GenerationConfig", (), {"__module__": "transformers.x"})()}, "is of transformers; save it"),
+    ({"config": 3}, "config is int; give a GenerationConfig"),
+    ({"prompts": [1.0, 2.0]}, r"a prompt must be a flat list of token ids \(whole numbers\); got float64 \[2\]"),
+    ({"prompts": numpy.array([1.0, 2.0])}, r"got float64 \[2\]"),
+    ({"logits_processor": lambda ids, scores: None}, "returned None, and a change in place has no effect"),
+])  # fmt: skip
 def test_what_other_libraries_take_names_what_to_do(tmp_path: Path, given: dict[str, Any], said: str) -> None:
     write_decoder(tmp_path / "model.onnx", DecoderConfig(vocab=60, capacity=32, layers=1))
     with DecodeSession.open(tmp_path) as session, pytest.raises(TrtKvCacheError, match=said):

@@ -1,7 +1,5 @@
 """The GPU tests and `scripts/gpu_check` against the fake: they run to their end, and fail where they should."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -40,15 +38,13 @@ GPU_TESTS = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "tests
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "words", "never"),
-    [({}, ["24 passed"], "failed"),
-     ({"FAKE_GPU_REFUSES": "unsupported SM 9.0"},
-      ["does not run on this GPU; in its own words: ", "unsupported SM 9.0", "24 skipped"], "failed"),
-     ({"FAKE_GPU_IS_LOST": "1"},
-      ["BackendError: CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS", "1 error in"], "skipped")],
-    ids=["pass", "refused", "lost"],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "words", "never"), [
+    ({}, ["24 passed"], "failed"),
+    ({"FAKE_GPU_REFUSES": "unsupported SM 9.0"},
+     ["does not run on this GPU; in its own words: ", "unsupported SM 9.0", "24 skipped"], "failed"),
+    ({"FAKE_GPU_IS_LOST": "1"},
+     ["BackendError: CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS", "1 error in"], "skipped"),
+], ids=["pass", "refused", "lost"])  # fmt: skip
 def test_gpu_tests_on_the_fake(fault: dict[str, str], words: list[str], never: str) -> None:
     """They pass, name what does not run, and are not skipped where the GPU fails."""
     output = run(*GPU_TESTS, PYTHONPATH=SITE, TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx", **fault).stdout
@@ -394,7 +390,6 @@ def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 def test_sigterm_ends_the_step(tmp_path: Path) -> None:
-    """As from `timeout`."""
     code = f"""
 import gpu_check, sys
 sleeps = "import os, time; print(os.getpid()); time.sleep(60)"

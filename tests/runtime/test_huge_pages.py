@@ -1,7 +1,5 @@
 """Memory in huge pages: which is moved, and what stays as it is."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,6 @@ def collapsed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def covered(ranges: list[tuple[int, int]], memory: Memory) -> list[int]:
-    """The blocks of a memory that ranges cover."""
     starts = range(memory.start, memory.start + memory.bytes.size, SIZE)
     return [i for i, at in enumerate(starts) if any(first <= at and at + SIZE <= last for first, last in ranges)]
 

@@ -1,7 +1,5 @@
 """Values of the inputs of a step, written out by hand."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -50,16 +48,14 @@ FIRST = PLACES.transpose(1, 0, 2)
 COUNTED = np.array([[3, 4], [9, 10]])
 
 
-@pytest.mark.parametrize(
-    ("shape", "axes", "counted", "given"),
-    [(("batch", "seq"), ("batch", "sequence"), COUNTED, PLACES[:, 0]),
-     (("t",), ("tokens",), COUNTED.reshape(-1), PLACES[:, 0].reshape(-1)),
-     ((3, "batch", "seq"), ("", "batch", "sequence"), [COUNTED] * 3, FIRST),
-     (("batch", 3, "seq"), ("batch", "", "sequence"), [[row] * 3 for row in COUNTED], PLACES),
-     ((3, 2, "seq"), ("", "batch", "sequence"), [COUNTED] * 3, FIRST),
-     ((3, 1, "t"), ("", "", "tokens"), [[COUNTED.reshape(-1)]] * 3, FIRST.reshape(3, 1, 4))],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("shape", "axes", "counted", "given"), [
+    (("batch", "seq"), ("batch", "sequence"), COUNTED, PLACES[:, 0]),
+    (("t",), ("tokens",), COUNTED.reshape(-1), PLACES[:, 0].reshape(-1)),
+    ((3, "batch", "seq"), ("", "batch", "sequence"), [COUNTED] * 3, FIRST),
+    (("batch", 3, "seq"), ("batch", "", "sequence"), [[row] * 3 for row in COUNTED], PLACES),
+    ((3, 2, "seq"), ("", "batch", "sequence"), [COUNTED] * 3, FIRST),
+    ((3, 1, "t"), ("", "", "tokens"), [[COUNTED.reshape(-1)]] * 3, FIRST.reshape(3, 1, 4)),
+], ids=str)  # fmt: skip
 def test_positions(shape: Any, axes: tuple[str, ...], counted: Any, given: Any) -> None:
     """Counted, or the caller's: in planes that differ, wherever the axis is; a model with one plane takes the first."""
     role = tensor("p", Role.POSITIONS, shape, axes, "int32")
@@ -121,16 +117,13 @@ def test_a_float_mask_hides_with_the_lowest_number_of_its_dtype() -> None:
         np.testing.assert_allclose(found[0, 4:], lowest, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("extra", "words"),
-    [
-        (tensor("x", Role.OTHER, (1,), ("",)), r"input 'x' \(int64 \[1\]\) has no known role in decoding"),
-        (tensor("x", Role.POSITIONS, ("batch", "q"), ("batch", "?")), "its size 'q' is unknown"),
-        (tensor("x", Role.POSITIONS, ("batch",), ("batch",), "float"), "fills it with integers"),
-        (tensor("x", Role.CACHE, ("batch", 8), ("batch", "")), "input 'x' is a cache that no update writes"),
-        (tensor("x", Role.MASK, ("batch", 12), ("batch", ""), "bool"), "covers 12 keys, but the caches .* hold 16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("extra", "words"), [
+    (tensor("x", Role.OTHER, (1,), ("",)), r"input 'x' \(int64 \[1\]\) has no known role in decoding"),
+    (tensor("x", Role.POSITIONS, ("batch", "q"), ("batch", "?")), "its size 'q' is unknown"),
+    (tensor("x", Role.POSITIONS, ("batch",), ("batch",), "float"), "fills it with integers"),
+    (tensor("x", Role.CACHE, ("batch", 8), ("batch", "")), "input 'x' is a cache that no update writes"),
+    (tensor("x", Role.MASK, ("batch", 12), ("batch", ""), "bool"), "covers 12 keys, but the caches .* hold 16"),
+])  # fmt: skip
 def test_refusals(extra: TensorRole, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         StepInputs(plan(extra))

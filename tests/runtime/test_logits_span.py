@@ -1,7 +1,5 @@
 """Logits of the last positions only: an engine that gives few of them, one of before, and ONNX Runtime agree."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -64,13 +62,11 @@ def test_scores_and_drafts_of_a_model_that_gives_the_last_ones_only(model: Path,
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("built", "opened", "words"),
-    [({"max_logits": 1}, {}, "the engine gives the logits of one position: build it with --max-logits 2 or more"),
-     ({}, {"max_chunk": 1}, "a step takes only one token: use a model that takes several, or a larger max_chunk"),
-     ({"max_logits": 2}, {}, "")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("built", "opened", "words"), [
+    ({"max_logits": 1}, {}, "the engine gives the logits of one position: build it with --max-logits 2 or more"),
+    ({}, {"max_chunk": 1}, "a step takes only one token: use a model that takes several, or a larger max_chunk"),
+    ({"max_logits": 2}, {}, ""),
+], ids=str)  # fmt: skip
 def test_who_cannot_verify_drafts_says_so(
     built: dict[str, int], opened: dict[str, int], words: str, model: Path
 ) -> None:

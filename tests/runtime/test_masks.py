@@ -1,7 +1,5 @@
 """Grammars as masks of tokens: the tokens are those of the same rule on all scores, on the CPU and the (fake) GPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +48,6 @@ class Rule:
 
 
 class Only:
-    """A grammar from a function."""
-
     def __init__(self, mask: Any) -> None:
         self.mask = mask
 
@@ -153,11 +149,7 @@ def fails(new: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 BAD: list[tuple[Any, type[Exception], str]] = [
-    (
-        lambda new: np.full(7, -int(new.size < 2), np.int32),
-        OptionError,
-        "after 2 new tokens, the grammar",
-    ),
+    (lambda new: np.full(7, -int(new.size < 2), np.int32), OptionError, "after 2 new tokens, the grammar"),
     (fails, SessionError, "the token mask failed: ValueError: on purpose"),
     (lambda new: np.ones(7), SessionError, r"the token mask is float64 \[7\]; it has to be int32 \["),
     (lambda new: np.ones(8, np.int32), SessionError, r"the token mask is int32 \[8\]; it has to be int32 \[7\]"),
@@ -178,11 +170,10 @@ def test_a_mask_that_fails_ends_its_own_sequence(engine: Path, case: tuple[Any, 
             drain(session)
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [({"grammar": 5}, r"grammar is 5; supported: a grammar that trt_kvcache.Grammars compiled"),
-     ({"grammar": Rule(4), "num_beams": 2}, "num_beams=2 cannot be combined with grammar")],
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "words"), [
+    ({"grammar": 5}, r"grammar is 5; supported: a grammar that trt_kvcache.Grammars compiled"),
+    ({"grammar": Rule(4), "num_beams": 2}, "num_beams=2 cannot be combined with grammar"),
+])  # fmt: skip
 def test_settings_that_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
         GenerationConfig(**settings)

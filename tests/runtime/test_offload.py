@@ -1,7 +1,5 @@
 """More sequences than rows, and prefixes: who goes, who waits, what is found again. On models: test_any_schedule."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +176,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache_rows, "BLOCK", BLOCK)
 
 
-def caching(blocks: int = 99, runner: HashRunner | None = None, **more: Any) -> DecodeSession:
-    return DecodeSession(runner or HashRunner(), **more, schedule=Schedule(prefix_cache=blocks * BYTES))
+def caching(blocks: int = 99, **more: Any) -> DecodeSession:
+    return DecodeSession(HashRunner(), **more, schedule=Schedule(prefix_cache=blocks * BYTES))
 
 
 def asked(count: int, **more: Any) -> GenerationConfig:

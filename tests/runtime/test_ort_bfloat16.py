@@ -1,19 +1,16 @@
 """bfloat16 models on the CPU: in float32, against a decoder in NumPy that has the same weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from runtime.families import Twin
-from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, PlanOptions, calibrate_caches
-from trt_kvcache.cli.app import app
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.steps.element_types import has_bfloat16
 from trt_kvcache.plan import CacheDtype
@@ -74,6 +71,5 @@ def test_large_weights_stay_in_their_file(tmp_path: Path) -> None:
 
 def test_the_command_line_says_so(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", BASE)
-    done = CliRunner().invoke(app, ["generate", str(model), "--tokens", "1,2,3", "--max-new-tokens", "2"])
-    assert done.exit_code == 0
+    done = invoke("generate", model, "--tokens", "1,2,3", "--max-new-tokens", "2")
     assert "bfloat16 in float32" in " ".join(done.output.split())

@@ -1,7 +1,5 @@
 """GroupQueryAttention, MoE and QMoE on the CPU: the same numbers as what TensorRT gets, and only where it is right."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path

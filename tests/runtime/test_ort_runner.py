@@ -1,7 +1,5 @@
 """ONNX Runtime behind the runner interface: in place, rows apart, refusals."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -34,10 +32,8 @@ def model(tmp_path: Path) -> Path:
     return write_decoder(tmp_path / "model.onnx", BASE)
 
 
-def batch(first_row: int, tokens: np.ndarray, start: int = 0, keep: int | None = None) -> StepBatch:
-    return StepBatch(
-        first_row, tokens, np.full(len(tokens), start, np.int64), tokens.shape[1] if keep is None else keep
-    )
+def batch(first_row: int, tokens: np.ndarray) -> StepBatch:
+    return StepBatch(first_row, tokens, np.zeros(len(tokens), np.int64), tokens.shape[1])
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Models whose tokens see later tokens of a step: a prompt is never cut, and nothing is guessed or taken back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,9 @@ from greedy import greedy
 from onnx import TensorProto
 from runtime.engines import drain
 
-from trt_kvcache import DecodeSession
+from trt_kvcache import DecodeSession, PlanOptions, plan_model
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 
 PROMPT = (3, 30, 2, 2, 11, 17, 8, 25, 11, 30, 6)
 HALF: dict[str, Any] = {"dtype": np.float16, "upcast": True}
@@ -128,13 +124,10 @@ def own(*shape: int | str) -> Callable[[Graph], str]:
     return lambda g: g.input("mask", TensorProto.BOOL, shape)
 
 
-@pytest.mark.parametrize(
-    ("mask", "whole", "length"),
-    [
-        (causal, False, "S"), (added, False, "S"), (with_prefix, True, "S"), (of_types, True, "S"), (valid, True, "S"),
-        (valid, False, 1), (None, True, "S"), (own("B", 1, "S", 16), False, "S"), (own("B", 1, 1, 16), True, "S"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("mask", "whole", "length"), [
+    (causal, False, "S"), (added, False, "S"), (with_prefix, True, "S"), (of_types, True, "S"), (valid, True, "S"),
+    (valid, False, 1), (None, True, "S"), (own("B", 1, "S", 16), False, "S"), (own("B", 1, 1, 16), True, "S"),
+])  # fmt: skip
 def test_masks_of_static_models_are_run(
     mask: Callable[[Graph], str] | None, whole: bool, length: int | str, tmp_path: Path
 ) -> None:
@@ -163,8 +156,7 @@ def test_masks_of_static_models_are_run(
 
 
 @pytest.mark.parametrize(
-    "how",
-    [{"mask": "past"}, {"mask": "padding"}, {"mask": "own"}, {"mask": "own", "own_type": np.float32, **HALF}],
+    "how", [{"mask": "past"}, {"mask": "padding"}, {"mask": "own"}, {"mask": "own", "own_type": np.float32, **HALF}]
 )
 def test_causal_decoders_take_prompts_in_pieces(how: dict[str, Any], tmp_path: Path) -> None:
     onnx.save(make_decoder(Decoder(**how)), tmp_path / "model.onnx")

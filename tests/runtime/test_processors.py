@@ -1,7 +1,5 @@
 """Every rule against a plain reference, by its defining properties, and where it is installed against transformers."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import types

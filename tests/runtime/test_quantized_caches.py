@@ -1,7 +1,5 @@
 """Caches that ``--cache-dtype`` quantizes: their bytes against NumPy, and what verify, plan and refusals say."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -191,19 +189,13 @@ def test_a_wrong_scale_fails_verify(tmp_path: Path, name: str) -> None:
         report.check()
 
 
-@pytest.mark.parametrize(
-    ("config", "planned", "words"),
-    [
-        (CONFIG, options(FP8), "cache_dtype is fp8, but caches of TensorRT for RTX are float32, float16 or bfloat"),
-        (replace(CONFIG, head_size=4, dtype="float16"), options(INT8), "rows of 4 numbers, which need 64 bits as fl"),
-        (CONFIG, options(INT8, FULL, fallback=Fallback.FUNCTIONAL), "fallback functional excludes the plugin"),
-        (
-            replace(CONFIG, mode="circular", form="mobius"), options(INT8, fallback=Fallback.FUNCTIONAL),
-            r"is not updated by TensorRT's own cache layer \(circular update of several tokens",
-        ),
-    ],
-    ids=["fp8", "small rows", "no plugin", "not in place"],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "planned", "words"), [
+    (CONFIG, options(FP8), "cache_dtype is fp8, but caches of TensorRT for RTX are float32, float16 or bfloat"),
+    (replace(CONFIG, head_size=4, dtype="float16"), options(INT8), "rows of 4 numbers, which need 64 bits as fl"),
+    (CONFIG, options(INT8, FULL, fallback=Fallback.FUNCTIONAL), "fallback functional excludes the plugin"),
+    (replace(CONFIG, mode="circular", form="mobius"), options(INT8, fallback=Fallback.FUNCTIONAL),
+     r"is not updated by TensorRT's own cache layer \(circular update of several tokens"),
+], ids=["fp8", "small rows", "no plugin", "not in place"])  # fmt: skip
 def test_refusals(tmp_path: Path, config: DecoderConfig, planned: PlanOptions, words: str) -> None:
     model = write_decoder(tmp_path / "model.onnx", config)
     with pytest.raises(OptionError, match=words):

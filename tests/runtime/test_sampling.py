@@ -1,7 +1,5 @@
 """One sequence: which token is chosen, what its event says, when it ends."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -188,16 +186,14 @@ def want(token: int) -> Logits:
     return np.eye(10, dtype=np.float32)[token]
 
 
-@pytest.mark.parametrize(
-    ("settings", "tokens", "texts", "reason"),
-    [({"eos_token_id": [3, 4]}, [0, 4], ["a", ""], FinishReason.EOS),
-     ({"max_new_tokens": 1, "eos_token_id": 0}, [0], [""], FinishReason.EOS),
-     ({"max_new_tokens": 2}, [0, 0], ["a", "a"], FinishReason.LENGTH),
-     ({"stop_strings": ["cd", "xyz"]}, [1, 2, 2, 3], ["b", "", "c", ""], FinishReason.STOP),
-     ({"stop_strings": "cd", "max_new_tokens": 2}, [1, 2], ["b", "c"], FinishReason.LENGTH),
-     ({"stop_strings": "a\ufffd", "max_new_tokens": 3}, [1, 0, 7], ["b", "", ""], FinishReason.STOP)],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("settings", "tokens", "texts", "reason"), [
+    ({"eos_token_id": [3, 4]}, [0, 4], ["a", ""], FinishReason.EOS),
+    ({"max_new_tokens": 1, "eos_token_id": 0}, [0], [""], FinishReason.EOS),
+    ({"max_new_tokens": 2}, [0, 0], ["a", "a"], FinishReason.LENGTH),
+    ({"stop_strings": ["cd", "xyz"]}, [1, 2, 2, 3], ["b", "", "c", ""], FinishReason.STOP),
+    ({"stop_strings": "cd", "max_new_tokens": 2}, [1, 2], ["b", "c"], FinishReason.LENGTH),
+    ({"stop_strings": "a\ufffd", "max_new_tokens": 3}, [1, 0, 7], ["b", "", ""], FinishReason.STOP),
+], ids=str)  # fmt: skip
 def test_how_a_text_ends(settings: dict[str, Any], tokens: list[int], texts: list[str], reason: FinishReason) -> None:
     """Text that may become a stop string is held back; an incomplete character can complete one at the end."""
     sequence = Continuation(5, [1, 2], GenerationConfig(**settings), Letters())

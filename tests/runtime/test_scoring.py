@@ -1,7 +1,5 @@
 """The perplexity of a text is that of the exported model, in one window and in several."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -10,20 +8,17 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from commands import invoke
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
-from typer.testing import CliRunner
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from runtime.tokenizers_in_code import byte_level
 
 import trt_kvcache
-from trt_kvcache import DecodeSession
-from trt_kvcache.cli.app import app
+from trt_kvcache import DecodeSession, Tokenizer, score
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.runtime.scoring import score
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 TEXT = "the cache holds what the model has read of the text so far, and the rest is to come. " * 3
 
@@ -83,10 +78,10 @@ def test_a_tokenizer_is_shown_by_its_name(folder: Path) -> None:
 
 def test_the_command(folder: Path) -> None:
     arguments = ["score", str(folder), str(folder / "text.txt"), "--capacity", "64", "--tokens", "90", "--window", "40"]
-    said = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    said = json.loads(invoke(*arguments, "--json", code=None).stdout)
     tokens = Tokenizer.load(folder).encode(TEXT)[:90]
     assert (said["tokens"], said["nats"]) == (89, pytest.approx(reference(folder, tokens, 40), abs=1e-5))
-    shown = CliRunner().invoke(app, arguments).stdout
+    shown = invoke(*arguments, code=None).stdout
     assert f"perplexity {said['perplexity']:.4g}, {said['nats']:.4f} nats per token; 89 tokens, " in shown
-    missing = CliRunner().invoke(app, ["score", str(folder), "no.txt"])
+    missing = invoke("score", folder, "no.txt", code=None)
     assert missing.stderr == "error: FILE no.txt cannot be read: No such file or directory\n"

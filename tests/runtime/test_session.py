@@ -1,7 +1,5 @@
 """Sessions: no step more than needed, ends, failures, interrupts, refusals. Any schedule: test_any_schedule."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import os
@@ -26,12 +24,11 @@ from runtime.hash_runner import VOCAB, HashRunner, continued, with_state
 from runtime.interrupts import interrupted
 from runtime.test_draft import Sometimes
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.streams import Streams
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
@@ -324,9 +321,6 @@ def test_after_close() -> None:
             call()
 
 
-# Failures and interrupts.
-
-
 class Breaks:
     """A logits processor that raises once."""
 
@@ -444,7 +438,6 @@ def test_a_failing_stream_leaves_other_streams_alone() -> None:
 
 
 def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
-    """As where the step collects it as garbage."""
     runner = HashRunner()
     session = DecodeSession(runner)
     left = session.stream([[9], [8, 7]], config(9))
@@ -673,7 +666,6 @@ def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dic
 
 @pytest.mark.parametrize("before", [None, b"old"])
 def test_an_interrupted_offload_to_a_file_leaves_no_other_file(before: bytes | None, tmp_path: Path) -> None:
-    """The file is there whole, or as it was."""
     for line in count(1):
         folder = tmp_path / str(line)
         folder.mkdir()

@@ -3,8 +3,6 @@
 Numbers: test_families.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Texts under grammars of llguidance: each is what its grammar allows, alone and with other rows beside."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -18,9 +16,8 @@ from runtime.fake_cuda import Machine
 from runtime.tokenizers_in_code import byte_fallback, byte_level
 from serve.models import write_served
 
-from trt_kvcache import DecodeSession, GenerationConfig, Grammars
+from trt_kvcache import DecodeSession, GenerationConfig, Grammars, Tokenizer
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 SCHEMA = {
     "type": "object",

@@ -1,7 +1,5 @@
 """Text that streams is the text: no half characters, nothing taken back, stop strings wherever tokens end."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys
@@ -152,9 +150,6 @@ def test_only_what_may_become_a_stop_string_is_held_back() -> None:
     assert [watch.push(text) for text in ("go ST", "AY", " S", "TO", "P now", "x")] == ["go ", "STAY", " ", "", "", ""]
 
 
-# --- files
-
-
 def saved(folder: Path, settings: object = None, template: str | None = None) -> Path:
     path = folder / "tokenizer.json"
     byte_level().save(str(path))
@@ -231,14 +226,6 @@ def test_a_text_on_which_the_tokenizer_fails_is_refused(error: BaseException | N
         Tokenizer(Mock(**{"encode.side_effect": KeyboardInterrupt})).encode("b")
 
 
-def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
-    made = byte_level()
-    made.enable_truncation(2)
-    made.enable_padding(length=50)
-    made.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode("the cache keeps")) == "the cache keeps"
-
-
 @pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}], ids=["text", "object"])
 def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None:
     read = Tokenizer.load(saved(tmp_path, {"eos_token": eos, "pad_token": None, "add_bos_token": True}))
@@ -251,6 +238,7 @@ def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None
     [
         ("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer.json that this tokenizers library reads"),
+        ("tokenizer.json", '{"model": {}}', "tokenizer.json that this tokenizers library reads: "),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
         (
@@ -270,8 +258,6 @@ def test_bad_files(name: str, text: str | bytes | None, message: str, tmp_path: 
     with pytest.raises(OptionError, match=message):
         Tokenizer.load(tmp_path)
 
-
-# --- chats
 
 TEMPLATE = """\
 {{ bos_token }}{% for message in messages %}
@@ -309,15 +295,14 @@ def test_a_chat_becomes_a_prompt(template: Any, own: str | None, text: str, tmp_
     assert rendered(tmp_path, template, own) == text
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
-     ("{% for %}", "failed: TemplateSyntaxError"),
-     ("{{ messages.append(1) }}", "failed: SecurityError"),
-     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
-     ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
-     (None, "has no chat template")],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "message"), [
+    ("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
+    ("{% for %}", "failed: TemplateSyntaxError"),
+    ("{{ messages.append(1) }}", "failed: SecurityError"),
+    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
+    ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
+    (None, "has no chat template"),
+])  # fmt: skip
 def test_a_template_that_fails_or_breaks_out(template: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         rendered(tmp_path, template)
@@ -330,20 +315,14 @@ def test_a_missing_library_is_named(library: str, tmp_path: Path, monkeypatch: p
         rendered(tmp_path, TEMPLATE)
 
 
-def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text('{"model": {}}')
-    with pytest.raises(OptionError, match=r"is not a tokenizer.json that this tokenizers library reads: "):
-        Tokenizer.load(path)
-
-
 def test_settings_of_training_do_not_change_a_prompt(tmp_path: Path) -> None:
     made = byte_level()
     wanted = made.encode("the cache keeps").ids
     made.enable_truncation(2)
     made.enable_padding(length=64)
     made.save(str(tmp_path / "tokenizer.json"))
-    assert Tokenizer.load(tmp_path).encode("the cache keeps") == wanted
+    read = Tokenizer.load(tmp_path)
+    assert (read.encode("the cache keeps"), read.decode(wanted)) == (wanted, "the cache keeps")
 
 
 def test_messages_that_are_no_json_are_refused() -> None:

@@ -5,8 +5,6 @@ and 11.4.0, looked into once, hold the same names but for the runtime cache, the
 ``get_engine_validity``, which the runner does not ask TensorRT for.
 """
 
-from __future__ import annotations
-
 import ctypes
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Greedy tokens chosen on the (fake) GPU: those of the host, wherever they come from, and never from a wrong kernel."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from pathlib import Path
@@ -14,12 +12,11 @@ from decoders import DecoderConfig, write_decoder
 from runtime.engines import drain, open_engine, write_engine
 from runtime.fake_cuda import Machine
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.sampling import Sampler
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt import choice as trt_choice
 from trt_kvcache.runtime.trt.choice import DeviceChoice, open_choice
 from trt_kvcache.runtime.trt.cuda import Cuda
@@ -141,13 +138,12 @@ def test_numbers_that_are_none_end_their_sequence(engine: Path) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("way", "words"),
-    [("no NVRTC", r"not installed: pip install 'trt-kvcache\[plugin\]'"),
-     ("old driver", "this driver is for CUDA 12.8"),
-     ("unknown GPU", "NVRTC .* cannot compile for architecture 'sm_90'; give one of sm_1"),
-     ("no memory", "cuMemAlloc of .* failed")],
-)  # fmt: skip
+@pytest.mark.parametrize(("way", "words"), [
+    ("no NVRTC", r"not installed: pip install 'trt-kvcache\[plugin\]'"),
+    ("old driver", "this driver is for CUDA 12.8"),
+    ("unknown GPU", "NVRTC .* cannot compile for architecture 'sm_90'; give one of sm_1"),
+    ("no memory", "cuMemAlloc of .* failed"),
+])  # fmt: skip
 def test_without_the_kernel_the_host_chooses(
     engine: Path, way: str, words: str, fetched: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,13 +175,11 @@ def test_without_the_kernel_the_host_chooses(
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(
-    ("fault", "words"),
-    [({"missing_candidates": 1}, "the GPU finds other highest scores"),
-     ({"wrong_tokens": 1}, "among 256 scores in float16, the GPU chooses token .*, but the host chooses token"),
-     ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE")],
-    ids=["incomplete", "wrong", "refused"],
-)  # fmt: skip
+@pytest.mark.parametrize(("fault", "words"), [
+    ({"missing_candidates": 1}, "the GPU finds other highest scores"),
+    ({"wrong_tokens": 1}, "among 256 scores in float16, the GPU chooses token .*, but the host chooses token"),
+    ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE"),
+], ids=["incomplete", "wrong", "refused"])  # fmt: skip
 def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[str, Any], words: str) -> None:
     with pytest.warns(RuntimeWarning, match=f"the host chooses tokens, because the GPU cannot: .*{words}"):
         runner, gpu = opened(engine, **fault)
@@ -193,9 +187,6 @@ def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[s
     assert re.search(words, runner.host_choice)
     assert generated(runner, GREEDY) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), GREEDY)
     assert gpu.launched == tried
-
-
-# The trial itself.
 
 
 def choice_on(gpu: Machine, dtype: Any, vocab: int, positions: int) -> tuple[DeviceChoice | None, str]:

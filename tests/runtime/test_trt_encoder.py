@@ -1,11 +1,8 @@
 """Encoders on a fake GPU with TensorRT's rules: what they make stays there, and is what the CPU makes."""
 
-from __future__ import annotations
-
 import gc
 import shutil
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +25,6 @@ from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptE
 from trt_kvcache.runtime.trt import trt_runner
 from trt_kvcache.runtime.trt.context import ContextFactory
 from trt_kvcache.runtime.trt.cuda import DeviceArray
-
-Open = Callable[..., DecodeSession]
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """The fake refuses what TensorRT refuses: without this, tests that pass on it would show nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """CUDA graphs of decode steps: recorded when they repeat, equal to plain steps, and given up where they cannot be."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

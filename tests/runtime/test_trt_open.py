@@ -1,7 +1,5 @@
 """Opening an engine, and steps that fail: refused in words that say what to do; nothing is lost, nobody disturbed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess
@@ -80,9 +78,6 @@ def test_engine_of_another_version_or_for_another_gpu(
         plan=replace(m.plan, options=replace(m.plan.options, target=Target(backend))),
     ))  # fmt: skip
     check_refused(BackendError, words, engine, Machine(**gpu), **{"refuse": "no such kernel", **faults})
-
-
-# Memory.
 
 
 def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +162,6 @@ def test_aliases_are_reconciled(engine: Path) -> None:
     check_refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
 
 
-def first_cache(**changes: Any) -> Callable[[Manifest], Manifest]:
-    def change(m: Manifest) -> Manifest:
-        first, *others = m.plan.caches
-        return replace(m, plan=replace(m.plan, caches=(replace(first, **changes), *others)))
-
-    return change
-
-
 def tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Manifest], Manifest]:
     return lambda m: replace(
         m, plan=replace(m.plan, tensors=tuple(change(t) if t.name == name else t for t in m.plan.tensors))
@@ -194,13 +181,11 @@ def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:
     check_refused(UnsupportedModelError, "input 'position_ids' .* has no known role in decoding", engine)
 
 
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [({"max_batch": 4}, "max_batch is 4; this engine was built for 1 to 3: build it again with"),
-     ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
-     ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with max_chunk=9")],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("limit", "words"), [
+    ({"max_batch": 4}, "max_batch is 4; this engine was built for 1 to 3: build it again with"),
+    ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+    ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with max_chunk=9"),
+], ids=str)  # fmt: skip
 def test_more_than_the_engine_was_built_for(engine: Path, limit: dict[str, int], words: str) -> None:
     check_refused(OptionError, words, engine, **limit)
 

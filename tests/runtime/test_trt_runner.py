@@ -1,7 +1,5 @@
 """The TensorRT runner against ONNX Runtime: rows, threads, interrupts. Numbers of whole texts: test_families."""
 
-from __future__ import annotations
-
 import random
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -12,15 +10,13 @@ import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
 from runtime.engines import open_engine, write_engine
-from runtime.fake_cuda import Machine
 from runtime.interrupts import interrupted
 
+from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
-from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
 BACKENDS = ("tensorrt-rtx", "tensorrt")
@@ -56,8 +52,8 @@ class Pair:
             self.check_step(0, 3, 1)
 
 
-def pair_of(engine: Path, machine: Machine | None = None, **arguments: Any) -> Pair:
-    runner = open_engine(engine, machine, **arguments)
+def pair_of(engine: Path) -> Pair:
+    runner = open_engine(engine)
     return Pair(runner, OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=runner.max_batch))
 
 

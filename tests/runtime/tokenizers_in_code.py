@@ -1,7 +1,5 @@
 """Small tokenizers of the two common kinds, built in code."""
 
-from __future__ import annotations
-
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 

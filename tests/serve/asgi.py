@@ -1,7 +1,5 @@
 """Asks an ASGI application without a network: a client that can read slowly, and go away."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import dataclass, field

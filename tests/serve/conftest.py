@@ -1,7 +1,5 @@
 """One served model for all tests, and the same model alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models that servers serve in tests."""
 
-from __future__ import annotations
-
 import json
 import random
 import socket

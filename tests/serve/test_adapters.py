@@ -1,7 +1,5 @@
 """The model that a request names chooses the adapter; clients load and unload adapters where they may."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Iterator
@@ -14,11 +12,10 @@ pytest.importorskip("starlette", reason="Starlette is not installed (extra: serv
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: serve)")
 
 from adapters import Tiny, draw
+from commands import invoke
 from serve.asgi import Reply, ask
-from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.cli.app import app
 from trt_kvcache.serve.service import Service
 
 PROMPT, COUNT = [5, 17, 33, 70, 91], 6
@@ -164,8 +161,7 @@ def test_rows_of_a_batch_name_their_adapter(
         "64",
     ]
     adapters = ["--lora", f"ann={folder / 'ann'}", "--lora", f"bob={folder / 'bob'}"]
-    done = CliRunner().invoke(app, [*command, *adapters])
-    assert done.exit_code == 0, done.output
+    invoke(*command, *adapters)
     answers = [json.loads(line)["response"] for line in output.read_text().splitlines()]
     assert [answer["status_code"] for answer in answers] == [200] * 4 + [404]
     for name, answer in zip(names[:4], answers, strict=False):
@@ -190,8 +186,7 @@ def test_a_journal_belongs_to_the_adapters(folder: Path, model: Path, tmp_path: 
 def test_commands(folder: Path, model: Path, wanted: dict[str, list[int]]) -> None:
     prompt = ["--tokens", ",".join(map(str, PROMPT)), "--max-new-tokens", str(COUNT), "--ignore-eos", "--json"]
     for given in (str(folder / "ann"), f"x={folder / 'ann'}"):
-        done = CliRunner().invoke(app, ["generate", str(model), *prompt, "--adapter", given])
-        assert done.exit_code == 0, done.output
+        done = invoke("generate", model, *prompt, "--adapter", given)
         assert json.loads(done.stdout)["sequences"][0]["tokens"] == wanted["ann"]
-    done = CliRunner().invoke(app, ["plan", str(model), "--capacity", "64", "--adapter", str(folder / "ann")])
+    done = invoke("plan", model, "--capacity", "64", "--adapter", folder / "ann", code=None)
     assert "8 slots of rank 4 beside the model itself, in 14 products" in " ".join(done.stdout.split())

@@ -1,7 +1,5 @@
 """The API in one process: every answer is that of the same request alone, and what cannot be done is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -518,11 +516,7 @@ def test_the_reason_of_a_refusal_is_logged_without_the_text(tmp_path: Path) -> N
                 {"messages": [{"role": "user", "content": {"secret": 1}}]},
                 "Expected `str | array | null`, got `obj",
             ),
-            (
-                CHAT,
-                {"messages": secret, "tools": [{"type": "secret"}]},
-                "Invalid enum value '...' - at",
-            ),
+            (CHAT, {"messages": secret, "tools": [{"type": "secret"}]}, "Invalid enum value '...' - at"),
             (TEXT, {"prompt": "secret", "a\nb\x1b" + "c" * 300: 1}, "unknown field `a?b?ccc"),
             ("/tokenize", {"messages": secret}, "messages: the chat template does not take them"),
         ):
@@ -537,7 +531,6 @@ def test_the_reason_of_a_refusal_is_logged_without_the_text(tmp_path: Path) -> N
 
 
 def test_messages_that_the_template_does_not_write_are_refused(service: Service) -> None:
-    """Its template knows no calls."""
     reply = post(service, called("{}") | {"max_tokens": 1}, CHAT)
     assert (reply.status, reply.error["param"]) == (400, "messages")
     assert "does not write messages[1] (assistant, its call of 'w'), so the model would" in reply.error["message"]

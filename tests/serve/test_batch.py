@@ -1,7 +1,5 @@
 """Batch jobs: every answer is that of the same request alone, in the order of the rows, computed once."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import random
@@ -16,15 +14,14 @@ import pytest
 pytest.importorskip("prometheus_client", reason="prometheus-client is not installed (extra: batch)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from typer.testing import CliRunner
+from commands import invoke
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError, OutputError, SessionError
 from trt_kvcache.plan import CacheDtype
 from trt_kvcache.serve.batch_job import Answered, BatchDone, Journal, Row, RowRunner, run_batch
 
-CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TEXT = "/v1/completions"
 
 
 def compute(session: DecodeSession, most: int | None = None, computed: list[int] | None = None) -> Callable[..., None]:
@@ -138,7 +135,6 @@ WRONG: list[tuple[Any, int, str]] = [
 
 
 def test_a_row_in_error_is_written_with_its_error(tmp_path: Path, rows: DecodeSession) -> None:
-    """And the next one is computed."""
     for line, status, message in WRONG:
         good = {"id": "good", "prompt": "x", "max_tokens": 1}
         output = tmp_path / "out.jsonl"
@@ -365,7 +361,7 @@ def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
 def test_the_command(tmp_path: Path, folder: Path) -> None:
     file = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x"}, {"id": 2, "prompt": "y", "top_k": "no"}])
     command = ["batch", str(folder), str(file), "-o", str(tmp_path / "out.jsonl")]
-    done = CliRunner().invoke(app, [*command, "--defaults", '{"max_tokens": 3}', "--max-batch", "2"])
+    done = invoke(*command, "--defaults", '{"max_tokens": 3}', "--max-batch", "2", code=None)
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'out.jsonl'}: 2 rows; 1 in error\n")
     assert read(tmp_path / "out.jsonl")[0]["response"]["body"]["usage"]["completion_tokens"] == 3
     for flags, message in (
@@ -373,6 +369,5 @@ def test_the_command(tmp_path: Path, folder: Path) -> None:
         (("--defaults", "{"), "give a JSON object"),
         (("--workers", "2"), "--workers 2 has no effect without --ray; add that, or give --max-batch"),
     ):
-        done = CliRunner().invoke(app, [*command, *flags])
-        assert done.exit_code == 1
+        done = invoke(*command, *flags, code=1)
         assert message in done.output

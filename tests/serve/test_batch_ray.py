@@ -1,7 +1,5 @@
 """Batch jobs on a real Ray: a killed actor and a killed driver lose no row, and change no answer."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -45,7 +43,6 @@ def answers(file: Path) -> list[Any]:
 
 
 def actors(driver: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Those that compute."""
     found = psutil.Process(driver.pid).children(recursive=True)
     return [process for process in found if re.search(r"MapWorker.*submit", "".join(process.cmdline()))]
 

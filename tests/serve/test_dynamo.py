@@ -1,7 +1,5 @@
 """Dynamo's worker on stand-ins for Dynamo; test_dynamo_cluster.py has the real one, and kills a worker."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
@@ -19,11 +17,10 @@ pytest.importorskip("prometheus_client", reason="prometheus-client is not instal
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from adapters import Tiny, draw
+from commands import invoke
 from serve.models import TEMPLATE
-from typer.testing import CliRunner
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
 
 
@@ -342,8 +339,7 @@ def test_the_command(
 
     monkeypatch.setattr(DecodeSession, "open", given)
     monkeypatch.setattr(module, "run", lambda *given: (seen.append(given), given[-1]()))
-    done = CliRunner().invoke(app, ["worker", str(folder), "--host", "0.0.0.0", "--name", "m", "--max-batch", "3"])
-    assert done.exit_code == 0, done.output
+    done = invoke("worker", folder, "--host", "0.0.0.0", "--name", "m", "--max-batch", "3")
     assert "everyone who reaches 0.0.0.0 can use the model: Dynamo's workers ask for no key" in done.stderr
     assert "a worker of Dynamo at 0.0.0.0, Ctrl-C ends it" in done.stderr
     ((engine, texts, name, host, _),) = seen
@@ -353,11 +349,9 @@ def test_the_command(
     bare = tmp_path / "bare"
     bare.mkdir()
     (bare / "model.onnx").write_bytes((folder / "model.onnx").read_bytes())
-    done = CliRunner().invoke(app, ["worker", str(bare)])
-    assert done.exit_code == 1
+    done = invoke("worker", bare, code=1)
     assert "bare has no tokenizer.json" in done.stderr
     monkeypatch.delitem(sys.modules, "trt_kvcache.serve.dynamo")
     monkeypatch.setitem(sys.modules, "dynamo.common.backend", None)
-    done = CliRunner().invoke(app, ["worker", str(folder)])
-    assert done.exit_code == 1
+    done = invoke("worker", folder, code=1)
     assert "worker needs dynamo.common.backend: pip install 'trt-kvcache[dynamo]', and after it" in done.stderr

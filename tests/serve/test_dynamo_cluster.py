@@ -1,7 +1,5 @@
 """A real Dynamo: its frontend and three workers, two of which go under load. Nothing is lost, no text changes."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

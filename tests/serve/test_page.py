@@ -1,7 +1,5 @@
 """The page at `/`: offline, one script, and a chat that a browser really holds."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import hashlib

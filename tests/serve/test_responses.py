@@ -1,7 +1,5 @@
 """The Responses API: OpenAI's own client reads its answers and streams, and what needs a store is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Iterator
@@ -135,10 +133,7 @@ def test_calls_come_and_go_back(service: Service) -> None:
         ({"prompt": {"id": "p"}}, "prompt: prompts are not stored here"),
         ({"max_tool_calls": 1}, "max_tool_calls: tools run at the client"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "nothing is stored here"),
-        (
-            {"input": [{"type": "image_generation_call"}]},
-            "input[0].type is 'image_generation_call'; supported:",
-        ),
+        ({"input": [{"type": "image_generation_call"}]}, "input[0].type is 'image_generation_call'; supported:"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0]: expected a text"),
         ({"tools": [{"type": "web_search"}]}, "there is no tool of type 'web_search' here; supported: function"),
         ({"include": ["message.output_text.logprobs"]}, "Invalid enum value"),

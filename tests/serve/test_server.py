@@ -1,7 +1,5 @@
 """The process: OpenAI's own client, what the command refuses, and an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -24,15 +22,13 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 import openai
 import psutil
-from typer.testing import CliRunner
+from commands import invoke
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.cli.app import app
 
 
 @contextmanager
 def serving(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A server and its URL."""
     command = [sys.executable, "-m", "trt_kvcache", "serve", str(folder), "--port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -92,13 +88,7 @@ def test_the_real_client_and_the_end(folder: Path, alone: DecodeSession, tmp_pat
 
         assert asyncio.run(several()) == [expected] * 5
 
-        long = {
-            "model": "tiny",
-            "prompt": [1],
-            "temperature": 0,
-            "max_tokens": 400,
-            "extra_body": {"ignore_eos": True},
-        }
+        long = {"model": "tiny", "prompt": [1], "temperature": 0, "max_tokens": 400, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(**long, stream=True)
         next(iter(stream))
         process.send_signal(signal.SIGTERM)
@@ -133,8 +123,7 @@ def test_a_signal_right_after_the_start(folder: Path) -> None:
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["serve", *arguments])
-    assert result.exit_code == 1, result.output
+    result = invoke("serve", *arguments, code=1)
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
     return line
 

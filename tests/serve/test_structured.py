@@ -1,7 +1,5 @@
 """Structured answers and tool calls: OpenAI's own client reads each, and none depends on what else runs."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections.abc import Iterator
@@ -228,12 +226,11 @@ def test_the_form_of_calls_is_read_from_the_template(name: str) -> None:
         assert form_in(thinking) == form
 
 
-@pytest.mark.parametrize(
-    ("template", "said"),
-    [(LISTED.replace("ID", ', "id": "{{ c.id }}"'), "supported: calls without ids"),
-     (LISTED.replace("CALLS ", "<call>"), "calls without special tokens; here they contain <call>"),
-     (LISTED.replace(" | tojson }}ID", " | length }}ID"), "supported: a name followed by the arguments as JSON")],
-)  # fmt: skip
+@pytest.mark.parametrize(("template", "said"), [
+    (LISTED.replace("ID", ', "id": "{{ c.id }}"'), "supported: calls without ids"),
+    (LISTED.replace("CALLS ", "<call>"), "calls without special tokens; here they contain <call>"),
+    (LISTED.replace(" | tojson }}ID", " | length }}ID"), "supported: a name followed by the arguments as JSON"),
+])  # fmt: skip
 def test_forms_that_cannot_be_read_are_refused(template: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
         form_in(template)

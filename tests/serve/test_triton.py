@@ -21,10 +21,9 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 import numpy as np
 from adapters import Tiny, draw
-from typer.testing import CliRunner
+from commands import invoke
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.serve.repository import write_repository
 
@@ -53,8 +52,6 @@ class InferenceResponse:
 
 @dataclass
 class Request:
-    """A request and its response sender."""
-
     inputs: dict[str, Any]
     responses: list[InferenceResponse] = field(default_factory=list)
     cancelled: bool = False
@@ -229,11 +226,8 @@ def test_what_cannot_be_done_is_an_invalid_argument(model: Any, inputs: dict[str
     assert len(request.responses) == 1
 
 
-# --- the repository
-
-
 def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, ["deploy", "triton", *map(str, arguments)])
+    return invoke("deploy", "triton", *arguments, code=None)
 
 
 def test_the_command(folder: Path, tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """A real Triton serves the repository that `deploy triton` writes: streams, whole answers, cancelling, refusals."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.util
 import json

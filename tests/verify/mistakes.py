@@ -1,7 +1,5 @@
 """Mistakes that a rewrite may make, each an edit of a model with TensorScatter and Attention."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
@@ -76,8 +74,6 @@ def no_mask(model: ModelProto) -> None:
 
 
 def attention(name: str, value: float) -> Mistake:
-    """Another attribute of every attention."""
-
     def mistake(model: ModelProto) -> None:
         for node in nodes(model, "Attention"):
             set_attribute(node, name, value)
@@ -107,10 +103,6 @@ def write_one_early(model: ModelProto) -> None:
     for node in nodes(model, "TensorScatter"):
         insert(model, node, 2, "Sub", one)
         insert(model, node, 2, "Abs")
-
-
-def clear_unused_rows(model: ModelProto) -> None:
-    insert(model, nodes(model, "TensorScatter")[0], 0, "Mul", constant(model, 0.0, np.float32))
 
 
 def rows(op: str, number: int) -> Mistake:

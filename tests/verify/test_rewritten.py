@@ -1,7 +1,5 @@
 """Files that `rewrite_model` wrote: verified against their source, never planned, and no authority on anything."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,13 +14,10 @@ from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 from plain_graphs import plain_model
 
-from trt_kvcache import build_engine
+from trt_kvcache import DecodeSession, build_engine, plan_model, rewrite_model, verify_model
 from trt_kvcache.compare.verify_report import VerifyOptions, VerifyReport
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import CacheLayout, PlanOptions
-from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.verify import verify_model
 
 CONFIG = DecoderConfig(form="heads-major")
 SHORT = VerifyOptions(batch=2, tokens=2)

@@ -1,7 +1,5 @@
 """Right models pass at every station; wrong ones fail at the first one that is wrong, by step, text and token."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -317,7 +315,6 @@ def with_extra_input(dtype: int) -> ModelProto:
 
 
 def test_unexplained_inputs(tmp_path: Path) -> None:
-    """They are drawn, or given."""
     onnx.save(with_extra_input(TensorProto.FLOAT), tmp_path / "model.onnx")
     verify_model(tmp_path / "model.onnx", verify=REWRITTEN).check()
     onnx.save(with_extra_input(TensorProto.INT64), tmp_path / "model.onnx")

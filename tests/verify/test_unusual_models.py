@@ -1,7 +1,5 @@
 """Models beyond the usual decoder: what drives them, and what the report says about it."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +9,10 @@ import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 
+from trt_kvcache import rewrite_model, verify_model
 from trt_kvcache.compare.verify_report import VerifyReport
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer import rewrite_model
 from trt_kvcache.importer.steps.sessions import ReferenceSession
-from trt_kvcache.verify import verify_model
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
 CACHES = "float[B,2,32,16] kc, float[B,2,32,16] vc"
@@ -59,14 +56,14 @@ class Unusual:
 
 MODELS = {
     "absent write indices": Unusual(
-        graph("int64[B] lens", f"ko = TensorScatter<axis=-2>(kc, k) vo = TensorScatter<axis=-2>(vc, v) {ATTEND}"),
+        graph("int64[B] lens", f"ko = TensorScatter<axis=-2>(kc, k) vo = TensorScatter<axis=-2>(vc, v) {ATTEND}")
     ),
     "a circular cache that cannot wrap": Unusual(
         graph(
             "int64[B] wi, int64[B] lens",
             f"""ko = TensorScatter<axis=-2, mode="circular">(kc, k, wi) vo = TensorScatter<axis=-2>(vc, v, wi)
                 {ATTEND}""",
-        ),
+        )
     ),
     "quantized caches": Unusual(
         f"""decoder ({QKV}, int8[B,2,32,16] kc, int8[B,2,32,16] vc, int64[B] wi, int64[B] lens)
@@ -79,7 +76,7 @@ MODELS = {
             kf = DequantizeLinear(ko, s)
             vf = DequantizeLinear(vo, s)
             y = Attention<is_causal=1>(q, kf, vf, , , , lens)
-        }}""",
+        }}"""
     ),
     "chained updates": Unusual(
         graph(
@@ -93,19 +90,19 @@ MODELS = {
             "int64[B] wi, int64[B] lens, int64[B,32] attention_mask",
             f"""{UPDATES} visible = Cast<to=9>(attention_mask) axes = Constant<value = int64[2] {{1, 2}}>()
                 mask = Unsqueeze(visible, axes) y = Attention<is_causal=1>(q, ko, vo, mask, , , lens)""",
-        ),
+        )
     ),
     "a mask of any length": Unusual(
         graph("int64[B] wi, bool[B,1,S,K] mask", f"{UPDATES} y = Attention(q, ko, vo, mask)")
     ),
     "write indices of lengths": Unusual(
-        graph("int64[B] lens", f"s = Shape<start=2, end=3>(q) wi = Sub(lens, s) {UPDATES} {ATTEND}"),
+        graph("int64[B] lens", f"s = Shape<start=2, end=3>(q) wi = Sub(lens, s) {UPDATES} {ATTEND}")
     ),
     "lengths of write indices": Unusual(
-        graph("int64[B] wi", f"s = Shape<start=2, end=3>(q) lens = Add(wi, s) {UPDATES} {ATTEND}"),
+        graph("int64[B] wi", f"s = Shape<start=2, end=3>(q) lens = Add(wi, s) {UPDATES} {ATTEND}")
     ),
     "one write index for the batch": Unusual(
-        graph("int64 start, int64[B] lens", f"b = Shape<start=0, end=1>(q) wi = Expand(start, b) {UPDATES} {ATTEND}"),
+        graph("int64 start, int64[B] lens", f"b = Shape<start=0, end=1>(q) wi = Expand(start, b) {UPDATES} {ATTEND}")
     ),
     "a cache that is no output": Unusual(
         graph("int64[B] wi, int64[B] lens", f"{UPDATES} {ATTEND}", "float[B,4,S,16] y, float[B,2,32,16] vo")

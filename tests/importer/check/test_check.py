@@ -1,7 +1,5 @@
 """The check of rewritten models, on faults that are planted in them, and on models that do not end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -305,8 +303,7 @@ def test_products_in_a_narrower_type_are_refused(form: str, tmp_path: Path, monk
     assert plan_model(tmp_path / "model.onnx", PLAN).attention[0].dtype == "float"
     monkeypatch.setattr(Reader, "read", lie)
     with pytest.raises(
-        UnsupportedModelError,
-        match="overflows only in the rewritten model, if|the rewritten model rounds",
+        UnsupportedModelError, match="overflows only in the rewritten model, if|the rewritten model rounds"
     ):
         plan_model(tmp_path / "model.onnx", PLAN)
 
@@ -590,7 +587,6 @@ def test_a_mask_that_takes_all_memory_is_refused(tmp_path: Path) -> None:
 
 
 def endless(graph: Graph, query: str) -> str:
-    """A Loop of 10^15 steps."""
     count = graph.constant(10**15)
     go = graph.constant(True, np.bool_)
     start = graph.Cast(graph.ReduceMin(graph.Shape(query), keepdims=0), to=TensorProto.FLOAT)

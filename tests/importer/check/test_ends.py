@@ -1,7 +1,5 @@
 """Outputs without an attention: TensorScatter of any type, views of past and present, the past itself."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -78,8 +76,6 @@ def _straight(model: onnx.ModelProto) -> None:
 
 
 def _fed(output: str, op: str, place: int, tensor: str) -> m.Mistake:
-    """Another tensor in the place of one that makes an output."""
-
     def mistake(model: onnx.ModelProto) -> None:
         node = next(n for n in model.graph.node if output in n.output)
         assert node.op_type == op

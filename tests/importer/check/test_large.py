@@ -1,7 +1,5 @@
 """The check of models of real sizes: few rows and columns, with random weights. Weights here are holes in a file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -58,9 +56,9 @@ def verdicts(imported: ImportedModel, model: onnx.ModelProto, join: str) -> list
         return [judge.verdict(region) for region in regions]
 
 
-def of_head(model: onnx.ModelProto, op: str, place: int = 0) -> onnx.NodeProto:
+def of_head(model: onnx.ModelProto, op: str) -> onnx.NodeProto:
     """A node of the last product."""
-    return [n for n in model.graph.node if n.op_type == op and "logits" in n.output[0]][place]
+    return next(n for n in model.graph.node if n.op_type == op and "logits" in n.output[0])
 
 
 def middle(change: Callable[[Any], None]) -> m.Mistake:
@@ -85,7 +83,6 @@ def one_zero_point(values: Any) -> None:
 
 
 def after(node: onnx.NodeProto, model: onnx.ModelProto, *chain: tuple[str, list[str], dict[str, Any]]) -> None:
-    """Put nodes after one."""
     result = node.output[0]
     node.output[0] = last = f"{result}/right"
     place = [n.output[0] for n in model.graph.node].index(last) + 1
@@ -190,7 +187,6 @@ class Experts:
         return g.MatMul(g.Identity(wide, out="mixed"), g.weight(self.hidden, 16))
 
     def put(self, model: onnx.ModelProto) -> None:
-        """Put the mixture there."""
         node = next(n for n in model.graph.node if n.output[0] == "mixed")
         inputs = [node.input[0], "router"]
         zeros = []

@@ -1,7 +1,5 @@
 """Faults at random, in rewritten models and in the check's own cutting: what the check takes has the same numbers."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy

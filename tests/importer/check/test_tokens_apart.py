@@ -1,7 +1,5 @@
 """Models whose tokens of a step meet outside of attention: their prompts are never cut."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,11 +10,8 @@ from concat_graphs import Build, Decoder, make_decoder
 from decoders import DecoderConfig, write_decoder
 from greedy import greedy
 
-from trt_kvcache import DecodeSession
-from trt_kvcache.engine.engine_build import build_engine
+from trt_kvcache import DecodeSession, PlanOptions, build_engine, plan_model
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
 
 PROMPT = (3, 30, 2, 2, 11, 17, 8, 25, 11, 30, 6)
 

@@ -1,7 +1,5 @@
 """Kept verdicts: what is found again, what never is, and the folders that are believed."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """Products with weights of 4 and 8 bits against their bodies, the same with signed weights, and numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Mixtures of experts against their lowered form, ONNX Runtime's kernels, and numpy."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path

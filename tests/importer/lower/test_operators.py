@@ -1,7 +1,5 @@
 """Bodies against ONNX Runtime's own kernels, for all operators without weights in 4 or 8 bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
@@ -152,7 +150,6 @@ def rotations(dtype: Any) -> Iterator[Case]:
 
 
 def attentions(dtype: Any) -> Iterator[Case]:
-    """Attention without a cache."""
     if dtype == np.float16:
         return
     heads, size, names = 4, 16, "q k v b mask bias"

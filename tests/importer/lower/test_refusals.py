@@ -1,7 +1,5 @@
 """Operators that ask for something that their bodies do not cover: refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -113,8 +111,6 @@ def of_shape(name: str, *shape: int) -> Callable[[onnx.ModelProto], None]:
 
 
 def declared(index: int, *shape: int) -> Callable[[onnx.ModelProto], None]:
-    """Gives an input another shape."""
-
     def edit(model: onnx.ModelProto) -> None:
         name = model.graph.input[index].name
         model.graph.input[index].CopyFrom(helper.make_tensor_value_info(name, FLOAT, shape))
