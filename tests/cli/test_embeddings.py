@@ -60,7 +60,7 @@ def test_files_that_do_not_fit(forms: Forms, tmp_path: Path) -> None:
     width = forms.table.shape[1]
     ids, embeds = np.array([7]), np.zeros((1, width))
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"input_ids": ids}, "lacks inputs_embeds; it holds input_ids, inputs_embeds and maybe position_ids"),
+        ({"input_ids": ids}, "lacks inputs_embeds; it must hold input_ids, inputs_embeds, and may hold position_ids"),
         ({"inputs_embeds": embeds}, "lacks input_ids"),
         ({"input_ids": ids, "inputs_embeds": embeds, "mask": ids}, "has mask; it holds"),
         ({"input_ids": ids * 1.0, "inputs_embeds": embeds}, "input_ids are float64 [1]; give integers [S]"),

@@ -260,15 +260,24 @@ def test_too_many_are_fetched_with_all() -> None:
 def test_other_types_stay_on_the_host(dtype: Any) -> None:
     choice, reason = choice_on(Machine(), dtype, 100, 2)
     assert choice is None
-    assert reason == f"the kernels take float16, bfloat16, float32, and these logits are {np.dtype(dtype).name}"
+    assert (
+        reason
+        == f"kernels that choose tokens take logits of float16, bfloat16, float32; these are {np.dtype(dtype).name}"
+    )
 
 
 def test_sizes_beyond_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_choice, "MOST_TOKENS", 99)
-    assert "2 positions of 100 tokens are more than the kernels take" in choice_on(Machine(), np.float32, 100, 2)[1]
+    assert (
+        "2 positions of 100 tokens are more than the kernels that choose tokens can take"
+        in choice_on(Machine(), np.float32, 100, 2)[1]
+    )
     monkeypatch.undo()
     monkeypatch.setattr(trt_choice, "_MOST_BLOCKS", 1)
-    assert "2 positions of 100 tokens are more than the kernels take" in choice_on(Machine(), np.float32, 100, 2)[1]
+    assert (
+        "2 positions of 100 tokens are more than the kernels that choose tokens can take"
+        in choice_on(Machine(), np.float32, 100, 2)[1]
+    )
 
 
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)

@@ -85,8 +85,8 @@ def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
 CheckOption = Annotated[
     Literal["first", "always", "off"],
     run_flag(
-        help="When to replay an engine's proof. first: once for each GPU, driver and version of TensorRT; a file "
-        "beside the engine (.passed_check) records it."
+        help="When to replay an engine's proof (a recorded decode) and compare. first: once for each GPU, driver and "
+        "version of TensorRT; a file beside the engine (.passed_check) records it."
     ),
 ]
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], run_flag(help="auto: a GPU for engines, the CPU for models.")]

@@ -279,7 +279,9 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
     unknown = [name for name in arrays if name not in (*_NEEDED, "position_ids")]
     if missing or unknown:
         fault = f"lacks {' and '.join(missing)}" if missing else f"has {', '.join(unknown)}"
-        raise OptionError(f"--inputs-embeds {file} {fault}; it holds {', '.join(_NEEDED)} and maybe position_ids")
+        raise OptionError(
+            f"--inputs-embeds {file} {fault}; it must hold {', '.join(_NEEDED)}, and may hold position_ids"
+        )
     ids = arrays["input_ids"]
     ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
     if ids.ndim != 1 or ids.dtype.kind not in "iu":

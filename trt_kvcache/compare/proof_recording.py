@@ -117,7 +117,9 @@ class _Recording:
         rows = read_limits(plan, min(_ROWS, max(bounds.batch, _FEWEST))).batch
         pieces = _pieces(plan, bounds, rows, min(bounds.chunk, max(_LOGITS // vocabulary, 1)), steps)
         if not pieces:
-            raise UnsupportedModelError(f"{source.path}: no step of a proof fits the caches of this model")
+            raise UnsupportedModelError(
+                f"{source.path}: the caches are too short for any test step; plan with a larger --capacity"
+            )
         rows = max(len(p.rows) for p in pieces)
         self._given = draw_constants(plan, rows, _SEED, length=bounds.encoder)
         count = vocabulary if self._table is None else len(self._table)

@@ -403,7 +403,7 @@ def _runner() -> Any:
 
 
 def main() -> None:
-    """Run the command line: make a twin, or find the settings that an exporter ignored."""
+    """Run the command line: make a twin (a small random model with equal settings), or find the ignored settings."""
     torch: Any = import_module("torch")
     torch.set_num_threads(1)
     if len(sys.argv) == 3:

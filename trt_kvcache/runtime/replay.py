@@ -297,7 +297,7 @@ class _Replay:
                 self._findings.pop(name, None)
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows to check for unwanted changes: spare rows; for caches, also the rows of the texts."""
+        """Return the batch rows that may change in no other place than new tokens: rows without and with a text."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:

@@ -241,7 +241,7 @@ class StepInputs:
         return arrays
 
     def fill(self, batch: StepBatch, into: Mapping[str, Array]) -> None:
-        """Write the same values as `arrays` into existing arrays of the right shapes and dtypes."""
+        """Write the values that ``arrays()`` returns into existing arrays of the right shapes and dtypes."""
         for tensor in self._inputs:
             target = into[tensor.name]
             target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)

@@ -58,7 +58,7 @@ class Checked:
     prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """Return the plan with these facts."""
+        """Return the plan with the notes and the flag of this result of the check."""
         whole = plan.prefill_in_one_step or self.prefill_in_one_step
         return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 

@@ -124,7 +124,7 @@ class _Judge:
     done: dict[str, Verdict] = field(default_factory=dict)
 
     def verdict(self, region: Region) -> Verdict:
-        """Return the verdict for a region, from an equal earlier region if there is one."""
+        """Return whether both models compute the same in a region; the verdict of an equal earlier region is reused."""
         if region.key not in self.done:
             self.done[region.key] = self._compared(region)
         name = next(iter(region.joins), ", ".join(region.presents))

@@ -157,7 +157,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Scale an attention's output by what the sinks leave to the keys. Return the Attention's outputs."""
+        """Scale an attention's output by the share of weights on keys, not sinks. Return the Attention's outputs."""
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)

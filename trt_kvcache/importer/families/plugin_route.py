@@ -79,11 +79,11 @@ class _Update:
 
 
 def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Replace every cache update on the plugin's route with a node of the plugin. The caches must already be 4-D.
+    """Replace every cache update that the plan gives to the plugin with a node of the plugin. Caches must be 4-D.
 
     Raises:
-        UnsupportedModelError: rows of 4-bit elements do not fill whole bytes, or one function cannot handle all cache
-            types.
+        UnsupportedModelError: rows of 4-bit elements do not fill whole bytes, or caches have different types, because
+            the ONNX function that defines the node has only one type.
     """
     nodes = {node.name: node for node in graph.nodes}
     planned = [c for c in plan.caches if c.route is Route.PLUGIN]

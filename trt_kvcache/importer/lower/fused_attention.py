@@ -6,7 +6,8 @@
         q, k      = RotaryEmbedding(q, cos, sin, seqlens_k + 1 - S + arange(S)), the same of k
         y, present_k, present_v = Attention(q, k, v, bias, past_k, past_v; is_causal=1, left_window_size=W - 1)
 
-    com.microsoft::GroupQueryAttention(q, k [B, 0, N*D], v [B, 0, N*D], other_k, other_v, seqlens_k), others' presents
+    com.microsoft::GroupQueryAttention(q, k [B, 0, N*D], v [B, 0, N*D], other_k, other_v, seqlens_k)
+        of a layer that shares the cache of another layer: other_k and other_v are the presents of that layer
         own       = seqlens_k + 1 - S + i
         y         = Attention(q, other_k, other_v, j <= own and j > own - W)
 
@@ -25,8 +26,8 @@ Windows become masks, and attention with sinks becomes plain operators. So ONNX 
 Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: in each row of the batch, new rows go to the row ``seqlens_k
 + 1 - S``, which is also the first position. With a local window of W, a query sees its own key and W - 1 keys before
 it. The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With
-position_ids, the first prompt uses only the first id and counts from there, while later steps use all ids. Both mean
-the same only if the ids are contiguous. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from
+position_ids, the first prompt uses only the first id and counts from there; later steps use all ids. These rules agree
+only if the ids are contiguous. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from
 the operator's page. With keys and values of length 0 (1.32.0), the operator writes nothing: its past already holds the
 new rows, and its presents are copies. mobius-onnx uses this form for layers that share the cache of another layer.
 Without inputs for key and value, the query is packed, whatever its width. MultiHeadAttention: `unidirectional` counts

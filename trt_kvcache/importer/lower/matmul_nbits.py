@@ -122,7 +122,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """Return the body (ONNX text) of an embedding lookup. A MatMulNBits may share the table's bytes."""
+    """Return the body (ONNX text) of a lookup in a quantized table, whose layout a tied MatMulNBits may also use."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)

@@ -335,8 +335,8 @@ def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpda
         _check_dtype(facts, PLAIN_DTYPES)
         if facts.form is UpdateForm.PACKED_NHD:
             raise UnsupportedModelError(
-                f"packed update '{facts.node}' must update its cache in place, but {obstacle}: make the cache an input "
-                "of the model, and its update an output"
+                f"update '{facts.node}' has packed tokens of all sequences, and must be in place, but {obstacle}: make "
+                "the cache an input of the model, and its update an output"
             )
         return _by(facts, Route.FUNCTIONAL, obstacle)
     if facts.form is UpdateForm.PACKED_NHD:

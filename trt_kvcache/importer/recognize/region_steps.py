@@ -79,7 +79,8 @@ class Runner:
     def feeds(self, sample: Sample) -> Feeds:
         """Make the inputs of a step.
 
-        Lengths, positions and masks come from the sample. Other inputs are random, with 0 in rows without a token.
+        Lengths, positions and masks come from `sample`, a step of the model whose values are known. Other inputs are
+        random, with 0 in rows without a token.
 
         Raises:
             UnknownError: an integer input has no known value.

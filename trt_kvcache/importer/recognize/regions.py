@@ -5,8 +5,8 @@ The cuts depend on what each tensor is computed from, not on operators. This mod
     short     its shape depends only on the batch and the number of new tokens
     text      depends on the tokens; depends on caches only through the results of earlier attentions
     long      depends on a cache, and is not short
-    front     short, computed from long tensors, and no long tensor is computed from it before the next weight:
-              the result of an attention, or a part of the result
+    front     the result of an attention, or a part of the result: short; computed from long tensors; and on each
+              path from it to the next product with a weight, all tensors are short
 
 The region of a front starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and
 do not depend on each other are parts of one attention, such as single heads, or the weighted values and the sum of
@@ -376,7 +376,7 @@ class _Stops:
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
-    """Return integers that may be lengths, such as a window: sizes of constants, and numbers of small constants."""
+    """Return integers that may be lengths, such as a window: shapes of constants, and values in small constants."""
     sizes: set[int] = set()
     for tensor in constants:
         sizes.update(tensor.dims)

@@ -40,7 +40,7 @@ __all__ = ["rewrite_graph"]
 
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
-    """Rewrite a prepared graph in place as its plan says: caches, attention, masks, spans and logits."""
+    """Rewrite a graph in place as its plan says: caches, attention, masks, rows that a step reads, and logits."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]

@@ -1,9 +1,9 @@
-"""Rewrite cache updates into the form that IKVCacheUpdateLayer supports: 4-D, axis 2, linear.
+"""Rewrite cache updates into the form that IKVCacheUpdateLayer supports (4-D, axis 2, linear), or plain operators.
 
 view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], the update is reshaped, readers get the logical shape
 heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update is transposed instead of the cache
 circular:    TensorScatter(mode=circular, w) -> TensorScatter(w mod S_max)
-functional:  ScatterElements(past, Expand((write_indices + arange(S_new)) [mod S_max]), update) replaces the update
+functional:  TensorScatter(past, update, w) -> ScatterElements(past, Expand((w + arange(S_new)) [mod S_max]), update)
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class Probe:
         self._large: dict[Hashable, Sequence[_Fact]] = {}
 
     def with_values(self, values: Mapping[str, Array]) -> Probe:
-        """Return a probe of the same step, in which these tensors also have the given values."""
+        """Return a copy of this probe (what is known of one step), in which these tensors also have these values."""
         probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
         probe._other = self
         makers = self._blueprint.makers

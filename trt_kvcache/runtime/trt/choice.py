@@ -230,9 +230,11 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
     """Return the bytes of results, least scores and masks; raise `OptionError` if the kernels refuse the logits."""
     if dtype.name not in CHOICE_DTYPES:
-        raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
+        raise OptionError(
+            f"kernels that choose tokens take logits of {', '.join(CHOICE_DTYPES)}; these are {dtype.name}"
+        )
     if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:
-        raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
+        raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels that choose tokens can take")
     lists = _most_lists(rows)
     each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
     masks = max(_LEAST_MASKS, 4 * words(vocab) * min(most, _PROVED * lists))  # for a decode step with some guesses

@@ -186,7 +186,7 @@ def _tensors(files: list[Path]) -> Iterator[_Tensor]:
 
 
 def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
-    """True if the first and the last corner of a tensor equal those of the weight's columns that start at `at`."""
+    """True if a tensor seems to equal the weight's columns from `at` on: its first and last blocks are equal."""
     wanted = tensor.array()
     stop = at + wanted.shape[1]
     if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:

@@ -186,7 +186,7 @@ def _prefix_added(step: onnx.GraphProto) -> None:
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
-    """Append a first step to `model`, in place. It reads the encoder's `hidden`, one token and a mask of ones."""
+    """Append the decoder's first step to the encoder `model`; it reads its output `hidden`, a token, a mask of ones."""
     graph, nodes = model.graph, []
     if HIDDEN in inputs:
         nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
