@@ -96,7 +96,10 @@ class StepLogits:
     def vocab(self) -> int:
         """Size of the vocabulary, V: the size of the last axis."""
         if not self._vocab:
-            raise UnsupportedModelError(f"{self._what}: the size of the vocabulary is unknown; fix it in the model")
+            raise UnsupportedModelError(
+                f"{self._what}: the size of the vocabulary is unknown; export the model with a "
+                "constant last axis of the logits"
+            )
         return self._vocab
 
     def settle(self, vocab: int) -> None:

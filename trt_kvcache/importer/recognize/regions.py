@@ -277,7 +277,8 @@ class Cutter:
         constants = [self._constant(name) for name in used]
         if sum(math.prod(t.dims) for t in constants) > _MOST:
             raise RecognizeError(
-                f"the part of the model that computes '{outputs[0]}' from queries and caches reads large weights"
+                f"the part of the model that computes '{outputs[0]}' from queries and caches reads large "
+                "weights, so it is not an attention"
             )
         inputs = [onnx.helper.make_tensor_value_info(n, self._described(n)[0] or 0, None) for n in fed]
         return Region(
