@@ -123,9 +123,7 @@ def verify_model(
             imported = import_model(model, options.unquantized(), thorough=verify.thorough)
         return _verify(imported, options, verify)
     if verify.thorough:
-        raise OptionError(
-            "--thorough compares a fresh rewrite of the model: leave either --thorough or --rewritten out"
-        )
+        raise OptionError("thorough=True compares a fresh rewrite of the model, so leave either it or --rewritten out")
     file = load_source(rewritten)
     options = recorded_options(file.proto, options, file.path)
     return _verify(import_model(model, options.unquantized()), options, verify, file)
