@@ -44,7 +44,7 @@ _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
 @dataclass(frozen=True)
 class ChoiceKernels:
-    """All kernels for one type of logits, in one cubin.
+    """All kernels that choose tokens from one type of logits, in one cubin.
 
     Attributes:
         logits: one of `CHOICE_DTYPES`.
@@ -64,7 +64,7 @@ def choice_source(dtype: str) -> str:
 
 
 def choice_family() -> str:
-    """Return the CUDA C++ source that the kernels for all types of logits share."""
+    """Return the CUDA C++ source that the kernels for choosing tokens share, whatever the type of the logits."""
     constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")

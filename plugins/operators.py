@@ -36,7 +36,7 @@ class Operator:
     Attributes:
         form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
         mode: linear or circular.
-        caches: 1, or 2 for the K and V of a layer in one launch.
+        caches: number of caches in one launch: 1, or 2 for the K and V of a layer.
         quantized: quantize on write, with float32 scales ``[1]`` or ``[N]``.
     """
 
@@ -113,7 +113,7 @@ class Operator:
         )
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
-        """Check the ranks of an operator's inputs, and their sizes against each other where both are known.
+        """Check the ranks of an operator's inputs, and their compare their sizes where they are known.
 
         The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 

@@ -111,7 +111,7 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """The entry function's name, a C identifier. Configurations with one name have one source.
+        """The entry function's name, a C identifier. Configurations with the same name have the same source.
 
         The name leaves out element size, integer types and number of scales, because these are arguments.
         """

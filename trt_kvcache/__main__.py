@@ -62,7 +62,7 @@ def _encode(stream: TextIO) -> None:
 
 
 def _keep_stdout() -> None:
-    """Keep stdout for results: what libraries write without Python, such as TensorRT's logger, goes to stderr."""
+    """Keep stdout for results: send to stderr what native libraries, such as TensorRT's logger, write to stdout."""
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and os.name == "posix":
         line = 1 if stream.line_buffering else -1

@@ -186,10 +186,10 @@ class Child:
 
         Args:
             kind: type of the answer.
-            seconds: limit of the child's processor time; then it is ended. On a busy machine it is ended after five
-                times as many seconds of real time. None: no limit.
-            told: called with the JSON of the news that come before the answer.
-            asked: answers questions.
+            seconds: limit of the child's processor time. The child is ended after this time, or after five times as
+                many seconds of real time. None: no limit.
+            told: called with the JSON of each progress message that comes before the answer.
+            asked: called to answer each question of the child.
 
         Raises:
             ChildError: the child takes longer, needs more memory, or died.
@@ -283,7 +283,7 @@ def how_ended(status: int) -> str:
 
 
 class Caller:
-    """The process that started this child, as the child sees it."""
+    """Represents, in a child process, the process that started it."""
 
     def __init__(self, abandoned: Callable[[], None]) -> None:
         self._out = os.fdopen(os.dup(1), "wb")

@@ -29,7 +29,7 @@ SECONDS = 1800.0
 
 
 class RunError(Exception):
-    """Raised if a model or a step cannot run. The text is ONNX Runtime's or ONNX's own error, on one line."""
+    """Raised if a model or a step cannot run. The message is the error of ONNX Runtime or ONNX, on one line."""
 
 
 def one_line(error: Exception) -> str:

@@ -174,12 +174,12 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def temporary_file(final: Path) -> Iterator[Path]:
-    """Create an empty temporary file in the folder of `final`; the block fills it and moves it there.
+    """Create an empty temporary file in the folder of `final`. The ``with`` block fills it and moves it to `final`.
 
-    The file is in the same folder, because a file can be moved in one step only within a file system. If it still
-    exists at the end, it is removed. It is locked as long as this process lives; unlocked ones, left behind by killed
-    processes, are removed. On Windows, where an open file cannot be moved, it is neither kept open nor locked, and
-    files of killed processes stay.
+    The file is in the same folder, because a file can be moved in one step only within a file system. If the temporary
+    file still exists after the block, it is removed. It is locked as long as this process lives. Unlocked temporary
+    files, left behind by killed processes, are removed. On Windows an open file cannot be moved. There the temporary
+    file is neither kept open nor locked, and files of killed processes stay.
 
     Raises:
         OutputError: the file cannot be created.
@@ -203,7 +203,7 @@ def temporary_file(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Lock an open file within the block, if the system can, and close it at the end."""
+    """Lock an open file during the ``with`` block, if the system can lock files. Close the file at the end."""
     if sys.platform == "win32":
         os.close(descriptor)
         yield
@@ -279,7 +279,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
 
 
 def _keep_aside(path: Path) -> Path | None:
-    """Give a file a second name, under which it can be restored; None if there is no file."""
+    """Give a file a second name, from which it can be restored; return this name, or None if there is no file."""
     if not path.exists():
         return None
     former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

@@ -39,11 +39,12 @@ def axis_sizes(rows: int, length: int) -> dict[str, int]:
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
     """Return the values of an input that follow from the lengths of the rows: positions, write indices, valid lengths.
 
-    None if the role of the input is another.
+    Return None if the input has another role.
 
     Args:
         role: role of the input.
-        starts: int64 ``[R]``: tokens of each row before the step, not wrapped for circular caches.
+        starts: int64 ``[R]``: number of tokens in each row before the step; for circular caches too, it counts all
+            tokens so far.
         length: new tokens of each row.
         most: largest valid length: the capacity.
     """
@@ -61,10 +62,10 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
 
 
 def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
-    """Return the tokens from which a mask follows: in each cache row after a step, and the new ones.
+    """Return the token index of each cache row after a step, and that of each new token; a mask follows from the two.
 
-    The first array is ``[R, 1, keys]``. Cache rows without a token hold -1 or less, or a token that is yet to come. The
-    second array is ``[R, S, 1]``. A new token sees a cache row whose token is from 0 up to itself.
+    The first array is ``[R, 1, keys]``. A cache row without a token has -1 or less, or the index of a later token. The
+    second array is ``[R, S, 1]``. A new token sees the cache rows whose token index is from 0 up to its own.
 
     Args:
         starts: int64 ``[R]``: tokens of each row before the step.
@@ -88,7 +89,7 @@ def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
 
 
 def by_token(values: Array, tensor: TensorRole) -> Named:
-    """Name the axes of values ``[R, S, ...]`` for a tensor. If it has one axis for all tokens, join R and S."""
+    """Return values ``[R, S, ...]`` and the names of their axes. Join R and S if `tensor` has one axis for both."""
     if "tokens" in tensor.axes:
         return values.reshape(-1, *values.shape[2:]), ("tokens",)
     return values, ("batch", "sequence")
@@ -132,7 +133,7 @@ def fixed_rows(plan: CachePlan) -> int | None:
 
 
 def fixed_length(plan: CachePlan) -> int | None:
-    """Return the number of tokens per row and step at which the model's updates are fixed; None if it is dynamic."""
+    """Return the number of tokens per row and step that the model's updates fix; None if the number is dynamic."""
     lengths = {c.update_length for c in plan.caches if c.carried and isinstance(c.update_length, int)}
     return min(lengths, default=None)
 

@@ -120,7 +120,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
 
 
 def module_key(name: str) -> tuple[str, ...] | None:
-    """Return a key of a module's place in a decoder, equal for all spellings; None if it is not in a decoder layer.
+    """Return a key for a module that is equal for all spellings of its name; None if it is not in a decoder layer.
 
     ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
     """
@@ -155,7 +155,7 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of the tensors A and B of each module."""
+    """Return the names of the tensors A and B of each module that a LoRA adapter changes."""
     sides: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         match = _MODULE.fullmatch(tensor)
@@ -188,7 +188,7 @@ def _module(
 
 
 def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any], path: Path) -> float:
-    """Return a setting of a module, such as its rank: of the first pattern that fits its name, else `default`."""
+    """Return a module's setting, such as its rank: that of the first pattern that matches its name, else `default`."""
     import re2
 
     quiet = re2.Options()
@@ -220,6 +220,6 @@ def _digest(modules: tuple[LoraModule, ...], names: Mapping[str, tuple[str, str]
 
 
 def list_names(names: list[str]) -> str:
-    """Return a few of these names as text for a message."""
+    """Return a few of these names joined as text for a message."""
     more = f" and {len(names) - _ENDS} more" if len(names) > _ENDS else ""
     return ", ".join(f"'{name}'" for name in names[:_ENDS]) + more

@@ -87,7 +87,7 @@ def allow_memory(size: int) -> None:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield the memory limit and the use of each of Linux' nested control groups around this process, in bytes.
 
-    In a container the innermost group is the root of the file system, independent of its name on the host.
+    In a container the innermost group's folder is the root of the cgroup file system, whatever its name on the host is.
     """
     groups = [("", "/"), *(tuple(line.split(":", 2)[1:]) for line in _lines("/proc/self/cgroup"))]
     for controllers, name in groups:

@@ -60,7 +60,7 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all calls before the interpreter ends. Threads for which Python waits have ended already."""
+    """End all calls to native code before the interpreter ends. Threads for which Python waits have ended already."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:
@@ -75,7 +75,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "S
 class HeldSignals:
     """Delays signals within a ``with`` block of the main thread, the only thread in which Python handles them.
 
-    Use it for changes that an exception between two lines would leave half done. Blocks nest.
+    Use the block for changes that an exception between two lines would leave half done. Blocks may be nested.
     """
 
     def __init__(self) -> None:

@@ -46,7 +46,7 @@ def listener() -> Listener | None:
 
 @contextmanager
 def listening(heard: Listener) -> Iterator[None]:
-    """Within the block, call `heard` with the progress events of all phases."""
+    """Within the ``with`` block, call `heard` with the progress events of all phases."""
     token = _listener.set(heard)
     try:
         yield

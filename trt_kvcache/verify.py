@@ -268,7 +268,10 @@ class _Verification:
 
     @cached_property
     def given(self) -> dict[str, Array]:
-        """Values of the inputs that do not follow from the text. They are the same at all stations."""
+        """Values of the inputs that do not follow from the tokens.
+
+        They are the same for all models that are compared.
+        """
         plan, values = self.imported.plan, load_inputs(self.verify.inputs)
         check_values(values, plan)
         return draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed) | values
@@ -381,7 +384,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """Difference between the logits of `rounded` and those of the rewritten model without rounding."""
+        """Difference between the logits of the rewritten model with rounding (`rounded`) and without."""
         return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:
@@ -488,13 +491,13 @@ def _finite(value: float) -> float | None:
 
 
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
-    """Return the parts of a tensor, in two models, that belong to one text; None if they cannot be compared.
+    """Return the values of one sequence from a tensor in two models; None if the two arrays cannot be compared.
 
     Args:
-        values: the tensor in the model as exported, whose batch holds the text `batch` times.
-        batch: how many times the batch of `values` holds the text.
+        values: the tensor in the model as exported, whose batch repeats the sequence `batch` times.
+        batch: how many times the batch of `values` repeats the sequence.
         others: the same tensor of the rewritten model.
-        place: index of the text in the rewritten model's step, and the number of texts there.
+        place: index of the sequence in the rewritten model's step, and the number of sequences in that step.
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:

@@ -70,7 +70,7 @@ def bench(
 ) -> None:
     """Time prefill by length, decode by position and by batch: medians in a table, or as JSON (--json).
 
-    A RESULT.json in the place of the model is shown, not measured again.
+    If a RESULT.json is given instead of a model, its results are shown; nothing is measured.
     """
     options = {} if model.suffix == ".json" else planning.session_options(model)
     import msgspec

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @flags_of(BuildOptions)
 class BuildFlags(Flags):
-    """The flags of a build, one for each setting of `BuildOptions`."""
+    """The flags of a build: one flag for each setting of `BuildOptions`."""
 
     def options(self) -> BuildOptions:
         """Return the `BuildOptions` that the flags ask for; raise `OptionError` if a value is illegal."""

@@ -58,7 +58,7 @@ class GenerationFlags(Flags):
     def config(
         self, model: Path, tokenizer: Tokenizer | None, sampling: Mapping[str, Any] | None = None
     ) -> GenerationConfig:
-        """Return the settings of a generation: flags override the config file, or else the model's end tokens.
+        """Return the settings of a generation: from flags, then a config file, then the model's end tokens.
 
         Args:
             model: path of the model or engine, as typed.

@@ -73,11 +73,11 @@ def run(
 
     Args:
         open_session: opens the session that runs the prompts.
-        prompts: token ids of each.
+        prompts: token ids of each prompt.
         config: settings of the generation.
         view: shows the tokens to the user.
-        beside: makes the other arguments of `DecodeSession.stream`.
-        grammar: makes the grammar of the texts from the session; None: no grammar.
+        beside: function that returns the other arguments of `DecodeSession.stream`.
+        grammar: function of the session that returns the grammar of the texts; None: no grammar.
 
     Returns:
         True if Ctrl-C ended the run early. The tokens until then have been shown.
@@ -168,7 +168,7 @@ class JsonView:
 
 
 class LiveView:
-    """Shows a run as text, or token ids, as they come. Of several prompts, each is shown when it ends.
+    """Shows the text or the token ids of a run as they come. If there are several prompts, each is shown when it ends.
 
     Args:
         text: True if there is a tokenizer.
@@ -189,7 +189,7 @@ class LiveView:
             self._whole(event.sequence, sequence)
 
     def end(self, run: Run) -> None:
-        """Print the sequences that Ctrl-C cut off, and a summary on stderr."""
+        """Print which sequences Ctrl-C cut off, and a summary, on stderr."""
         if len(run.sequences) == 1:
             self._write("\n")
         else:

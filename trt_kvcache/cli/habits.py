@@ -185,7 +185,7 @@ def translated(args: Sequence[str]) -> list[str]:
 
 
 def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
-    """Return what to type instead of an unknown command; "" without advice.
+    """Return advice on what to type instead of an unknown command; "" if there is no advice.
 
     Args:
         args: arguments after the program's name.
@@ -227,11 +227,11 @@ def advice_on_address(args: Sequence[str]) -> str:
 
 
 def advice_on_flags(args: Sequence[str], own: Collection[str]) -> str:
-    """Return what to type instead of a flag of another tool; "" without advice.
+    """Return advice on what to type instead of a flag of another tool; "" if there is no advice.
 
     Args:
         args: arguments after the command.
-        own: flags of the command.
+        own: flags that the command has.
     """
     for arg, following in zip(args, [*args[1:], ""], strict=False):
         flag, equals, value = arg.partition("=")

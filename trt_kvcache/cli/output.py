@@ -106,7 +106,7 @@ def print_json(data: Any) -> None:
 
 
 def json_text(encoded: str) -> str:
-    """Return JSON with all control characters as JSON's escapes; encoders write those from U+007F on as they are."""
+    """Return JSON in which all control characters are escaped. Encoders do not escape those from U+007F on."""
     return CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
 
 

@@ -158,7 +158,7 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """Return the plan with another `capacity` for those linear caches whose capacity is `most`."""
+    """Return the plan with the new `capacity` for all linear caches whose capacity is `most`."""
 
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis

@@ -44,13 +44,13 @@ def print_parts(out: Console, parts: Iterable[Part]) -> None:
 
 
 def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth: float | None = None) -> None:
-    """Print a plan: changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
+    """Print a plan: changes for the caller, caches, states, attention, masks, inputs, outputs, bytes.
 
     Args:
         out: the console.
         model: the model's name, for the first line.
         plan: the plan.
-        batch: batch size for the memory estimate, and of a step.
+        batch: batch size of a step, also for the memory estimate.
         bandwidth: see `cost_parts`.
     """
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
@@ -66,7 +66,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth:
 
 
 def plan_parts(plan: CachePlan) -> Iterator[Part]:
-    """Yield the parts that describe a plan, such as the tables of caches and attentions; empty ones are left out."""
+    """Yield the parts that describe a plan, such as the tables of caches and attentions; empty parts are left out."""
     changes = [{"old": c.old or "-", "new": c.new or "-", "why": c.why, "io": c.io} for c in plan.changes]
     columns = {"": "{io}", "as exported": "{old}", "here": "{new}", "why": "{why}"}
     yield from _part("What changes for the caller", columns, changes, ("old", "new", "why"))

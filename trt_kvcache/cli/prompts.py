@@ -155,7 +155,7 @@ class PromptFlags:
         return prompts + ids + [prompt.ids for prompt in embedded]
 
     def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> ConstantsAll:
-        """Return the constants of each prompt (inputs that stay the same in all steps): from files, or from `encoded`.
+        """Return the constants (inputs that stay the same in all steps) of each prompt, from files or from `encoded`.
 
         Raises:
             OptionError: a file cannot be read; or there are several files, but not one for each prompt.
@@ -221,10 +221,10 @@ class SourceFlags:
         )
 
     def for_each(self, prompts: list[list[int]], sources: int, *, constants: bool) -> list[list[int]]:
-        """Return one prompt for each source; a single prompt is used for all sources.
+        """Return one prompt for each source (an input of the encoder); a single prompt is used for all sources.
 
         Raises:
-            OptionError: the numbers differ, constants are given as well, or there is no source.
+            OptionError: the numbers of prompts and sources differ, constants are given as well, or there is no source.
         """
         if not sources:
             if self.encoder is not None:

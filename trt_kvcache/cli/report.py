@@ -73,7 +73,7 @@ def report(
 
 
 def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
-    """Plan a model. Return what happened, as plain data: the plan, the refusal, or the trace of a bug."""
+    """Plan a model. Return the plan, the reason of a refusal, or the stack trace of a bug, as plain data."""
     from trt_kvcache import plan_model
     from trt_kvcache.cli.plan_view import plan_data
     from trt_kvcache.errors import TrtKvCacheError

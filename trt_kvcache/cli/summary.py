@@ -29,7 +29,7 @@ _LABEL = 11
 
 
 def print_lines(out: Console, title: str, lines: Lines) -> None:
-    """Print a title and labelled lines; with the next command, at most 20 lines of 80 columns.
+    """Print a title and labelled lines. Together with the next command they take at most 20 lines of 80 columns.
 
     If there is too little room, texts are cut, and some lines labelled ``note`` are left out.
 
@@ -70,7 +70,7 @@ def _shorten(lines: list[str], most: int) -> list[str]:
 
 
 def print_next(out: Console, command: str) -> None:
-    """Print the next command that the user may want, if there is one, on one line that can be copied."""
+    """Print the command that the user may want to run next, if there is one, on one line that can be copied."""
     if command:
         out.print(f"{'next':{_LABEL}}{command}", soft_wrap=True)
 

@@ -47,7 +47,7 @@ class Exporter:
 
     Attributes:
         modules: modules that must be importable.
-        command: returns the arguments of the interpreter, from checkpoint, folder, dtype and int4.
+        command: function of checkpoint, folder, dtype and int4 that returns the arguments for the Python interpreter.
         dtypes: dtypes that the exporter can write on a CPU.
         int4: whether it can quantize weights to 4 bits.
         install: the command that installs it.
@@ -164,8 +164,8 @@ def export_checkpoint(
     Args:
         checkpoint: folder with ``config.json`` and weights; or a GGUF file, which transformers dequantizes first.
         output: folder of the model; new or empty.
-        exporter: a name in `EXPORTERS`. ``"auto"``: try the installed exporters that fit, fastest first; keep the
-            first model that can be planned and computes the same as the checkpoint.
+        exporter: a name in `EXPORTERS`. ``"auto"``: try the installed exporters that support the checkpoint, fastest
+            first; keep the first model that can be planned and computes the same as the checkpoint.
         dtype: dtype of weights, activations and caches, one of `DTYPES`.
         int4: quantize weights to 4 bits.
         capacity: tokens per sequence, for caches that grow; None: see `PlanOptions`.
@@ -177,7 +177,7 @@ def export_checkpoint(
 
     Raises:
         InvalidModelError: there is no checkpoint, or transformers cannot read the GGUF file.
-        OptionError: no exporter fits, or none is installed; the message says what to install.
+        OptionError: no exporter supports this, or no exporter is installed; the message says what to install.
         OutputError: the folder cannot be written, or is not empty.
         UnsupportedModelError: the exporters fail on this checkpoint, or write another model than the checkpoint.
     """

@@ -169,7 +169,7 @@ def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequ
 
 
 def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:
-    """Describe how the logits of two decodes of the same texts differ; None if they agree within the tolerance."""
+    """Describe how the logits differ in two decodes of the same sequences; None if they agree within the tolerance."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"logits of text {number} have shape {list(ours.shape)}, and transformers' {list(theirs.shape)}"

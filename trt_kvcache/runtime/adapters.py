@@ -290,7 +290,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one product of the model. If it fuses several modules, their ranks follow one after another."""
+    """Return A and B of one MatMul of the model. If it fuses several modules, their ranks follow one after another."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):

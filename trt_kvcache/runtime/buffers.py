@@ -61,7 +61,7 @@ class Carried:
 
     @property
     def is_state(self) -> bool:
-        """True for state, False for a cache."""
+        """True if this is the buffer of a state, False if it is that of a cache."""
         return self.axis is None
 
     @cached_property
@@ -76,7 +76,7 @@ class Carried:
 
     @cached_property
     def width(self) -> int:
-        """Number of elements in one cache row of one plane."""
+        """Number of elements in one cache row of one head (or other separate part of a batch row)."""
         return prod(map(int, self.shape[(self.axis or 0) + 1 :]))
 
     @property

@@ -100,7 +100,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers of caches and state."""
+        """Number of bytes that all buffers of caches and state take."""
         return self._runner.plan.cache_bytes(self.rows)
 
     @property
@@ -184,7 +184,7 @@ class KVCache:
             self._rows.drop(slot)
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row of every cache. Its constants and its adapter stay.
+        """Empty a slot: remove its tokens, and zero its row in every cache. Its constants and its adapter stay.
 
         Raises:
             SlotError: the slot is not in use, or is generating.

@@ -371,7 +371,10 @@ def _layout(runner: Runner) -> str:
 
 
 def _plain(data: Array) -> Array:
-    """Return the array as a dtype that safetensors has for NumPy; small floats become unsigned integers (same bits)."""
+    """Return the array in a dtype that safetensors has for NumPy.
+
+    Small floats become unsigned ints with the same bits.
+    """
     return data.view(_plain_dtype(data.dtype))
 
 

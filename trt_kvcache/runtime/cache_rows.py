@@ -142,13 +142,13 @@ class CacheRows:
         self.slots[slot] = entry
 
     def drop(self, slot: int) -> None:
-        """Free a slot and its row, if it is in use."""
+        """Free a slot and its batch row, if the slot is in use."""
         entry = self.slots.pop(slot, None)
         if entry is not None:
             entry.close()
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row. Its constants and its adapter stay."""
+        """Empty a slot: remove its tokens, and zero its row in the caches. Its constants and its adapter stay."""
         entry = self.slot(slot)
         self.slots[slot] = Slot(entry.row, constants=entry.constants, adapter=entry.adapter, used=entry.used)
         if entry.row >= 0:
@@ -296,7 +296,8 @@ class CacheRows:
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
         """Append the tokens that were chosen after a step to a slot, and zero the rows of its `rejected` guesses.
 
-        `tokens` are correct guesses, which the cache already holds. `after` is the last chosen token, which waits.
+        `tokens` are correct guesses, which the cache already holds. `after` is the last chosen token, which is not in
+        the cache yet.
         """
         entry = self.slots[slot]
         length = entry.length + len(tokens)
@@ -413,7 +414,7 @@ class CacheRows:
         self._dirty[row] = max(length, written)
 
     def _copy(self, source: int, row: int) -> None:
-        """Replace the contents of `row` by those of row `source`."""
+        """Replace the contents of batch row `row` by those of batch row `source`."""
         length = self._dirty[source]
         self._clean(row, length)
         self.touch(row, length)
@@ -451,7 +452,7 @@ class CacheRows:
 
 
 def _digest(slot: Slot) -> bytes:
-    """Return the digest of a slot's adapter. With the tokens, it identifies cache rows in the prefix cache."""
+    """Return the digest of a slot's adapter. Digest and tokens identify cache rows in the prefix cache."""
     return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
 
 

@@ -163,7 +163,9 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 
 
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
-    """Run the recorded steps of an engine's proof on the GPU, and compare. If all agree, write a passed check.
+    """Run the recorded steps of an engine's proof on the GPU, and compare the results with the recorded ones.
+
+    If all agree, record in a file that the engine passed.
 
     Args:
         engine: path of the engine.

@@ -22,7 +22,8 @@ Tokens = npt.NDArray[np.int64]
 class Continuation:
     """Continues one prompt: chooses tokens from the model's scores, makes the events, and decides when to end.
 
-    It never touches a cache: the decode loop feeds the last token (and a draft) to the model and passes logits back.
+    A `Continuation` never touches a cache: the decode loop runs the model on the last token (and guesses), and passes
+    the logits to the `Continuation`.
 
     Attributes:
         assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
@@ -44,12 +45,12 @@ class Continuation:
             prompt: token ids, at least one; the caller has checked them against the vocabulary.
             config: the settings.
             tokenizer: makes the text of events, and finds stop strings.
-            index: number of its stream of random numbers, which differs between sequences with the same seed; None:
-                `sequence`.
+            index: number of the sequence's stream of random numbers. Sequences with the same seed and other numbers
+                draw other tokens. None: `sequence`.
 
         Raises:
             PromptError: the prompt is empty.
-            OptionError: stop strings without a tokenizer.
+            OptionError: there are stop strings, but no tokenizer.
         """
         if not len(prompt):
             raise PromptError(f"the prompt of sequence {sequence} is empty; it needs at least one token")
@@ -113,7 +114,7 @@ class Continuation:
         return self._sampler.masked
 
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
-        """Return bit masks of the tokens that the grammar allows next, and of those that it allows after each guess.
+        """Return bit masks: the tokens that the grammar allows next, and the tokens that it allows after each guess.
 
         Returns:
             int32 ``[D + 1, words]`` for D guesses: bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set
@@ -227,7 +228,7 @@ def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.ND
     Args:
         tokens: int64 ``[T]``: the prompt and the generated tokens.
         count: most tokens to propose.
-        max_ngram: longest suffix to search, in tokens.
+        max_ngram: most tokens in the suffix.
 
     Returns:
         int64 ``[0 .. count]``.

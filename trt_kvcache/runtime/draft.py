@@ -111,7 +111,7 @@ class DraftModel:
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Copy the text of a sequence to the draft's slot for it, and let the draft continue that slot."""
+        """Copy a sequence's tokens to the draft model's slot for it, and let the draft model continue that slot."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]
@@ -147,12 +147,12 @@ def check_target(runner: Runner) -> None:
 
 
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
-    """Open a model or an engine as a draft. If the draft does not fix its capacity, it gets the capacity of the model.
+    """Open a model or an engine as a draft model. Unless the file fixes its capacity, it gets that of the main model.
 
     Args:
         path: path of the draft.
-        runner: runner of the model.
-        options: options of the model's runner. The draft uses those that concern the machine.
+        runner: runner of the main model.
+        options: options of the main model's runner. The draft model uses those that concern the machine.
 
     Raises:
         See `DecodeSession.open`.

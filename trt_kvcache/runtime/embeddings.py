@@ -81,7 +81,7 @@ class Embeddings:
         return rows
 
     def _places(self, tokens: Indices) -> Indices:
-        """Return those of the known ids that are placeholders for images or sound, and therefore have no embedding."""
+        """Return those token ids that are placeholders for images or sound, and therefore have no embedding."""
         return tokens[:0].ravel()
 
 
@@ -242,8 +242,9 @@ def _named_by_genai(folder: Path) -> Iterator[Path]:
 def scaled_by(checkpoint: Path) -> str | None:
     """Return the setting in the ``config.json`` of a checkpoint that scales embeddings; None if there is none.
 
-    Models scale at different places: in transformers 5.23, Gemma, MiniCPM3 and BART scale when they look tokens up,
-    Granite scales later. So the setting does not tell whether an exported decoder takes scaled embeddings.
+    Models scale embeddings at different places. In transformers 5.23, Gemma, MiniCPM3 and BART scale when they look
+    tokens up, while Granite scales them later. So the setting does not tell whether an exported decoder takes scaled
+    embeddings.
     """
     try:
         config = read_object(checkpoint.parent / "config.json")

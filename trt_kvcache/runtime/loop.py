@@ -132,10 +132,10 @@ class DecodeLoop:
         self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
         client: Hashable = None,
     ) -> None:  # fmt: skip
-        """Set the state of a slot to `entry`, and continue it. At its end, release the slot unless `keep_slot`.
+        """Set the state of a slot to `entry`, and continue its sequence.
 
-        If more sequences wait than rows are free, clients get rows in turn. If `client` is None, the sequence is its
-        own client.
+        At the end of the sequence, free the slot unless `keep_slot`. If more sequences wait than batch rows are free,
+        clients get rows in turn. If `client` is None, the sequence is its own client.
         """
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
@@ -218,7 +218,7 @@ class DecodeLoop:
             self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
-        """Return the sequences that can take part in the next step: with a row, and an adapter slot if needed.
+        """Return the sequences that can take part in the next step: with a batch row, and an adapter slot if needed.
 
         Sequences that started earlier get adapter slots first; the others wait.
         """
@@ -273,7 +273,10 @@ class DecodeLoop:
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
-        """Guess the next tokens of decoding sequences by draft model or prompt lookup. Return the guesses by slot."""
+        """Guess the next tokens of decoding sequences with the draft model or prompt lookup.
+
+        Return the guesses by slot.
+        """
         guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
@@ -320,7 +323,7 @@ class DecodeLoop:
                     yield [piece]
 
     def _pieces(self, slots: Iterable[int], most: int | None = None) -> list[_Piece]:
-        """Return the tokens of each of these prompts that the next step writes."""
+        """Return for each of these prompts the tokens that the next step writes."""
         pieces = []
         for slot in slots:
             with self._alone(slot):
@@ -367,7 +370,7 @@ class DecodeLoop:
         )
 
     def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """Return True if two pieces of the same number of tokens have the same positions."""
+        """Return True if two groups of equally many tokens have the same positions."""
         places = [self._cache.slot(p.slot).positions for p in (piece, other)]
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
@@ -492,7 +495,7 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """Stop continuing a slot that has its last outcome. Release it unless the caller wants to keep it."""
+        """Stop continuing a slot whose sequence has ended. Free the slot unless the caller wants to keep it."""
         if not self.remove(slot).keep_slot:
             self._cache.drop(slot)
 
@@ -517,7 +520,10 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
 
 
 def why_no_drafts(runner: Runner) -> str:
-    """Return why a model cannot verify drafts (it needs logits of several positions of one step); empty if it can."""
+    """Return why a model cannot verify guessed tokens; empty if it can.
+
+    To verify, it must return logits of several positions of one step.
+    """
     if why := why_no_return(runner.plan, rings=False):
         return why
     if runner.max_logits == 1 and runner.plan.logits_span is None:

@@ -80,7 +80,7 @@ def default_sampling(model: Path) -> dict[str, Any]:
 
 
 def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
-    """Return `config` with the tokenizer's end token as ``eos_token_id``; unchanged if the tokenizer names none."""
+    """Return `config` with the tokenizer's end token as ``eos_token_id``; unchanged if the tokenizer has none."""
     end = getattr(tokenizer, "eos_token_id", None)
     return replace(config, eos_token_id=end) if isinstance(end, int) else config
 
@@ -188,11 +188,11 @@ class RunnerOptions:
 
 
 def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
-    """Open a file for running: an ``.onnx`` model with ONNX Runtime, or an engine on a GPU; or the folder of either.
+    """Open a model with ONNX Runtime, or an engine on a GPU. The path may be that of the file or of its folder.
 
     Raises:
         OptionError: the file cannot run on that device, or the options are for the other device.
-        VerificationError: the engine's results on this GPU differ from its proof.
+        VerificationError: the engine's results on this GPU differ from the recorded results in its proof.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
     path = engine_in(as_path(path, "path"))

@@ -78,7 +78,7 @@ class SessionSteps(TextCaches):
             self.runner.write_row(name, row, contents.astype(self.buffers[name].array_dtype))
 
     def start(self, rows: int, texts: range | None = None) -> None:
-        """Start `rows` new texts without tokens. Only those in `texts` are decoded; None: all."""
+        """Start `rows` new sequences without tokens. Only the sequences in `texts` are decoded; None: all."""
         self.begin(rows, texts)
         self.fill()
         inputs = self._inputs.tensors
@@ -138,12 +138,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where an engine disagrees with its proof.
+    """A place where an engine's results disagree with the recorded results in its proof.
 
     Attributes:
         step: number of the step, from 0.
-        part: part of the decode.
-        row: index of the text.
+        part: the part of the decode (such as prefill) with this step.
+        row: index of the sequence.
         what: description.
     """
 
@@ -159,12 +159,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of replaying an engine's proof.
+    """The result of running the recorded steps of an engine's proof again.
 
     Attributes:
-        steps: number of steps that were run; the first part with a disagreement is the last one.
+        steps: number of steps that were run. No further part of the decode runs after one with a disagreement.
         findings: each output that disagrees, once.
-        outputs: the largest difference of each output.
+        outputs: the largest difference for each output.
     """
 
     steps: int
@@ -188,7 +188,7 @@ def _rows_aligned(plan: CachePlan) -> bool:
 
 
 def replay(runner: Runner, proof: Proof) -> Replay:
-    """Decode the tokens of a proof with a runner, and return how its results differ from the proof.
+    """Decode the tokens of a proof (recorded steps with their results), and return how the runner's results differ.
 
     Args:
         runner: runner of the engine with at least `rows_needed` rows; its cache contents are lost.
@@ -297,7 +297,7 @@ class _Replay:
                 self._findings.pop(name, None)
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows that may change in no other place than new tokens: rows without and with a text."""
+        """Return the batch rows in which only cache rows of new tokens may change: rows without and with a sequence."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:

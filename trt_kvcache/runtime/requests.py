@@ -82,7 +82,7 @@ class ReadPrompt:
         tokens: token ids.
         embeds: ``[S, H]`` in the model's dtype, replacing the embeddings of all tokens; None: the session looks up the
             ids.
-        positions: int64 ``[planes, S]``; None: they follow the earlier tokens.
+        positions: int64 ``[planes, S]``; None: the positions continue those of the earlier tokens.
         constants: inputs of the model that stay the same in all steps of this prompt.
     """
 
@@ -271,11 +271,11 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
     Args:
         config: the config to check.
         plan: plan of the model.
-        draft: there is a draft model.
+        draft: True if there is a draft model.
 
     Raises:
-        OptionError: `config` is not a GenerationConfig; or it guesses tokens, and the model has state that cannot go
-            back, or there is no draft model.
+        OptionError: `config` is not a GenerationConfig; or it asks for guessed tokens, and the model has state that
+            cannot go back, or there is no draft model.
     """
     if not isinstance(config, GenerationConfig):
         kind = type(config)

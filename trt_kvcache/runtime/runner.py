@@ -208,7 +208,7 @@ class Runner(Protocol):
         ...
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """Write data from `pack_rows` for the same tokens to a batch row."""
+        """Write data that `pack_rows` returned to a batch row, as the same range of tokens."""
         ...
 
     def view(self, name: str) -> Any:

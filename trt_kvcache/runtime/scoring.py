@@ -24,7 +24,7 @@ class Score:
 
     Attributes:
         tokens: number of scored tokens: all except the first.
-        nats: mean of the negative natural logarithms of their probabilities.
+        nats: mean negative natural logarithm of the probabilities of the scored tokens.
     """
 
     tokens: int

@@ -235,7 +235,7 @@ class DecodeSession:
 
     @property
     def name(self) -> str:
-        """Runtime and device of the decoder, and of encoder and draft if there are any, as text."""
+        """The runtime and the device of the decoder, and of the encoder and the draft if there are any, as one text."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
         encoder = "" if self._encoder is None else self._encoder.where
         return ", ".join(part for part in (self._runner.name, encoder, draft) if part)
@@ -675,7 +675,7 @@ class DecodeSession:
             )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:
-        """Check all prompts with their inputs. Return them; and True if `prompts` is one prompt, not a list."""
+        """Check all prompts and their inputs. Return the prompts, and True if `prompts` is one prompt, not a list."""
         one = is_one(prompts)
         several = [prompts] if one else prompts
         each = [[value] if one and value is not None else value for value in inputs]

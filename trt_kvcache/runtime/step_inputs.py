@@ -131,14 +131,14 @@ class StepLogits:
 class StepInputs:
     """Computes the inputs of a step from the roles in the plan.
 
-    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step brings its
-    own positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as is right for text.
+    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step is given
+    positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as it must be for text.
     Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end at the
-    capacity. Masks hide rows that are not written yet and, within a step, later tokens.
+    capacity. Masks hide cache rows that are not written yet and, within a step, later tokens.
 
     Attributes:
-        uniform: an input has no batch axis, although its values depend on the row; so all rows of a step must start at
-            one position.
+        uniform: True if an input has no batch axis, although its values depend on the row. Then all rows of a step must
+            start at one position.
         max_rows: most rows in a step; None if the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
         constants: the inputs that stay the same in all steps of a sequence.
@@ -147,7 +147,8 @@ class StepInputs:
 
     Args:
         plan: plan of the rewritten model.
-        bucket: spans and dynamic mask lengths are multiples of this many cache rows, or the capacity.
+        bucket: the number of cache rows that a step reads, and dynamic mask lengths, are multiples of this many cache
+            rows, or the capacity.
 
     Raises:
         UnsupportedModelError: the model has an input that the runtime cannot fill, or has no caches, tokens or logits.
@@ -185,7 +186,7 @@ class StepInputs:
         """Return the number of rows that the caller (`asked`) or the model fixes for every cache buffer; else None.
 
         Raises:
-            OptionError: the model is fixed at another number.
+            OptionError: the model fixes another number than the caller.
         """
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
@@ -220,7 +221,7 @@ class StepInputs:
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Return the sizes that determine all input shapes of a step: rows, tokens per row, cache rows read, ..."""
+        """Return the sizes that determine all input shapes of a step, such as batch rows and tokens per row."""
         sizes = batch.constants[0].sizes if batch.constants else ()
         positions = (batch.sizes["kept"],) if self._logits_span else ()
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
@@ -233,7 +234,7 @@ class StepInputs:
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Return the values of all inputs by name, C-contiguous, in the model's dtypes.
 
-        Caches, state, constants and spans are left out.
+        Caches, state, constants and the inputs for the number of cache rows to read are left out.
         """
         sizes = batch.sizes
         arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
@@ -287,7 +288,7 @@ class StepInputs:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
-        """Return the caches to which an input of lengths or a mask belongs; all caches if the plan does not say."""
+        """Return the caches that attention reads with a lengths or mask input; all caches if the plan does not say."""
         return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
 
     def _circular(self, tensor: TensorRole) -> bool:
@@ -465,7 +466,7 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
         run: runs the padded step.
 
     Returns:
-        Logits ``[R, keep, V]`` of the step that was asked for.
+        Logits ``[R, keep, V]`` of `batch`, without the padding.
     """
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):

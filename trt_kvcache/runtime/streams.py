@@ -118,13 +118,13 @@ class Streams:
             self.leave(reader)
 
     def reader(self) -> Reader:
-        """Return a new `Reader` for one stream. Only the stream may refer to it, until it has read all events."""
+        """Return a new `Reader` for one stream. Only the stream may refer to the reader, until all events are read."""
         reader = Reader()
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader
 
     def end_gone(self) -> None:
-        """End the sequences of deleted readers. The caller holds the lock, and no step runs (``guard.idle``)."""
+        """End the sequences of deleted readers. The caller holds the lock, and no step is running (``guard.idle``)."""
         for known in [*self._readers]:
             if known[0]() is None:
                 self._end(known[1])
@@ -152,7 +152,7 @@ class Streams:
             )
 
     def _advance(self) -> None:
-        """Run one step of the loop, after waiting sequences got free rows."""
+        """Run one step of the decode loop, after giving free batch rows to waiting sequences."""
         self.end_gone()
         self._loop.give_row()
         self._rows.compact()

@@ -101,8 +101,9 @@ NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
 class Positions:
     """The positions of a sequence's tokens: first the caller's, then consecutive ones.
 
-    A token without a position of its own comes one after the largest position before it, in every plane
-    (``rope_deltas`` in transformers). A token sees all tokens before it in the sequence; positions do not change that.
+    A token without a position of its own comes one after the largest position before it, in every plane (one of the
+    several positions of a token in M-RoPE; ``rope_deltas`` in transformers). A token sees all tokens before it in the
+    sequence; positions do not change that.
 
     Attributes:
         array: int64 ``[planes, K]``: positions of the first K tokens; K may be 0.
@@ -130,7 +131,7 @@ class Positions:
         return self.next + length - int(self.array.shape[1])
 
     def followed(self, length: int, positions: Indices) -> Positions:
-        """Return a copy in which tokens after the first `length` have `positions`, int64 ``[planes, S]``."""
+        """Return a copy in which the tokens after the first `length` tokens have `positions`, int64 ``[planes, S]``."""
         before = np.broadcast_to(self.of(0, length), (len(positions), length))
         return Positions(np.concatenate([before, positions], axis=1))
 

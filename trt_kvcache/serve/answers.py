@@ -31,7 +31,7 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """Returns the text and bytes by which log-probabilities name a token.
+    """Returns the text and bytes that stand for a token in the log-probabilities of an answer.
 
     The joined texts of an answer's tokens are the answer's text.
 
@@ -112,7 +112,10 @@ class Answer:
         }
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event of sequence `place` to the answer. Return its text, without parts of tool calls."""
+        """Add an event of sequence number `place` to the answer.
+
+        Return the event's text, without parts of tool calls.
+        """
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))

@@ -101,7 +101,10 @@ def too_many(message: str) -> ApiError:
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the adapter that a request names as its model; None for the model itself, `ApiError` for other names."""
+    """Return the adapter that a request names as its model; None for the model itself.
+
+    Raise `ApiError` for other names.
+    """
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -341,10 +344,10 @@ def prepare(
     This runs the tokenizer and the chat template, which may take time.
 
     Args:
-        session: the session that will run it.
+        session: the session that will run the request.
         request: the request as it was read.
         most: most sequences of one request.
-        adapter: name of the adapter that computes it; None: no adapter.
+        adapter: name of the adapter that computes the answer; None: no adapter.
 
     Raises:
         ApiError: the request cannot be run.
@@ -557,7 +560,7 @@ def _config(
 
 
 def _quoting(error: OptionError, param: str | None, why: str, message: str | None = None) -> ApiError:
-    """Return an error whose message may quote the client's text. The log gets only `param` and `why`."""
+    """Return an error whose message may quote the client's text. The log gets `param` and `why` instead."""
     return ApiError(400, message or str(error), param, logged=f"{param}: {why}" if param else why)
 
 

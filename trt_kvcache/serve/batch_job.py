@@ -38,7 +38,7 @@ class Answered(msgspec.Struct, frozen=True):
 
     Attributes:
         number, digest: number and digest of the `Row`.
-        status: HTTP status; 200 if the row has an answer, else that of its error.
+        status: HTTP status: 200 if the row has an answer, else the status of its error.
         line: line of the output, as JSON.
     """
 
@@ -72,7 +72,7 @@ class RowRunner:
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
 
     def close(self) -> None:
-        """End the sequences that still run."""
+        """End the sequences of the batch job that still run."""
         self._core.close()
 
     async def answers(self, rows: Iterable[Row]) -> AsyncGenerator[Answered, None]:
@@ -262,7 +262,7 @@ class Journal:
             ) from None
 
     def claim(self, model: str) -> None:
-        """Record which model computes the answers, as the digest `RowRunner.model`.
+        """Record the model that computes the answers, as its digest in `RowRunner.model`.
 
         Raises:
             OutputError: the journal holds answers of another model or of other settings.

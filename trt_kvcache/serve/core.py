@@ -28,7 +28,7 @@ class QueueFullError(TrtKvCacheError):
 
 
 class EndingError(SessionError):
-    """Raised if the server ends or a step hangs: sequences that still run are cut off."""
+    """Raised if the server ends or a step hangs; sequences that still run end unfinished."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class ServingCore:
 
     @property
     def running(self) -> int:
-        """Number of sequences that have a row."""
+        """Number of sequences that have a batch row."""
         with self._changed:
             return sum(not run.waits for run in self._runs.values())
 
@@ -214,7 +214,7 @@ class ServingCore:
             _deliver(outcomes)
 
     def _turn(self, outcomes: _Outcomes) -> None:
-        """Free the rows of abandoned requests, add new requests, and advance all sequences by one step."""
+        """Free the batch rows of abandoned requests, add new requests, and advance all sequences by one step."""
         for slot in [slot for slot, run in self._runs.items() if run.request.gone]:
             self._end(slot, "abort")
         with self._changed:
@@ -265,7 +265,7 @@ class ServingCore:
         run.tokens += 1
 
     def _end(self, slot: int, reason: str) -> _Run | None:
-        """Forget a sequence, and free its row if it still has one."""
+        """Forget a sequence, and free its batch row if it still has one."""
         with self._changed:
             run = self._runs.pop(slot, None)
         if run is not None:

@@ -172,7 +172,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         )
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Register each adapter at Dynamo, as a model of its own."""
+        """Register each adapter at Dynamo, as a separate model."""
         for name in self._session.adapters:
             await register_model(
                 ModelInput.Tokens,
@@ -206,7 +206,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             task.cancel()
 
     async def abort(self, context: Any) -> None:
-        """Free the row of an abandoned request: Dynamo stops reading `generate`, but does not close it."""
+        """Free the batch row of an abandoned request: Dynamo stops reading `generate`, but does not close it."""
         if (task := self._tasks.pop(context.id(), None)) is not None:
             task.cancel()
 

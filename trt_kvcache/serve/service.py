@@ -473,7 +473,7 @@ def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
     """Return the text of the token ids in a request, without special tokens.
 
     Raises:
-        ApiError: the model does not know a token, or there is no tokenizer.
+        ApiError: the model does not know a token, or the model has no tokenizer.
     """
     wrong = next((token for token in request.tokens if not 0 <= token < session.vocab), None)
     if wrong is not None:

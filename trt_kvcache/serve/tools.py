@@ -70,7 +70,8 @@ def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs
     """Compile the grammar that a request asks for; None if it asks for plain text.
 
     Raises:
-        OptionError: the grammar does not compile, the request names none or several, or the session has no grammars.
+        OptionError: the grammar does not compile, the request has no grammar or several, or the session has no
+            grammars.
     """
     if isinstance(asked, ResponseFormat):
         if asked.type == "json_schema" and asked.json_schema is None:
@@ -299,7 +300,7 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
         session: the session that answers.
         tools: tools of the request.
         choice: `tool_choice` of the request.
-        parallel: an answer may have several calls.
+        parallel: True if an answer may have several calls.
 
     Raises:
         OptionError: the choice is unknown, the parameters of a tool do not compile, or the template's form of calls
@@ -368,7 +369,7 @@ class CallReader:
     Args:
         form: how calls are written.
         tools: tools that may be called.
-        required: the answer begins with a call.
+        required: the answer must begin with a call.
 
     Attributes:
         calls: complete calls, in OpenAI's form.

@@ -49,11 +49,11 @@ NO_CONSTANTS = Constants()
 
 
 class ConstantInputs:
-    """The inputs of a model that stay the same in all steps of a sequence. It checks their values.
+    """Checks the values of a model's constants: inputs that stay the same in all steps of a sequence.
 
     Args:
         plan: plan of the model.
-        home: the GPU whose arrays a step can read without a copy; None: host memory only.
+        home: the GPU from whose memory a step can read arrays without a copy; None: only host memory.
 
     Raises:
         UnsupportedModelError: the shape of an input is not understood.

@@ -47,11 +47,11 @@ class Encoder(Protocol):
         """Return the decoder's constants for one sequence.
 
         Args:
-            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without the first axis. A missing
-                mask is all ones.
+            source: token ids ``[S]``; or a mapping from names of inputs to arrays, ``[1, ...]`` or without the first
+                axis. A missing mask becomes all ones.
 
         Returns:
-            Arrays ``[1, ...]`` in the decoder's dtypes by the names of its inputs.
+            A mapping from names of the decoder's inputs to arrays ``[1, ...]`` in the decoder's dtypes.
 
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
@@ -106,7 +106,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 
 
 def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
-    """Add advice to the error of an encoder engine: how to run the encoder on the CPU, if its model exists."""
+    """Add to the error of an encoder engine how to run the encoder on the CPU, if the encoder's model exists."""
     if model is None or "--encoder" in error.message:
         return error
     return type(error)(f"{error.message}; or give {model} as --encoder, so that the encoder runs on the CPU")
@@ -201,10 +201,10 @@ class FirstStep:
         self._tried = False
 
     def run(self, hidden: Array) -> list[Array]:
-        """Return keys and values for the encoder's output, float ``[1, S_enc, H]``.
+        """Return the keys and values that the decoder computes from the encoder's output, float ``[1, S_enc, H]``.
 
         Raises:
-            UnsupportedModelError: keys and values depend on the text.
+            UnsupportedModelError: keys and values depend on the decoder's tokens.
             SessionError: the model failed.
         """
         outputs = self._run(hidden, 0)

@@ -115,7 +115,7 @@ def hypothesis_events(
         sequence: the sequence number in the events.
         config: tells whether events have log-probabilities.
         tokenizer: makes the text of events.
-        prompt: the tokens before; a space at the start of the text depends on them.
+        prompt: the tokens before the new text; a space at the start of the text depends on them.
     """
     text = None if tokenizer is None else TextStream(tokenizer, () if prompt is None else prompt)
     events = []

@@ -46,12 +46,12 @@ class GenerationConfig:
             alone, because guesses of prompt lookup may be taken back. It must not change the session that calls it. If
             it raises an error, only its own sequence ends.
         grammar: limits the new text: `trt_kvcache.Grammars` makes a grammar from a JSON schema, a regular expression or
-            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If they and the grammar
-            leave no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or the capacity is
-            the beginning of a text that the grammar allows.
+            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If the rules and the
+            grammar together allow no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or
+            the capacity is the beginning of a text that the grammar allows.
 
     Raises:
-        OptionError: a value is out of range, or two contradict each other.
+        OptionError: a value is out of range, or two values contradict each other.
     """
 
     max_new_tokens: Annotated[
@@ -490,7 +490,7 @@ def _id_or_ids(value: Any) -> int | tuple[int, ...] | None:
 
 
 def _run(tokens: Any) -> tuple[int, ...]:
-    """Return a run of tokens as a tuple of ids; refuse an empty one."""
+    """Return a sequence of tokens as a tuple of ids; refuse an empty one."""
     if not (run := _ids(tokens)):
         raise ValueError
     return run

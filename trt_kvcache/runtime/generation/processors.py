@@ -23,7 +23,7 @@ _MOST = 1e30
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
-    """Return True if a rule of this config may change scores, now or later. Most greedy decoding has no rule."""
+    """Return True if a rule of this config may change scores, now or later. Greedy decoding usually has no rule."""
     always = (
         config.repetition_penalty != 1,
         config.presence_penalty,

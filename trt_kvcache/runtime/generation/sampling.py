@@ -29,10 +29,11 @@ _LOWEST = -0x7C01  # the key of float16's -inf; lower keys are NaN
 
 
 def best(logits: Logits) -> tuple[int, float]:
-    """Return the first token with the highest score, and this score.
+    """Return the token with the highest score (the first of equals), and this score.
 
     Args:
-        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` of the logits, tokens ascending.
+        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` (a few tokens with their logits), in ascending
+            order of tokens.
 
     Returns:
         The token, and its score as float32. The score is NaN if any score is NaN.
@@ -278,7 +279,7 @@ def keep_top_k(left: Candidates, count: int) -> Candidates:
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of most probable candidates whose probability is at least `mass`.
+    """Keep the smallest set of the most probable candidates whose total probability is at least `mass`.
 
     Equally probable tokens are taken in the order of their ids.
     """

@@ -145,7 +145,8 @@ def _is_linear(cache: CacheUpdate) -> bool:
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
     """Return the TensorScatter on a cache ``[B, N, L, H]`` whose result `attention` reads as `tensor`.
 
-    None if anything else reads that result, or if the attention reads other rows than all, or all up to the span.
+    None if another node reads that result too, or if the attention reads other cache rows than all rows, or all rows up
+    to the number that an input gives.
     """
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
@@ -201,7 +202,8 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
     """Return a tensor ``[B, N, S, H]`` reshaped to ``[B, S, N*H]``.
 
-    If the tensor was made from one of that shape, return that one; a rotation in between is applied to it.
+    If the tensor was computed from a tensor of that shape, return the latter, with any rotation in between applied to
+    it.
     """
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is not None and is_op(node, "RotaryEmbedding"):
@@ -235,7 +237,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
     """Return the tensor that the new operator replaces, and True if its shape is ``[B, S, N*H]``, not ``[B, N, S, H]``.
 
-    It is the attention's `result`, or the tensor to which the model reshapes it.
+    The tensor is the attention's `result`, or the one to which the model reshapes `result`.
     """
     turned = _only(result, "Transpose")
     if not _swaps(turned):
@@ -287,7 +289,7 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
 
 
 def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str, TensorProto]) -> ModelProto:
-    """Return a copy of a model with these nodes and more weights. What no node reads is dropped."""
+    """Return a copy of a model with `nodes` and more weights, without the nodes and weights that nothing reads."""
     result = ModelProto()
     result.CopyFrom(model)
     live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
@@ -398,7 +400,7 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
     """Convert a bfloat16 model to float32, and note this in its plan. A model without bfloat16 is returned unchanged.
 
     Args:
-        imported: the model, with its own caches or quantized ones; not changed.
+        imported: the model, whose caches may be quantized; it is not changed.
     """
     if not has_bfloat16(imported.model):
         return imported

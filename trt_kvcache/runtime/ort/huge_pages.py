@@ -28,13 +28,13 @@ _LEAST_SECONDS = 1.0
 
 @contextmanager
 def huge_pages(*, wait: bool = True) -> Iterator[None]:
-    """Move the memory that the block allocates and fills into huge pages, as far as Linux has any.
+    """Move the memory that the ``with`` block allocates and fills into huge pages, if Linux has any.
 
-    Nothing else changes: pages that were never written stay unused. The move stops at an error, or when it takes longer
-    than the block (and at least a second).
+    Pages that were never written stay unused. The move stops at an error, or when it takes longer than the block took
+    (and at least a second).
 
     Args:
-        wait: wait for the move; else it runs in a thread.
+        wait: wait until the move has ended; if False, the move runs in a thread.
     """
     before, start = _anonymous(), time.perf_counter()
     yield
@@ -60,7 +60,7 @@ def _move(before: set[tuple[int, int]], until: float) -> None:
 
 
 def _anonymous() -> set[tuple[int, int]]:
-    """Return start and end of each memory range that belongs to no file."""
+    """Return start and end of each memory range of this process that is not mapped from a file."""
     try:
         text = Path("/proc/self/maps").read_text()
     except OSError:

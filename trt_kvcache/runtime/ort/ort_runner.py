@@ -64,13 +64,14 @@ class OnnxRuntimeRunner:
     """A `Runner` on the CPU, with ONNX Runtime.
 
     The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
-    files. Past and present of a cache are bound to one address; ONNX Runtime's TensorScatter and GroupQueryAttention
-    then write only the update (measured on 1.31.1). A step on some rows binds the address of the first of them.
+    files. Past and present of a cache are bound to one address; then ONNX Runtime's TensorScatter and
+    GroupQueryAttention write only the update (measured on 1.31.1). A step on some batch rows binds the address of the
+    first of these rows.
 
     Args:
         model: path of the ``.onnx`` file, as exported or rewritten.
         options: options of the plan.
-        max_batch: rows of every cache; None: 8, or fewer if memory is short.
+        max_batch: batch rows of every cache; None: 8, or fewer if memory is short.
         max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
         threads: threads of ONNX Runtime; None: one per core.
         default_capacity: capacity of caches that grow, if `options` gives none; None: the importer's default.
@@ -125,7 +126,7 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the session and allocate the caches, while the check compares the models."""
+        """Open the session and allocate the caches, while the comparison of the models runs."""
         self._source = imported.source
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
@@ -314,10 +315,10 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
-    """Return the model with those experts, products and attention that ONNX Runtime runs fastest, and its plan.
+    """Return the model and its plan, with the experts, MatMuls and attention that ONNX Runtime runs fastest.
 
     Attention is not replaced if steps have fixed sizes: their padding may lie beyond the end of the caches. ONNX
-    Runtime's GroupQueryAttention quantizes and reads caches with one scale itself, but has no kernel for float8
+    Runtime's GroupQueryAttention itself quantizes and reads caches that have one scale, but has no kernel for float8
     (1.32.0).
     """
     model = imported.model

@@ -84,8 +84,8 @@ def render(
     Args:
         template: text of the Jinja2 template.
         chat: the template's arguments.
-        special_tokens: ``bos_token`` and others, for the template.
-        special_texts: texts of all special tokens; messages cannot write these tokens.
+        special_tokens: ``bos_token`` and other special tokens, for the template.
+        special_texts: texts of all special tokens; such a text in a message does not become the token.
         name: name of the tokenizer, for error messages.
 
     Raises:

@@ -240,7 +240,7 @@ class TokenBytes:
     """The tokens of a vocabulary as bytes.
 
     Attributes:
-        texts: by id, the bytes of each token; for special tokens, their names, which are not text.
+        texts: the bytes of each token, by id; for a special token, its name, which is not part of a text.
         special: ids of special tokens.
     """
 

@@ -249,7 +249,7 @@ def _most_lists(rows: int) -> int:
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """Return a `DeviceChoice` that passed its test on the GPU, or None and the reason.
+    """Return a `DeviceChoice` (choosing tokens on the GPU) that passed its test there; or None and the reason.
 
     The test uses the memory of the logits.
     """

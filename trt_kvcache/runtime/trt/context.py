@@ -101,13 +101,13 @@ Shape = tuple[int, ...]
 
 
 class Context:
-    """An ``IExecutionContext``. It sets only what changed since the last step, and checks every return value.
+    """Wraps an ``IExecutionContext``: sets only what changed since the last step, and checks every return value.
 
     Args:
         trt: the engine.
         context: the execution context.
         stream: handle of the stream that it runs on.
-        used: objects that the context was made from; they must live as long.
+        used: objects that the context was made from; they must live as long as the context.
     """
 
     def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
@@ -120,7 +120,7 @@ class Context:
         self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
 
     def lend(self, address: int, size: int) -> None:
-        """Give the context activation memory, at this address. All contexts share it."""
+        """Let the context use the activation memory at this address, which all contexts of the engine share."""
         if size:
             self._context.set_device_memory(address, size)
 
@@ -271,7 +271,7 @@ class _Recorded:
 
 
 class StepGraphs:
-    """Runs steps that repeat, with the same shapes and addresses, as CUDA graphs.
+    """Runs repeated steps, those with the same shapes and addresses, as CUDA graphs.
 
     Attributes:
         failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.

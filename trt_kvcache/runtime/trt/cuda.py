@@ -254,7 +254,7 @@ class Cuda:
         self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
-        """Set `height` parts of `width` bytes of GPU memory, `pitch` bytes apart, to 0."""
+        """Set `height` blocks of `width` bytes of GPU memory to 0; the blocks start `pitch` bytes apart."""
         if height > 1 and pitch > _MAX_PITCH:
             for run in range(height):
                 self.zero_rows(target + run * pitch, width, width, 1)
@@ -308,7 +308,10 @@ class Cuda:
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
 
     def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
-        """Put a kernel on the stream: `grid` blocks of `block` threads. Addresses are ints, numbers NumPy scalars."""
+        """Put a kernel on the stream: `grid` blocks of `block` threads.
+
+        Addresses are ints, numbers are NumPy scalars.
+        """
         with self._core_errors("launch a kernel"):
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 

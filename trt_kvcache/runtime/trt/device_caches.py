@@ -159,7 +159,7 @@ class DeviceCaches:
 
 
 class _Runs(NamedTuple):
-    """The memory of some cache rows of one batch row: `height` parts of `width` bytes, each `pitch` bytes apart."""
+    """The memory of some cache rows of one batch row: `height` blocks of `width` bytes, each `pitch` bytes apart."""
 
     address: int
     pitch: int
@@ -168,7 +168,7 @@ class _Runs(NamedTuple):
 
 
 def _checked(cache: Carried) -> Carried:
-    """Refuse a cache whose sizes are not fixed, or whose elements are smaller than a byte; return other caches."""
+    """Return the caches. Refuse a cache whose sizes are not fixed, or whose elements are smaller than a byte."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
             f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "

@@ -28,17 +28,17 @@ _LESS = (
 
 
 class TensorRTEncoder:
-    """An encoder engine that runs on the GPU and the stream of its decoder.
+    """An encoder engine that runs on the same GPU and the same CUDA stream as its decoder.
 
     Args:
         path: path of the engine; its manifest lies beside it.
         runner: runner of the decoder.
         constants: constants that the decoder takes.
-        guard: lock of the session, held while the encoder runs: it shares a stream with the decoder's steps.
+        guard: lock of the session, held while the encoder runs, because encoder and decoder share a stream.
 
     Raises:
-        ManifestError: it is not an encoder's engine, or not the one that was built with the decoder's.
-        SessionError: it cannot be opened here, or the GPU has too little memory.
+        ManifestError: the file is not an encoder's engine, or was not built together with the decoder's engine.
+        SessionError: the engine cannot be opened here, or the GPU has too little memory.
         UnsupportedModelError: the engine reads a tensor in host memory.
     """
 
@@ -233,7 +233,7 @@ class EngineFunction:
             self.__dict__.pop("_trt").let_go()
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
-        """Return the bytes that all outputs of a run take in one block of memory; and offset and shape of each output.
+        """Return the size in bytes of one memory block for all outputs of a run, and each output's offset and shape.
 
         Raises `SessionError` if the size of an output depends on the data.
         """

@@ -90,9 +90,10 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
         cuda: the GPU.
 
     Raises:
-        BackendError: TensorRT cannot open the engine here: another GPU, another version, a damaged file.
-        ManifestError: its tensors, profiles or aliases differ from those of the manifest.
-        UnsupportedModelError: it needs a tensor in host memory.
+        BackendError: TensorRT cannot open the engine here: it was built for another GPU or version, or the file is
+            damaged.
+        ManifestError: the engine's tensors, profiles or aliases differ from those in the manifest.
+        UnsupportedModelError: the engine needs a tensor in host memory.
     """
     target = Target(manifest.backend)
     title = f"{PACKAGES[target].title} {module.__version__}"
@@ -154,7 +155,7 @@ def _refusal(
 
 
 def _reasons(module: Any, runtime: Any, data: Any) -> tuple[str, ...]:
-    """Return the diagnostics of TensorRT for RTX, by name; an empty tuple on TensorRT, which gives none."""
+    """Return the diagnostics of TensorRT for RTX, by name; an empty tuple on TensorRT, which gives no diagnostics."""
     if not hasattr(runtime, "get_engine_validity"):
         return ()
     _, diagnostics = runtime.get_engine_validity(data)

@@ -252,7 +252,7 @@ class StepShapes:
         return Constants(arrays) if arrays else NO_CONSTANTS
 
     def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
-        """Return the index of a profile that the shapes of a step fit; the decode profile if possible."""
+        """Return the index of a profile that allows the shapes of a step; the decode profile if it allows them."""
         profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
         for index, profile in profiles:
             if all(

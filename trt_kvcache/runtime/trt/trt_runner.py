@@ -143,7 +143,7 @@ class TensorRTRunner:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """The recorded steps; None if steps are not recorded."""
+        """The CUDA graphs of recorded steps; None if steps are not recorded."""
         return self.resources.graphs
 
     @property
@@ -284,7 +284,7 @@ class TensorRTRunner:
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
-    """Return the number that the caller asked for, if the engine allows it; by default, the engine's maximum."""
+    """Return the size that the caller asked for, if the engine allows it; by default, the engine's maximum."""
     if asked is not None and as_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:
