@@ -113,7 +113,7 @@ def sets_per_row(vocab: int, itemsize: int) -> int:
 
 
 def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Convert scores to uint32 numbers with the same order, in the same way as the kernels."""
+    """Convert scores to uint32 numbers that sort in the same order, as the kernels do."""
     kind = np.dtype(f"u{logits.itemsize}").type
     bits = logits.view(kind)
     sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
@@ -142,7 +142,7 @@ def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.
 
 
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Convert the lists ``[n, 1 + CANDIDATES]`` of `candidates` to tokens ``[n, N]``, ascending, and their scores.
+    """Convert the lists ``[n, 1 + CANDIDATES]`` of kernel `candidates` to ascending tokens ``[n, N]`` and their scores.
 
     N is the length of the longest list, at least 1. A shorter list ends with tokens of -1, whose scores are ``-inf``.
     """

@@ -42,9 +42,10 @@ class ResourceUse:
 
     Attributes:
         registers: registers per thread.
-        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; nonzero is slow.
-        occupancy: resident warps, as registers allow, divided by the most that a multiprocessor can hold; None if the
-            architecture's limit is unknown.
+        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; a kernel with nonzero
+            numbers is slow.
+        occupancy: resident warps that the registers allow, divided by the most that a multiprocessor can hold; None if
+            the architecture's limit is unknown.
     """
 
     registers: int
@@ -107,21 +108,21 @@ def compile_kernel(
 def compile_source(
     source: str, name: str, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
-    """Compile a kernel to PTX or a cubin, or take it from the cache on disk.
+    """Compile a kernel to PTX or a cubin, or take the compiled kernel from the cache on disk.
 
-    The cache's key is the source, the options, the architecture and NVRTC's version; files are written completely or
-    not at all. If the cache cannot be written, the next call compiles again; nothing else changes.
+    The key in the cache consists of the source, the options, the architecture and NVRTC's version. Files are written
+    completely or not at all. If the cache cannot be written, the next call compiles again.
 
     Args:
         source: CUDA C++.
-        name: name of its entry function.
+        name: name of the kernel's entry function.
         arch: the GPU's architecture, such as ``"sm_90"``.
         ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this architecture only.
-        driver: the CUDA version of the driver that will load it, if known.
+        driver: the CUDA version of the driver that will load the kernel, if known.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
-        BackendError: NVRTC is not installed, or it failed; the message carries the compiler's log.
+        BackendError: NVRTC is not installed, or it failed; the message has the compiler's log.
     """
     check_compiler(arch, ptx=ptx, driver=driver)
     version = nvrtc_version()

@@ -86,7 +86,7 @@ class Operator:
             per_head: True if each head has a scale.
 
         Raises:
-            OptionError: no kernel supports them; the message gives the types and the supported ones.
+            OptionError: no kernel supports the types; the message gives them and the supported types.
         """
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]

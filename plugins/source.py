@@ -34,7 +34,7 @@ def family_source() -> str:
 def entry_source(config: KernelConfig) -> str:
     """Return the CUDA C++ source of the entry function of one kernel.
 
-    The entry function passes its arguments, which come in TensorRT's order, to the code that all kernels share.
+    The entry function gets its arguments in TensorRT's order, and passes them to the code that all kernels share.
     """
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")

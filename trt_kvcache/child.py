@@ -95,7 +95,7 @@ def _write(stream: IO[bytes], kind: int, *parts: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> _Frame | None:
-    """Return the next frame of a stream; None at its end. Other lines are skipped: Python printed them at its start."""
+    """Return the next message of a stream; None at its end. Skip other lines, which Python printed when it started."""
     for line in stream:
         if match := _HEAD.fullmatch(line):
             parts = []
@@ -112,8 +112,8 @@ class Child:
 
     Args:
         command: arguments of the interpreter, for a module that calls `serve`.
-        memory: bytes of address space that the child may use; 0: no limit. It is appended to the command.
-        stderr: file for the child's stderr. None: its output is dropped.
+        memory: bytes of address space that the child may use; 0: no limit. The number is appended to the command.
+        stderr: file for the child's stderr. None: the output is dropped.
         environment: environment of the process; None: this process's.
         grace: seconds in which the child may end by itself.
     """
@@ -143,7 +143,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """True if the child can take a request; False in a fork of the parent, which has no child."""
+        """True if the child can take a request. A fork of the parent has no child, so there it is False."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
@@ -256,7 +256,7 @@ class Child:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End the child. For `grace` seconds, it may end by itself."""
+        """End the child. It has `grace` seconds to end by itself."""
         if self._owner == os.getpid():
             assert self._process.stdin is not None
             if self._grace:
@@ -312,11 +312,11 @@ class Caller:
             _write(self._out, kind, msgspec.json.encode(content))
 
     def tell(self, news: Any) -> None:
-        """Send news, such as progress, to the caller before the answer."""
+        """Send a progress message or the like to the caller, before the answer."""
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
-        """Ask the caller for the data that belong to a name, and return them."""
+        """Ask the caller for the data with a certain name, and return the data."""
         self.send(_QUESTION, question)
         return self.next().parts[0]
 

@@ -40,14 +40,14 @@ def one_line(error: Exception) -> str:
 
 
 def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Open a session of ONNX Runtime on the CPU that prints nothing: errors come as exceptions."""
+    """Open a session of ONNX Runtime on the CPU that prints nothing; errors are raised as exceptions."""
     options.log_severity_level = 4
     ort.set_default_logger_severity(4)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], **more)
 
 
 def quiet_run() -> ort.RunOptions:
-    """Return options for a run that prints nothing: a run with options ignores those of its session."""
+    """Return options for a run that prints nothing. A run with its own options ignores those of its session."""
     options = ort.RunOptions()
     options.log_severity_level = 4
     return options

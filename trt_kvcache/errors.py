@@ -65,15 +65,15 @@ class TrtKvCacheError(Exception):
 
 
 class ModelError(TrtKvCacheError):
-    """The model cannot be used, as a file or as a graph."""
+    """The model cannot be used: something is wrong with its file or its graph."""
 
 
 class InvalidModelError(ModelError):
-    """Not readable as ONNX, or in conflict with the ONNX operator definitions."""
+    """The model is not readable as ONNX, or conflicts with the ONNX operator definitions."""
 
 
 class UnsupportedModelError(ModelError):
-    """Legal ONNX whose meaning cannot be preserved on the target."""
+    """The model is legal ONNX, but its meaning cannot be preserved on the target."""
 
 
 class AmbiguousRoleError(ModelError):

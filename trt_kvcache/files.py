@@ -132,7 +132,7 @@ def stamp(file: Path | int) -> tuple[int, ...]:
 
 
 def is_text(path: Path) -> bool:
-    """Return True if the path itself can be written as UTF-8, as manifests, models and ONNX Runtime require."""
+    """Return True if the path can be written as UTF-8 text, as manifests, models and ONNX Runtime require."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
 
 
@@ -217,7 +217,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove temporary files that ended processes left behind. On Windows, do nothing: it cannot be known there."""
+    """Remove temporary files that ended processes left behind. Do nothing on Windows, where files are not locked."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
         if sys.platform != "win32":
             with suppress(OSError):
@@ -254,9 +254,9 @@ def sync(file: BinaryIO) -> None:
 
 
 def publish(files: Sequence[tuple[Path, Path]]) -> None:
-    """Move finished temporary files to their final names, in order; if one fails, restore the former files.
+    """Move finished temporary files to their final names, in order; if one move fails, restore the former files.
 
-    Ctrl-C waits until all are moved.
+    Ctrl-C takes effect after all files are moved.
 
     Raises:
         OutputError: a file cannot be moved.

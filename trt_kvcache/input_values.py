@@ -82,7 +82,7 @@ def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = No
 
 
 def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
-    """Return the caches that attention reads with input `name`, lengths or a mask; empty if the plan does not tell."""
+    """Return the caches that attention reads with the lengths or mask input `name`; empty if the plan does not tell."""
     geometries = {g.name for g in plan.masks if name in (g.lengths, g.mask)}
     read = {past for a in plan.attention if a.mask in geometries for past in a.caches}
     return [c for c in plan.caches if c.past in read]

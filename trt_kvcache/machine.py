@@ -21,7 +21,7 @@ def free_memory(*, swap: bool = False) -> int:
     """Return the bytes of memory that are free or can be freed, such as pages of mapped files.
 
     Args:
-        swap: count swap space, too, unless the process may use only a part of the machine.
+        swap: count free swap space, too, except in a container that limits the memory.
     """
     free = int(psutil.virtual_memory().available)
     if swap:
@@ -54,7 +54,7 @@ _bounded: list[bool] = []
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Within the block, limit this process to the memory that is free now: larger requests fail. Only Linux does this.
+    """Within the ``with`` block, limit this process to the memory that is free now: larger requests fail. Linux only.
 
     Read-only mapped files do not count. All threads are limited, so use it only in processes of this package.
     """
@@ -76,7 +76,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def allow_memory(size: int) -> None:
-    """Raise the limit of `bounded_memory`, if there is one, by `size` bytes of memory that may never be used."""
+    """Raise the limit of `bounded_memory`, if there is one, by `size` bytes of memory that may stay unused."""
     if sys.platform == "linux" and _bounded:
         import resource
 

@@ -76,7 +76,7 @@ def model_named(path: Path) -> Path:
 
 
 def runnable_named(path: Path) -> Path:
-    """Return the path of the engine or model that an argument ENGINE|MODEL means; errors as in `model_named`."""
+    """Return the path of the engine or model that an argument ENGINE|MODEL means; raise what `model_named` raises."""
     return _checked(path, to_run=True)
 
 
@@ -111,9 +111,9 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """Return the folder in the local cache for a name on the hub; raise `InvalidModelError` if it is not there.
+    """Return the local cache folder of a model name on the hub; raise `InvalidModelError` if there is none.
 
-    Any other path is returned unchanged.
+    Return any other path unchanged.
     """
     name = typed.as_posix()
     local = typed.exists() or typed.parent.exists() or typed.suffix.lower() in _OWN

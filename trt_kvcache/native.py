@@ -52,7 +52,7 @@ def calls_under_way() -> dict[Endable, int]:
 
 
 def end_calls(calls: dict[Endable, int]) -> None:
-    """Make those of these calls return soon that are still running."""
+    """Make calls that are still running in native code return soon."""
     for call, number in calls.items():
         if _calls.get(call) == number:
             call.stop()

@@ -164,7 +164,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, color: str = "currentColor
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a function from values to coordinates on a logarithmic axis; a single value lies in the middle."""
+    """Return a function from values to coordinates on a logarithmic axis. A single value is put in the middle."""
     span = math.log(high / low)
     return lambda value: (start + end) / 2 if span == 0 else start + (end - start) * math.log(value / low) / span
 

@@ -157,9 +157,9 @@ def verify_import(
     Args:
         imported: the model and its rewritten form.
         verify: options of the verification.
-        quantized: the same, rewritten with quantized caches.
+        quantized: the same model, rewritten with quantized caches; or None.
         folder: folder of the rewritten model's own external data, if it has any.
-        written: the rewritten model was read from a file; sessions and builds cannot use such a file.
+        written: True if the rewritten model was read from a file; sessions and builds cannot use such a file.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -258,12 +258,12 @@ class _Verification:
 
     @cached_property
     def limits(self) -> IndexLimits:
-        """Limits of the token ids and positions that the texts may use."""
+        """Limits of the token ids and positions in the texts that the verification decodes."""
         return index_limits(self.imported.model, self.imported.plan)
 
     @cached_property
     def table(self) -> Array | None:
-        """The embeddings that stand for token ids, for a model that takes embeddings; None for other models."""
+        """The table with the embeddings of token ids, for a model that takes embeddings; None for other models."""
         return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property
@@ -330,7 +330,7 @@ class _Verification:
         return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
 
     def _measured(self, unit: float) -> float:
-        """Return how much rounding to `unit` changes the logits of the model as exported on the same texts, at most."""
+        """Return the largest change of the exported model's logits, on the same texts, by rounding to `unit`."""
         runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
         steps = self._counted(self.decode.steps(runner), "what rounding makes")
         return compare(self.decode, steps, np.inf).largest
@@ -344,7 +344,7 @@ class _Verification:
         )
 
     def _first_layer(self, found: Difference) -> str:
-        """Return text that names the first layer of the rewritten model that differs, where `found` differs; or ""."""
+        """Return text that names the first layer whose results differ where the logits differ (`found`); or ""."""
         model, folder = self.wide
         names = {name for node in model.graph.node for name in node.output}
         wanted, had = dict[str, Array](), dict[str, Array]()
@@ -448,7 +448,7 @@ class _Verification:
         self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
-        """Compare a station with `decode`. Rounding is measured only if there is a difference to explain."""
+        """Compare one form of the model with `decode`. Measure rounding only if there is a difference to explain."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         results, again = tee(self._counted(decode.steps(runner)))
 

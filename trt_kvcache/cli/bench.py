@@ -113,7 +113,10 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure a model; return the report, and True if Ctrl-C ended the run. With `rows`, print each row at once."""
+    """Measure a model; return the report, and True if Ctrl-C ended the run.
+
+    If `rows` is set, print each row as soon as it is measured.
+    """
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.measure import bench_session, default_sizes, report

@@ -79,7 +79,7 @@ def flags_of(
 
 
 def _as_text(default: Any, setting: Setting) -> Any:
-    """Return the default of a setting in the form of its flag: a tuple as one text, a switch as ``on`` or ``off``."""
+    """Return a setting's default as its flag takes it: a tuple as one text, a switch as ``on`` or ``off``."""
     if isinstance(default, bool) and setting.choices:
         return "on" if default else "off"
     if isinstance(default, tuple):

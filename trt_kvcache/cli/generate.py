@@ -112,7 +112,7 @@ class GenerationFlags(Flags):
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return a text that names the default sampling of a session and where it comes from."""
+    """Return a text that names the default sampling settings of a session and says where they come from."""
     from trt_kvcache.runtime.open import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())

@@ -54,7 +54,10 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """New tokens per second after the first token; None without tokens. Beam search gives all tokens at its end."""
+        """New tokens per second after the first token; None without tokens.
+
+        Beam search returns all tokens at its end.
+        """
         if self.config.num_beams > 1:
             return self.count / self.total if self.total else None
         later = self.total - (self.first or 0.0)

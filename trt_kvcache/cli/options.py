@@ -200,7 +200,7 @@ class TensorRTPlanFlags(BuildPlanFlags):
 
 @flags_of(PlanOptions, "target", group=PLANNED)
 class PlanFlags(TensorRTPlanFlags):
-    """Flags that plan a model for the builder that one of them chooses. The builder need not be installed."""
+    """The flags that plan a model. One of them chooses the builder, which need not be installed."""
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:

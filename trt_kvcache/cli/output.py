@@ -82,7 +82,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width` columns. A longer name breaks at a dot, slash or underscore."""
+    """Break a text into lines of at most `width` columns. Break a longer name at a dot, slash or underscore."""
     words = []
     for word in text.split():
         while len(word) > width:

@@ -171,7 +171,7 @@ def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
 
 
 def _around(plan: CachePlan) -> Iterable[Html]:
-    """Draw the graph around the caches, before and after the rewrite; caches of different layers share a drawing."""
+    """Draw the graph around the caches, before and after the rewrite. Layers with equal graphs share a drawing."""
     before = {tensor.name: tensor for tensor in plan.original}
     masks = {mask.name: mask_text(mask) for mask in plan.masks}
     readers: dict[str, list[AttentionPlan]] = {}
@@ -315,7 +315,7 @@ PANELS = (
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """Draw the difference in a row of the table as a bar: its share of the allowed difference."""
+    """Draw the difference in a row of the table as a bar: its length is the share of the allowed difference."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

@@ -122,7 +122,8 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
     Args:
         plan: the plan.
         batch: number of sequences in the step.
-        bandwidth: bandwidth of a GPU's memory in GB/s: adds the limit that it sets. None: no limit.
+        bandwidth: bandwidth of a GPU's memory in GB/s, from which the table shows the highest speed; None: leave this
+            out.
     """
     costs = [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
     if not costs:
@@ -148,7 +149,7 @@ def limit_text(bandwidth: float) -> str:
 
 
 def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
-    """Return a line with the bytes of a decode step with full caches; empty if they were not counted."""
+    """Return a line with the bytes that a decode step with full caches moves; empty if they were not counted."""
     cost = step_cost(plan, usual_tokens(plan)[-1], batch)
     if cost is None:
         return ""
@@ -169,7 +170,8 @@ def _part(
 
     Args:
         title: title of the table.
-        columns: by title, the template of the cells: names of facts in braces, ``{many}`` for the number of layers.
+        columns: maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number
+            of layers.
         facts: the facts of each item; without items, nothing is yielded.
         names: names of the facts that may contain the number of a layer.
         kind: first words of the notes that give the fact ``why``; empty: no such notes.
@@ -216,7 +218,7 @@ def _step_data(cost: StepCost, bandwidth: float | None) -> dict[str, float]:
 
 
 def batch_of(plan: CachePlan, asked: int) -> int:
-    """Return the batch size that the model fixes, otherwise `asked`."""
+    """Return the batch size that the model fixes; if it fixes none, return `asked`."""
     fixed = [c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)]
     return fixed[0] if fixed and len(fixed) == len(plan.caches) else asked
 

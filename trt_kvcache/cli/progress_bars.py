@@ -19,7 +19,7 @@ _USUAL = {"building the engine": ", usually a minute"}
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show the running phases of the block, if stderr is a terminal that can redraw lines."""
+    """Show the progress of phases during the ``with`` block, if stderr is a terminal that can redraw lines."""
     out = console(sys.stderr)
     if not out.is_interactive:
         yield
@@ -35,7 +35,7 @@ def show_progress() -> Iterator[None]:
 
 
 class ProgressBars:
-    """Progress bars: one for each running phase, indented under its parent phase. Between phases, none is drawn.
+    """Progress bars: one for each running phase, indented under its parent phase. No bar is drawn between phases.
 
     Attributes:
         progress: the drawn bars; None while no phase runs.

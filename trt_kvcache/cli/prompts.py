@@ -110,10 +110,10 @@ class PromptFlags:
         return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the tokenizer of the flag, or else the one beside the model; None if there is no text to encode.
+        """Return the tokenizer that the flag names, or else the model's own; None if there is no text to encode.
 
         Raises:
-            OptionError: text needs a tokenizer that is missing, or the model does not exist.
+            OptionError: a text needs a tokenizer, but there is none, or the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None
@@ -199,7 +199,7 @@ class SourceFlags:
     ] = None
 
     def read(self) -> list[Source]:
-        """Return all sources: texts, then ids, then arrays; raise `OptionError` if one cannot be read."""
+        """Return all sources (inputs of the encoder): texts, ids, arrays; raise `OptionError` if one cannot be read."""
         arrays = [read_arrays(file) for file in self.source_inputs or []]
         ids = [token_ids(text, "--source-tokens") for text in self.source_tokens or []]
         return [*(self.source or []), *ids, *arrays]
@@ -256,7 +256,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Run the encoder on every source; return the results. Warnings, such as that it runs on the CPU, go to stderr."""
+    """Run the encoder on each source; return the results. Warnings go to stderr, such as that it runs on the CPU."""
     import warnings
 
     from trt_kvcache.cli.output import print_warnings

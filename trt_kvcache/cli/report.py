@@ -91,7 +91,7 @@ def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
 
 
 def _outcome_of(model: ModelProto, folder: Path, options: PlanOptions) -> dict[str, Any]:
-    """Plan the model without weights, as the maintainer will, and return what happened."""
+    """Plan the model without weights, as the maintainer will, and return the plan, the refusal or the trace."""
     import tempfile
 
     from trt_kvcache.importer.files.stripped import pack, unpacked
@@ -108,7 +108,7 @@ def _without_path(message: str, path: Path) -> str:
 
 
 def _alike(result: dict[str, Any]) -> Any:
-    """Return the part of an outcome that must not depend on weights: no names, no numbers from weights."""
+    """Return the outcome (plan, refusal or trace) without names, and without numbers that come from weights."""
     if result["kind"] == "plan":
         plan = result["plan"]
         caches = [(c["past"], c["route"], c["physical_shape"]) for c in plan["caches"]]

@@ -39,7 +39,7 @@ class Ended(KeyboardInterrupt):
 
 
 def end_by_unwinding() -> None:
-    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended` if they would end the process at once."""
+    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended` where they would otherwise end the process at once."""
     for number in _NUMBERS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup makes its command ignore SIGHUP
             signal.signal(number, _end)
@@ -116,7 +116,10 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again a little later. Others until then count as the same, so that none disturbs cleanup."""
+    """Send a signal again a little later.
+
+    Further signals until then are merged with it, so that none interrupts the cleanup.
+    """
     if number in _later:
         return
     _later.add(number)

@@ -164,7 +164,7 @@ def plan_lines(
     Args:
         plan: the plan.
         batch: number of sequences in the memory estimate.
-        built: the engine exists: leave out advice on the export, and add `cost_line`.
+        built: True if the engine exists. Then leave out advice on the export, and add `cost_line`.
         chosen: text about a default capacity, from `chosen_capacity`.
         bandwidth: bandwidth of a GPU's memory in GB/s; if it is given, `cost_line` is added.
     """

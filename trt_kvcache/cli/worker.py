@@ -15,7 +15,7 @@ from trt_kvcache.errors import OptionError
 
 
 class WorkerEngine(str, Enum):
-    """The distributed server that the worker belongs to."""
+    """The distributed server to which the worker belongs."""
 
     DYNAMO = "dynamo"
 

@@ -231,7 +231,10 @@ def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> 
 
 
 class _Job:
-    """The export of one checkpoint. Within its ``with`` block, a twin exists: a small checkpoint with its settings."""
+    """The export of one checkpoint.
+
+    Within its ``with`` block, it has a twin: a small random checkpoint with the same settings.
+    """
 
     def __init__(
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
@@ -348,7 +351,7 @@ class _Job:
                 self._told(f"the weights are not compared with the checkpoint's: {verdict.said}")
 
     def _right_others(self, name: str) -> list[str]:
-        """Return the names of the other exporters that support this dtype and export the twin correctly."""
+        """Return the names of the other exporters that support this dtype and export the small test model correctly."""
         fits = _chosen("auto", self._dtype, self._interpreter.python, int4=self._int4)
         with phase("trying other exporters on a small twin"):
             verdicts = {other: self._judge(other) for other in fits if other != name}
@@ -427,7 +430,7 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Callable[[], None]]:
-    """Empty a folder when the block ends, unless the block calls the function that it receives to keep the files."""
+    """Empty a folder when the ``with`` block ends, unless the block calls the yielded function to keep the files."""
     calls = []
     try:
         yield lambda: calls.append(True)

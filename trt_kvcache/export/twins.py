@@ -116,7 +116,7 @@ class Twin:
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return the settings that a wrong exporter ignores: without one of them, transformers has the same logits."""
+        """Return the settings that a wrong exporter ignores: transformers without such a setting gives its logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")
@@ -140,7 +140,7 @@ def judge_weights(
         model: folder of the exported model.
         plan: plan of the exported model.
         folder: folder for temporary files.
-        run: see `Twin`.
+        run: runs the exporters' interpreter, see `Twin`.
         seconds: time limit of transformers.
     """
     runner = Exported(model, plan)

@@ -32,9 +32,9 @@ class Adapter:
     Attributes:
         name: the name under which it was loaded.
         rank: the largest rank of its modules.
-        digest: digest of its contents: cache rows depend on the model and on this digest.
-        arrays: the factors by the name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the
-            model's dtype. Inputs that the adapter does not change are left out.
+        digest: digest of its contents; cache rows belong to a model and an adapter with this digest.
+        arrays: the factors, by name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the model's
+            dtype. Inputs that the adapter does not change are left out.
     """
 
     name: str
@@ -162,11 +162,13 @@ class AdapterSlots:
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
-        """Reserve adapter slots for running sequences: `adapters` holds the adapter of each, the most important first.
+        """Reserve adapter slots for running sequences.
+
+        `adapters` has each sequence's adapter, the most important first.
 
         Returns:
-            The adapters that have a slot or will get one, at most as many as there are slots; and None, for sequences
-            without an adapter. Sequences with other adapters wait.
+            The adapters that have an adapter slot or will get one; and None, for sequences without an adapter.
+                Sequences with other adapters wait.
         """
         most = 0 if self._plan is None else self._plan.slots
         self._needed = set()
@@ -239,7 +241,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of an adapter's B. They change the model's module `key`."""
+    """Columns `start` to `stop - 1` of an adapter's matrix B. They change the model's module `key`."""
 
     module: LoraModule
     key: _Key

@@ -117,7 +117,7 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 
 
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
-    """Return why a sequence of this model cannot drop its latest tokens and continue before them; empty if it can.
+    """Return why a sequence of this model cannot drop its latest tokens and continue without them; empty if it can.
 
     Args:
         plan: plan of the model.

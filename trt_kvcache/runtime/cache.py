@@ -76,7 +76,7 @@ class KVCache:
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of slots at a time. It exceeds `rows` only if slots that do not run give up their rows."""
+        """Largest number of slots at a time. It exceeds `rows` only if idle slots may give up their batch rows."""
         return self._rows.max_sequences or self.rows
 
     @property
@@ -131,7 +131,7 @@ class KVCache:
         """Return the whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
 
         The buffer is a NumPy array on the CPU and an object with ``__dlpack__`` on a GPU. On a GPU, a bfloat16 or
-        float8 cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's row.
+        float8 cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's batch row in it.
 
         Raises:
             OptionError: there is no such cache.
@@ -148,12 +148,12 @@ class KVCache:
         constants: Mapping[str, Array] | Constants | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Return a new slot. Its row is zeroed. Its tokens are not written to the cache yet.
+        """Return a new slot. Its batch row is zeroed. Its tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
-            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: an array
-                ``[1, ...]`` by input name.
+            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: a mapping
+                from input names to arrays ``[1, ...]``.
             adapter: name of the adapter that computes the sequence; None: no adapter.
 
         Raises:
@@ -262,7 +262,7 @@ class KVCache:
                 self._rows.move(slot, row)
 
     def compact(self) -> None:
-        """Move the n slots that have rows to rows 0 to n - 1: one step computes neighbouring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1, because a step computes neighbouring rows together."""
         with self._guard.lock, self._guard.idle:
             self._rows.compact()
 
@@ -297,10 +297,11 @@ class KVCache:
             return load_slots(path, self._runner, self._rows, self._adapters)
 
     def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
-        """Move the cache contents of a slot to host memory or to a file, and free its row; the slot stays.
+        """Move the cache contents of a slot to host memory or to a file, and free its batch row. The slot still exists.
 
-        Host memory is page-locked if the caches lie on a GPU. `load` can read the file of an offloaded slot, too, and
-        the file stays when the slot is restored. If the slot is already offloaded, a path moves its contents there.
+        Host memory is page-locked if the caches lie on a GPU. `load` can read the file of an offloaded slot, too. The
+        file stays when the slot is restored. If the slot is already offloaded and a path is given, its contents move
+        there.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
@@ -318,11 +319,11 @@ class KVCache:
             entry.close()
 
     def restore(self, slot: int) -> None:
-        """Bring an offloaded slot back to a row. Methods that need the row do this themselves.
+        """Bring an offloaded slot back to a batch row. Methods that need the row do this themselves.
 
         Raises:
-            SlotError: the slot is not in use; or no row can be freed.
-            CacheFileError: the file is gone or damaged, or holds another cache. The slot stays offloaded.
+            SlotError: the slot is not in use; or no batch row can be freed.
+            CacheFileError: the file is gone or damaged, or has the contents of another cache. The slot stays offloaded.
         """
         with self._guard.lock, self._guard.idle:
             self._rows.with_row(slot)

@@ -21,18 +21,18 @@ from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 
 
 class CacheRows:
-    """The sequences in caches of fixed capacity, and their rows. Callers must hold the lock of the session.
+    """The sequences in caches of fixed capacity, and their batch rows. Callers must hold the lock of the session.
 
     A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
-    sequence gets it, because one NaN in a masked row would poison attention (0 * NaN is NaN).
+    sequence gets it, because one NaN in a masked row would make the whole result of attention NaN (0 * NaN is NaN).
 
     A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
     sequences than rows, the least recently used slot is offloaded. Slots that do not run are offloaded first.
 
     Args:
         runner: owns the buffers.
-        max_sequences: most slots; slots that do not run give up their rows to others. None: as many slots as rows, not
-            counting slots that were offloaded.
+        max_sequences: most slots; slots that do not run give their batch rows to others. None: as many slots as batch
+            rows; slots that were offloaded do not count.
         prefix_cache: size in bytes of the prefix cache, which keeps cache rows for sequences with the same beginning;
             None: no prefix cache.
 
@@ -175,7 +175,7 @@ class CacheRows:
     def reorder(self, indices: Sequence[int], names: Sequence[int]) -> None:
         """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``.
 
-        The first slot that continues a row takes over the row itself; only further ones get a copy.
+        The first slot that continues a batch row takes over the row itself; only further slots get a copy of it.
         """
         entries = [self.with_row(name, names) for name in names]
         dropped = sorted(set(range(len(names))) - set(indices))
@@ -311,7 +311,7 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Fill the beginning of an empty slot from the prefix cache: copy the rows of all first tokens that it holds.
+        """Fill the beginning of an empty slot from the prefix cache: copy the cache rows of all first tokens in it.
 
         Args:
             slot: a slot that has a row, to which nothing was written before.
@@ -330,7 +330,7 @@ class CacheRows:
         self.slots[slot] = replace(entry, length=length, written=written, remembered=length)
 
     def remember(self, slot: int) -> None:
-        """Copy the cache rows of a slot to the prefix cache, if a new block of tokens is complete."""
+        """Copy the cache rows of a slot to the prefix cache, if one more block of tokens is complete."""
         entry = self.slots[slot]
         if self.prefixes is None or entry.row < 0:
             return
@@ -356,10 +356,12 @@ class CacheRows:
         return True
 
     def with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
-        """Give a slot a row if it has none; return its state. To free a row, a slot that is not in `keep` is offloaded.
+        """Give a slot a batch row if it has none; return its state.
+
+        To free a row, offload a slot that is not in `keep`.
 
         Raises:
-            SlotError: the slot is not in use; or no row can be freed.
+            SlotError: the slot is not in use; or no batch row can be freed.
             CacheFileError: the file that the slot was offloaded to is gone or damaged.
         """
         entry = self.slot(slot)
@@ -371,7 +373,7 @@ class CacheRows:
         return self.slots[slot]
 
     def host_copy(self, entry: Slot) -> HostRows | None:
-        """Copy the cache contents of a slot to host memory; None if nothing was written to its row.
+        """Copy the cache contents of a slot to host memory; None if nothing was written to its batch row.
 
         Raises `SessionError` if too little memory is free.
         """
@@ -384,7 +386,7 @@ class CacheRows:
         entry.row = row
 
     def compact(self) -> None:
-        """Move the n slots that have rows to rows 0 to n - 1: one step computes neighbouring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1, because a step computes neighbouring rows together."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():
@@ -439,7 +441,7 @@ class CacheRows:
         return next((row for row in range(self.count) if row not in used), None)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
-        """Return a row that no slot has. If there is no such row, offload a slot."""
+        """Return a batch row that no slot has. If there is none, offload a slot to get one."""
         row = self._first_free()
         if row is not None:
             return row

@@ -92,7 +92,7 @@ class Continuation:
             The token's event; the last one has a finish reason.
 
         Raises:
-            SessionError: NaN or infinity in the logits, or the settings forbid every token.
+            SessionError: the logits have NaN or infinity, or the settings forbid every token.
             OptionError: the grammar forbids every token.
         """
         token, logprob = self._sampler.choose(logits, self.tokens, self._length - self._prompt_length)
@@ -132,7 +132,10 @@ class Continuation:
         return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
-        """End the sequence at the caller's request. The event has no token, but it has the text that was held back."""
+        """End the sequence at the caller's request.
+
+        The event has no token, but has the text that was not returned yet.
+        """
         self.finish_reason = reason
         text = self._rest()
         return self._event(None, text, None)
@@ -161,7 +164,7 @@ class Continuation:
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
-        """Return a copy that a draft model continues by at most `count` tokens: same text, rules, random numbers."""
+        """Return a copy that the draft model continues by at most `count` tokens, with the same text and settings."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
         draft = copy(self)
@@ -209,7 +212,7 @@ class Continuation:
         self._length += 1
 
     def _rest(self) -> str:
-        """Return the text that becomes certain at the end of the sequence; empty before the end."""
+        """Return the text that was held back until the end of the sequence; empty before the end."""
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()

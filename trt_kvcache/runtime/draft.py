@@ -23,14 +23,14 @@ from trt_kvcache.runtime.token_inputs import common_length
 class DraftModel:
     """A smaller model that guesses tokens. It has its own cache slot for each sequence that it guessed for recently.
 
-    It chooses tokens as the model does, with the same settings and random numbers, but from its own scores.
+    It chooses tokens as the main model does, with the same settings and random numbers, but from its own scores.
 
     Args:
-        runner: runner of the draft; `close` closes it.
-        embeddings: embeddings of token ids, for a draft that takes embeddings.
+        runner: runner of the draft model; `close` closes it.
+        embeddings: embeddings of token ids, for a draft model that takes embeddings.
 
     Raises:
-        OptionError: the model cannot be a draft.
+        OptionError: the runner's model cannot be a draft model.
     """
 
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:

@@ -55,7 +55,7 @@ class Embeddings:
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """Return the first token that has no embedding of its own; None if all have one.
+        """Return the first token that has no embedding in the table; None if all tokens have one.
 
         Such a token is an unknown id, or a placeholder for an image or sound.
         """
@@ -130,7 +130,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
 
 
 def embedded_input(plan: CachePlan) -> TensorRole | None:
-    """Return the model's input of embeddings if it takes embeddings instead of token ids; else None."""
+    """Return the model's input for embeddings if it takes embeddings instead of token ids; else None."""
     return next((t for t in plan.tensors if t.io == "input" and t.embedded), None)
 
 
@@ -382,7 +382,7 @@ class ModelEmbeddings(Embeddings):
         return np.full(sizes, np.nan if elem_type_of(value) in _FLOATS else 0, dtype)
 
     def _find_output(self, model: onnx.ModelProto, tensor: TensorRole) -> onnx.ValueInfoProto:
-        """Return the output of embeddings: the only float output ``[B, S, H]``, or the one named ``inputs_embeds``."""
+        """Return the output for embeddings: the only float output ``[B, S, H]``, or the one named ``inputs_embeds``."""
         fitting = [v for v in model.graph.output if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3]
         named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:

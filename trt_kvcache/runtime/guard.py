@@ -36,8 +36,8 @@ class Guard:
         """The lock of the session; a thread that holds it may take it again.
 
         Raises:
-            SessionError: in a forked process. There the lock may be held by a thread that the fork does not have, and
-                the threads of ONNX Runtime and the GPU are missing, too.
+            SessionError: this is a forked process. There the lock may be held by a thread that the fork does not have.
+                The threads of ONNX Runtime and the GPU are missing, too.
         """
         if self.elsewhere:
             raise SessionError(
@@ -52,7 +52,7 @@ class Guard:
         return os.getpid() != self._process
 
     def pause(self) -> None:
-        """Between two steps of a long change, handle a waiting signal, such as Ctrl-C. This may raise an error."""
+        """Handle a waiting signal, such as Ctrl-C, between two steps of a long change. This may raise an error."""
         self._signals.deliver()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class _Open:
 class _Idle:
     """A context manager for changes of a session. It delays signals until the end of the block.
 
-    It refuses to enter once the session is closed, and in code that a step runs.
+    It raises an error if the session is closed, or if a running step executes this code.
 
     Args:
         open_: tells whether the session is closed.

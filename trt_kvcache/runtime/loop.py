@@ -98,8 +98,8 @@ class DecodeLoop:
         runner: executes the steps.
         rows: the sequences in the caches of this runner.
         embeddings: embeddings of token ids; None for models that take the ids.
-        draft: guesses tokens.
-        prefill_budget: most prompt tokens in a step in which other sequences decode.
+        draft: the draft model, which guesses tokens; or None.
+        prefill_budget: most prompt tokens in a step that also decodes other sequences.
         pause: called between two steps of a long `update`; it may raise an error.
     """
 
@@ -125,7 +125,7 @@ class DecodeLoop:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of the sequences that run."""
+        """Slots whose sequences the loop is continuing."""
         return tuple(self._runs)
 
     def add(
@@ -186,7 +186,7 @@ class DecodeLoop:
             self._advance(group)
 
     def _advance(self, group: list[_Piece]) -> None:
-        """Run one step for a group of rows, and choose their next tokens.
+        """Run one step for a group of batch rows, and choose their next tokens.
 
         If the step fails, repeat it for each row alone; only sequences whose own step fails end.
         """
@@ -211,7 +211,7 @@ class DecodeLoop:
 
     @contextmanager
     def _alone(self, slot: int) -> Iterator[None]:
-        """Run a block of code for one sequence; an error in it ends this sequence only."""
+        """Run the ``with`` block for one sequence; an error in it ends this sequence only."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - bugs, too: the caller of the sequence gets the error
@@ -349,7 +349,10 @@ class DecodeLoop:
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-        """Group neighbouring rows that write the same number of tokens. The runner computes each group in one step."""
+        """Group neighbouring batch rows that write the same number of tokens.
+
+        The runner computes a group in one step.
+        """
         group: list[_Piece] = []
         for piece in sorted(pieces, key=lambda p: p.row):
             if group and not self._fits(group, piece):
@@ -478,7 +481,7 @@ class DecodeLoop:
         return tokens[-1] if tokens else -1
 
     def last(self, run: Run, reason: FinishReason) -> Outcome:
-        """End a sequence at its caller's request, and return its last outcome."""
+        """End a sequence at its caller's request, and return its last event or error."""
         try:
             return run.continuation.finish(reason)
         except Exception as error:  # noqa: BLE001 - such as the tokenizer's, in text that was held back
@@ -505,7 +508,7 @@ def _ends(outcome: Outcome) -> bool:
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
-    """Return the error to report for a sequence that ended with `error`; foreign errors become a `SessionError`."""
+    """Return the error to report for a sequence that ended with `error`; another package's becomes a `SessionError`."""
     if isinstance(error, TrtKvCacheError):
         return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")

@@ -93,7 +93,7 @@ class BenchReport:
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
-    """Return `most`, and before it all sizes below `most` that are `first` times a power of `factor`."""
+    """Return `most` and, before it, all numbers ``first * factor ** k`` below `most`, ascending."""
     sizes = []
     while first < most:
         sizes.append(first)
@@ -114,13 +114,14 @@ def bench_session(
     """Yield timings of a session: prefill by length, then decoding by position, then by batch at the first position.
 
     Args:
-        session: a session with all rows free.
+        session: a session in which all batch rows are free.
         lengths: numbers of tokens in prompts.
         positions: numbers of tokens in the cache before the first measured step.
         batches: numbers of sequences per step.
         repeats: measured steps.
         warmup: steps before the measured ones.
-        seconds: time limit of a case; it still measures at least three steps. None: no limit.
+        seconds: time limit for each length, position or batch; at least three steps are measured anyway. None: no
+            limit.
 
     Raises:
         OptionError: a size does not fit the session.

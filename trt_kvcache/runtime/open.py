@@ -233,8 +233,8 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
     """Return the tokenizer for a session.
 
-    `tokenizer` may be the path of a ``tokenizer.json``; None for the file beside the model; False for no tokenizer; or
-    a tokenizer object, which is returned unchanged.
+    `tokenizer` may be the path of a ``tokenizer.json``; None for the file in the model's folder; False for no
+    tokenizer; or a tokenizer object, which is returned unchanged.
     """
     if tokenizer is None or tokenizer is False:
         return None if tokenizer is False else find_tokenizer(model)

@@ -31,8 +31,8 @@ class PrefixStats:
 
     Attributes:
         lookups: sequences that were looked up at their start.
-        hits: sequences of which the first tokens were found.
-        saved_tokens: tokens that were found: their rows were copied, not computed.
+        hits: sequences whose first tokens were found.
+        saved_tokens: tokens that were found; their cache rows were copied, not computed.
         blocks: blocks in the cache now, of `BLOCK` tokens each.
         dropped: blocks that were replaced.
     """
@@ -83,12 +83,12 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names of the leading blocks of a text that are in the cache, for `fill`.
+        """Return the names of the blocks with a sequence's first tokens that are in the prefix cache, for `fill`.
 
         Args:
-            tokens: tokens of the text.
+            tokens: tokens of the sequence.
             most: largest number of tokens to find.
-            adapter: digest of the adapter that the rows are computed with; empty: no adapter.
+            adapter: digest of the adapter with which the cache rows are computed; empty: no adapter.
         """
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
@@ -126,7 +126,7 @@ class PrefixCache:
                 self._places.move_to_end(name)
 
     def _place(self, keep: Container[bytes]) -> int | None:
-        """Return the index of free memory for one more block; None if a block in `keep` would have to go."""
+        """Return the index of free memory for one more block; None if a block in `keep` would have to be dropped."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._places))

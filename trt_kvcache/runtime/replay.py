@@ -36,17 +36,17 @@ _CHOSEN = 0.25  # largest share of an output's rows that other chosen experts ma
 
 
 class SessionSteps(TextCaches):
-    """Decodes texts for comparisons with a session's runner: an adapter to `trt_kvcache.compare.decode.Runner`.
+    """Decodes sequences with a session's runner, to compare it; implements `trt_kvcache.compare.decode.Runner`.
 
-    A session with fewer rows than texts decodes some of the texts, and returns logits of these.
+    A session with fewer batch rows than sequences decodes and returns only some of the sequences.
 
     Args:
         runner: runner of an engine, or of a model on the CPU.
-        given: values of the model's constants, by name; each has a batch of 1, or a row for each text.
+        given: values of the model's constants, by name; each has a batch of 1, or one row for each sequence.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         garbage, seed: see `TextCaches`.
-        first: row of the caches that holds the first text.
-        spare: rows of the caches without a text, which are filled like the first text.
+        first: batch row that holds the first sequence.
+        spare: batch rows without a sequence, which are filled like that of the first sequence.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SessionSteps(TextCaches):
         return self._first + text - self.texts.start
 
     def read(self, name: str, text: int) -> Array:
-        """Return the contents of a cache for one text, as in `TextCaches.read`."""
+        """Return the contents of a cache for one sequence, as in `TextCaches.read`."""
         return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
@@ -89,7 +89,7 @@ class SessionSteps(TextCaches):
         ]
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """Decode the next tokens of some texts and return their logits, as in `Runner.step`."""
+        """Decode the next tokens of some sequences and return their logits, as in `Runner.step`."""
         self.skip(piece)
         rows = [row for row in piece.rows if row in self.texts]
         batch = self._batch(piece, rows, tokens[[piece.rows.index(row) for row in rows]])
@@ -173,17 +173,17 @@ class Replay:
 
     @property
     def passed(self) -> bool:
-        """True if the engine agrees with the proof."""
+        """True if the engine's results agree with the proof."""
         return not self.findings
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Return the number of batch rows for a replay: one for each text, and one that must not change, if possible."""
+    """Return the number of batch rows for a replay: one for each text and, if possible, one that must not change."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
 def _rows_aligned(plan: CachePlan) -> bool:
-    """Return True if every batch row of a cache starts at an address that TensorRT accepts; else texts run singly."""
+    """Return True if each batch row of a cache starts at an address that TensorRT accepts; if not, run texts singly."""
     return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
@@ -291,7 +291,7 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _leave_out_choices(self) -> None:
-        """Drop findings that come from another choice of experts: few rows differ, where two experts scored alike."""
+        """Drop findings that another choice of experts explains: few rows differ, and two experts scored alike."""
         for name, (outliers, rows) in self._outliers.items():
             if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)

@@ -132,10 +132,10 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Check several prompts with their inputs; return them in order. No prompt may be empty.
+        """Check several prompts and their other inputs; return them in order. No prompt may be empty.
 
         Raises:
-            PromptError: as in `read`; or there are more or fewer constants, embeddings or positions than prompts.
+            PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.
             CapacityError: a prompt is longer than the cache.
         """
         entries = "prompts, each a text or a list of token ids"
@@ -257,7 +257,7 @@ class PromptReader:
 
 
 def is_one(prompts: object) -> bool:
-    """Return True for one prompt, a text or a flat list of token ids; False for a list of prompts."""
+    """Return True for one prompt (a text or a flat list of token ids); False for a list of prompts."""
     if hasattr(prompts, "__array__"):  # arrays of NumPy and tensors of torch
         return np.ndim(np.asarray(prompts)) == 1 and np.asarray(prompts).dtype.kind in "iuf"
     if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):

@@ -109,8 +109,8 @@ class Runner(Protocol):
     Attributes:
         name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
         plan: the plan of the rewritten model that is run.
-        home: the GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: host arrays only.
-        max_batch: rows of every cache buffer.
+        home: the GPU whose arrays a step can take as constants, see `DeviceArray.home`; None: only host arrays.
+        max_batch: batch rows of every cache buffer.
         max_chunk: most tokens per row in one step.
         max_logits: most positions per row whose logits a step returns (`StepBatch.keep`); None: all.
         vocab: size of the vocabulary: token ids are 0 to ``vocab - 1``.
@@ -148,7 +148,10 @@ class Runner(Protocol):
         ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` cache rows of batch row `source` to row `target` in every cache; and all state."""
+        """Copy the first `tokens` cache rows of batch row `source` to batch row `target`, in each cache.
+
+        Copy all state.
+        """
         ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
@@ -177,13 +180,15 @@ class Runner(Protocol):
         ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot of a model input. Later steps that use the slot read it.
+        """Write factors of a LoRA adapter to one adapter slot of a model input.
+
+        Later steps that use the slot read these factors.
 
         Args:
             name: name of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
             slot: number of the slot, from 1 on; slot 0 stays zero.
-            data: factors in the input's dtype, of the input's rank or less; the rest of the slot becomes 0. None: the
-                whole slot becomes 0.
+            data: factors in the input's dtype. Their rank may be less than that of the input; the rest of the slot
+                becomes 0. None: the whole slot becomes 0.
         """
         ...
 
@@ -200,10 +205,10 @@ class Runner(Protocol):
 
         Args:
             row: row of the batch.
-            start: first token; the state is copied if it is 0.
+            start: first token. If it is 0, the state is copied, too.
             stop: end of the tokens (exclusive).
-            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array
-                ``[planes, tokens, width]``, see `Carried`.
+            into: memory from `host_memory`; gets the tokens of all buffers one after the other, each as a contiguous
+                array ``[planes, tokens, width]``, see `Carried`.
         """
         ...
 

@@ -77,18 +77,19 @@ class DecodeSession:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: turns token ids into embeddings, for a model that takes embeddings; see `open`.
-        encoder: opens the model's encoder at its first use; the session passes its lock.
-        config: the default for generations that bring no config.
+        encoder: function that opens the model's encoder at its first use; it gets the session's lock.
+        config: the default for generations without a config.
         schedule: how sequences share the rows of the caches.
         adapters: folders of LoRA adapters, by name; see `open`.
-        draft: guesses tokens; the session closes it.
+        draft: the draft model, which guesses tokens; the session closes it.
         sampling: see the attribute `sampling`.
 
     Attributes:
         cache: the caches; its methods change them.
         adapters: the loaded adapters (LoRA); they can be loaded and unloaded at any time.
-        config: default config of generations: greedy, and the model's own end tokens end a text. A `GenerationConfig`
-            without ``eos_token_id`` takes that of this config; ``eos_token_id=()`` means no end token.
+        config: default config of generations: greedy decoding that ends at the model's own end tokens. A
+            `GenerationConfig` without ``eos_token_id`` takes the one of this config; ``eos_token_id=()`` means no end
+            token.
         sampling: sampling settings that the model's ``generation_config.json`` recommends, such as ``{"temperature":
             0.6, "top_p": 0.95}``; servers use them.
     """
@@ -359,14 +360,14 @@ class DecodeSession:
                 sampling turn ``do_sample`` on.
 
         Returns:
-            One result per prompt, in order; for one prompt, its result.
+            One result per prompt, in order; for one prompt that is not in a list, the result itself.
 
         Raises:
             PromptError: a prompt is empty, or has token ids that the model does not know; or constants, embeddings or
-                positions do not fit it.
+                positions do not fit the prompt or the model.
             CapacityError: a prompt is longer than the cache, or has positions that the model does not have.
             OptionError: the config does not fit the model.
-            SlotError: no row is free, and no running sequence will free one.
+            SlotError: no batch row is free, and no running sequence will free one.
             SessionError: the session is closed, or a step failed.
         """
         config = self._configured(config, settings)
@@ -391,7 +392,8 @@ class DecodeSession:
     ) -> Generation:
         """Answer the last message of a conversation.
 
-        Each call computes the whole conversation. To keep it in the cache, use `add` with `slot` and `keep`.
+        Each call computes the whole conversation. To keep the conversation in the cache between calls, use `add` with
+        `slot` and `keep`.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on, as the tokenizer's chat template takes them.
@@ -576,7 +578,7 @@ class DecodeSession:
             return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 
     def remove(self, slot: int) -> None:
-        """End a sequence, running or not, and free its slot. A stream of this sequence reports it as cancelled.
+        """End a sequence, whether it runs or not, and free its slot. A stream of this sequence reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.
@@ -635,7 +637,7 @@ class DecodeSession:
     # --- the end
 
     def close(self) -> None:
-        """Free all memory; every later call is refused. Closing again, or in a forked process, does nothing.
+        """Free all memory; every later call is refused. A second call, or a call in a forked process, does nothing.
 
         Raises:
             SessionError: a step called this while it was running; nothing has changed.

@@ -142,7 +142,7 @@ class Slot:
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
 
     def close(self) -> None:
-        """Free the offloaded contents. They are not needed when the sequence has a row again, or is gone."""
+        """Free the offloaded contents, after the sequence got a batch row again or was removed."""
         if self.offloaded is not None:
             self.offloaded.close()
 

@@ -94,13 +94,13 @@ class StepLogits:
 
     @property
     def vocab(self) -> int:
-        """Size of the vocabulary, V: the size of the last axis."""
+        """Size of the vocabulary, V, which is the size of the logits' last axis."""
         if not self._vocab:
             raise UnsupportedModelError(f"{self._what}: the size of the vocabulary is unknown; fix it in the model")
         return self._vocab
 
     def settle(self, vocab: int) -> None:
-        """Set the size of the vocabulary, for a model that leaves it open."""
+        """Set the size of the vocabulary, for a model that does not fix it."""
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class StepLogits:
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """Return for how many positions a step returns logits; raise `SessionError` if `batch` asks for more."""
+        """Return the number of positions with logits in a step; raise `SessionError` if `batch` asks for more."""
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
@@ -200,7 +200,7 @@ class StepInputs:
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
-        """Return the most tokens per row in a step that the model, its contracts and its smallest cache allow.
+        """Return the largest number of tokens per row and step that the model and its smallest cache allow.
 
         Args:
             asked: the caller's number; None: `default`, or the allowed number if that is smaller.
@@ -227,7 +227,7 @@ class StepInputs:
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
-        """Return the length of each span input for this step; the contents are always 0, 1, ... length - 1."""
+        """Return the length of each input that tells how many cache rows to read; it has 0, 1, ... length - 1."""
         rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
@@ -421,7 +421,7 @@ def _lowest(dtype: np.dtype[Any]) -> float:
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if it has none."""
+    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if the step has none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "

@@ -54,7 +54,7 @@ class Streams:
         self._readers: list[tuple[weakref.ref[Reader], set[int]]] = []
 
     def step(self) -> list[TokenEvent]:
-        """Run a step, and return the events of sequences that no stream added; see `DecodeSession.step`."""
+        """Run a step, and return the events of sequences that do not belong to a stream; see `DecodeSession.step`."""
         events: list[TokenEvent] = []
         try:
             with self._guard.lock, self._guard.idle:
@@ -88,7 +88,7 @@ class Streams:
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
-        """Drop the outcomes of an added sequence that `step` has not returned yet."""
+        """Drop the events of an added sequence that `step` has not returned yet."""
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:

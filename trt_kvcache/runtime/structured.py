@@ -90,7 +90,7 @@ class Grammars:
         """Return a grammar of texts that fully match a regular expression, in the syntax of Rust's ``regex`` crate.
 
         Raises:
-            OptionError: the expression does not compile, or allows nothing.
+            OptionError: the expression does not compile, or matches no text.
         """
         return self._compile(
             self._matcher.grammar_from_regex(_text(pattern, "regular expression")), "regular expression"

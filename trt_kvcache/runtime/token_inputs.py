@@ -86,7 +86,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """Return a copy that also has `rows` as embeddings of the tokens from `start` on, which is after all others."""
+        """Return a copy that has `rows`, too, as embeddings of tokens from `start` on. These come after all others."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -147,7 +147,8 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
     """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are consecutive.
 
-    If all tokens come after the caller's positions, as in decoding, there is one plane.
+    If all tokens come after the caller's positions, as in decoding, `planes` is 1: the several positions of a token are
+    equal.
     """
     if not any(rows):
         return None
@@ -160,13 +161,14 @@ def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: in
 
 
 class PositionInput:
-    """Checks the positions that callers give, against the model's input of positions.
+    """Checks the positions that callers give against the model's input for positions.
 
     Args:
         plan: plan of the model.
 
     Attributes:
-        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no positions.
+        planes: number of positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no
+            positions.
     """
 
     def __init__(self, plan: CachePlan) -> None:

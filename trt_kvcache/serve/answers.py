@@ -175,7 +175,7 @@ class Answer:
                 yield _line(self._chunk([choice]) | more)
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event of sequence `place`; yield the chunk of the stream for it, if there is something to send."""
+        """Add an event of sequence number `place`; yield its part of the stream, if there is something to send."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
@@ -275,12 +275,12 @@ def _by_name(said: dict[str, Any]) -> dict[str, float]:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    """Return a chunk as a server-sent event."""
+    """Return a part of a streamed answer as a server-sent event."""
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Wait for all events of a request, and return the answer. If the call is cancelled, running sequences end.
+    """Wait for all events of a request, and return the answer. If the call is cancelled, end the running sequences.
 
     Raises:
         TrtKvCacheError: a sequence failed, see `ServingCore.events`.

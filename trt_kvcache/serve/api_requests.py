@@ -55,7 +55,7 @@ class ApiError(TrtKvCacheError):
         param: the field of the request that is wrong.
         code: code for programs.
         headers: HTTP headers.
-        logged: text for the log; None: the message, which then quotes nothing of the client except names.
+        logged: text for the log. None: log the message, which must then quote only names from the client.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class RowRunner:
     """Answers the rows (requests) of a batch job with a session, in the same way as the server.
 
     Args:
-        session: the session; it stays open, and no other code may use it meanwhile.
+        session: the session; it stays open, and no other code may use the session meanwhile.
         name: name of the model.
 
     Attributes:
@@ -152,12 +152,13 @@ def run_batch(
         file: path of the requests, see `read_rows`.
         output: path of the answers, see `write_lines`; it must not exist.
         defaults: values of fields that a request does not have.
-        compute: takes the rows to compute; it calls back with the digest of the model, and with each answer.
+        compute: function that takes the rows to compute. It calls back with the digest of the model, and with each
+            answer.
         progress: called with the numbers of answered rows and of all rows.
 
     Raises:
-        OptionError: the file cannot be read, has no row, or changes meanwhile.
-        OutputError: the output exists, or it or the journal cannot be written.
+        OptionError: the file cannot be read, has no row, or changes during the job.
+        OutputError: the output exists, or the output or the journal cannot be written.
     """
     real = check_output(output)
     _check_new(real)

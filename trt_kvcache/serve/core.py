@@ -57,7 +57,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A sequence in the session: it runs, or waits for a row."""
+    """A sequence in the session. It runs, or waits for a batch row."""
 
     request: _Request
     place: int
@@ -70,14 +70,14 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 
 
 class ServingCore:
-    """Runs the requests of any number of clients on one session, in a thread. It uses all rows of the session.
+    """Runs the requests of any number of clients on one session, in a thread. It uses all batch rows of the session.
 
-    Each request is a client of the session, so free rows go to requests in turn. A request whose reader is slow keeps
-    its own tokens in memory, and delays no other request.
+    Each request is a client of the session, so requests get free rows in turn. A request whose reader is slow keeps its
+    own tokens in memory, and delays no other request.
 
     Args:
-        session: the session; it stays open, and no other code may step it or add to it meanwhile.
-        max_queue: most sequences that wait for a row.
+        session: the session; it stays open, and no other code may call its `step` or `add` meanwhile.
+        max_queue: most sequences that wait for a batch row.
         name: name of the model in the metrics.
         step_limit: seconds after which a running step counts as hanging: its requests get an `EndingError`.
     """
@@ -120,7 +120,7 @@ class ServingCore:
 
     @property
     def cache_usage(self) -> float:
-        """Share of the caches that holds tokens, 0 to 1; if caches never fill up, the share of rows in use."""
+        """Share of the caches that holds tokens, 0 to 1. If caches never fill up: the share of batch rows in use."""
         capacity = self.session.cache.capacity
         with self._changed:
             lengths = [run.tokens for run in self._runs.values() if not run.waits]
@@ -185,7 +185,7 @@ class ServingCore:
         return request
 
     def _leave(self, request: _Request) -> None:
-        """Mark a request that nobody reads any more: the next turn frees its rows."""
+        """Mark a request that nobody reads any more. The next step of the core frees its batch rows."""
         with self._changed:
             request.gone = True
             if request in self._came:
@@ -311,7 +311,7 @@ def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work
 
 
 def _deliver(outcomes: _Outcomes) -> None:
-    """Send each outcome to the request that waits for it, with one call into each event loop."""
+    """Send each event or error to the request that waits for it, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, _Outcomes] = defaultdict(list)
     for outcome in outcomes:
         by_loop[outcome[0].loop].append(outcome)

@@ -232,7 +232,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             chunks.put_nowait(None)
 
     async def cleanup(self) -> None:
-        """End running requests, and wait until the frontend knows about this: it moves them to other workers."""
+        """End running requests, and wait until the frontend knows that they ended. It moves them to other workers."""
         await asyncio.to_thread(self._core.close)
         until = time.monotonic() + _SLOW
         while self._tasks and time.monotonic() < until:

@@ -449,7 +449,7 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
     """Return the prompt tokens of a completion with this text, or of a chat with these messages.
 
     Raises:
-        ApiError: the request has both text and messages or neither, or there is no tokenizer.
+        ApiError: the request has both text and messages or neither, or the model has no tokenizer.
         OptionError, PromptError: the chat template or the tokenizer fails.
     """
     tokenizer = _tokenizer(session)

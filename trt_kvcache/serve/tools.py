@@ -153,10 +153,10 @@ _ARGUMENTS = {"argument_9": "value_9"}
 
 
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
-    """Find how a chat template writes tool calls, by rendering some. Return `GENERIC` if the template knows no tools.
+    """Find how a chat template writes tool calls, by rendering examples. Return `GENERIC` if it does not support tools.
 
     Args:
-        render: returns the prompt for messages and tools.
+        render: function of messages and tools that returns the prompt.
         special_tokens: texts of special tokens, which answers do not show.
 
     Raises:
@@ -261,7 +261,7 @@ def form_of(session: DecodeSession) -> ToolForm:
     """Return the form in which the chat template of a session writes tool calls.
 
     Raises:
-        OptionError, PromptError: there is no template, or its form of calls cannot be read.
+        OptionError, PromptError: there is no template, or how it writes calls cannot be found out.
     """
     with _forms_lock:
         if session not in _forms:
@@ -316,7 +316,7 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
 
 
 def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
-    """Return the tools that may be called, and whether a call is required."""
+    """Return the tools that the model may call, and whether it must call one."""
     if choice in (None, "auto", "none"):  # legal even without tools
         return ([] if choice == "none" else tools), False
     if choice == "required" and tools:

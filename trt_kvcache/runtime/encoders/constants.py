@@ -74,7 +74,7 @@ class ConstantInputs:
         """Check the constants of one sequence, and return them as `Constants`.
 
         Args:
-            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted, too.
+            values: an array ``[1, ...]`` for every input; an array may also be one that an encoder left on this GPU.
                 `Constants` are returned unchanged.
 
         Raises:
@@ -100,7 +100,7 @@ class ConstantInputs:
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that the constants have as inputs of a step of `rows` rows, by name."""
+        """Return the shapes of all constants as inputs of a step of `rows` batch rows, by name."""
         return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
     def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:

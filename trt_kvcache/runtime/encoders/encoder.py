@@ -113,7 +113,9 @@ def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError
 
 
 class OnnxEncoder:
-    """An `Encoder` on the CPU. A second model computes keys and values if the decoder needs them from its first step.
+    """An `Encoder` on the CPU.
+
+    If the decoder's first step would compute keys and values from the encoder's output, a second model computes them.
 
     Args:
         path: path of the encoder's model.
@@ -170,11 +172,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class FirstStep:
-    """Computes keys and values of the encoder's output, with a part of the model of the decoder's first step.
+    """Computes keys and values from the encoder's output, with a part of the model for the decoder's first step.
 
     Args:
         path: path of the model of the first step, or of a model with both steps.
-        wanted: names of outputs; names that the model lacks are left out.
+        wanted: names of the outputs to compute; names that the model lacks are left out.
 
     Attributes:
         path: path of the model.

@@ -83,10 +83,10 @@ class SourceReader:
 
         Args:
             feed: inputs of the encoder.
-            length: length of its output.
+            length: length of the encoder's output.
 
         Raises:
-            PromptError: the encoder's mask hides positions, and its length is not that of the output.
+            PromptError: the encoder's mask hides positions, and the mask is not as long as the output.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]

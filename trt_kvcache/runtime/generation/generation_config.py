@@ -345,7 +345,7 @@ class GenerationConfig:
 
     @cached_property
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """`sequence_bias` as pairs: a run of consecutive tokens, and the bias that is added to its last token."""
+        """`sequence_bias` as pairs: consecutive tokens, and the bias that is added to the score of the last one."""
         return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())
 
     @classmethod
@@ -465,7 +465,7 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def _several(values: Any) -> Collection[Any]:
-    """Return a caller's collection, which can be read more than once; refuse texts, mappings and single values."""
+    """Return a collection from the caller that can be read repeatedly; refuse texts, mappings and single values."""
     if (
         isinstance(values, (str, bytes, Mapping))
         or not isinstance(values, Collection)

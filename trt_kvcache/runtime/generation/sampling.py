@@ -114,7 +114,7 @@ class Sampler:
         return ask_mask(self._mask, new_tokens, most)
 
     def looks_at(self, new_tokens: int) -> int:
-        """Return how many of the highest scores `choose` needs, now and later; 0: all scores."""
+        """Return how many of the highest scores `choose` needs, for this and later tokens; 0: all scores."""
         config = self._config
         if config.output_logprobs or rules_apply(new_tokens, config):
             return 0
@@ -128,8 +128,8 @@ class Sampler:
         """Choose the token after `tokens`. When sampling, the random number of its position decides.
 
         Args:
-            logits: ``[V]``, the model's, in its own float type; or a `CHOICE` of the scores that are needed and that
-                the grammar allows. They are neither changed nor kept.
+            logits: the model's logits ``[V]`` of any float type; or a `CHOICE` of the scores that are needed and that
+                the grammar allows. This method neither changes nor keeps the array.
             tokens: int64: the prompt and the generated tokens.
             new_tokens: number of generated tokens.
 
@@ -138,8 +138,8 @@ class Sampler:
                 the model's own distribution (before any rule), else None.
 
         Raises:
-            SessionError: the model gave NaN or infinity, or the rules leave no token.
-            OptionError: the grammar leaves no token.
+            SessionError: the model gave NaN or infinity, or the rules forbid every token.
+            OptionError: the grammar forbids every token.
         """
         config = self._config
         token, top = best(logits)
@@ -171,7 +171,8 @@ class Sampler:
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
         """Return the `GenerationConfig.top_logprobs` most probable tokens under the model's own distribution.
 
-        Each has the natural logarithm of its probability. The highest comes first; equal ones are ordered by id.
+        Each token comes with the natural logarithm of its probability. The most probable comes first; equally probable
+        tokens are ordered by id.
 
         Args:
             logits: ``[V]``, the same as for `choose`.
@@ -230,7 +231,7 @@ class Candidates:
     """The tokens that may still be drawn, and their scores.
 
     Attributes:
-        scores: float32 ``[N]``; those of forbidden tokens are ``-inf``.
+        scores: float32 ``[N]``; the scores of forbidden tokens are ``-inf``.
         ids: int64 ``[N]``, ascending; None: all tokens, in order.
     """
 
@@ -307,8 +308,8 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
 def highest(scores: Scores, count: int) -> Ids:
     """Return the indices, ascending, of the `count` highest scores, and of all scores that equal the lowest of these.
 
-    The scores are cut into disjoint sets, at least `count`. At least `count` scores reach the `count`-th largest of the
-    sets' maxima, and few others do. Finding this bound takes one pass over the vocabulary.
+    The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a bound:
+    at least `count` scores reach it, and few more. Finding the bound takes one pass over the vocabulary.
     """
     places: Ids | None = None
     sets = scores.size // _ROUNDS

@@ -111,7 +111,7 @@ def open_on_cpu(
 
 
 def type_name(value: Any) -> str:
-    """Return the type of a session's input or output, in ONNX Runtime's words: ``"float16"``."""
+    """Return the type of a session's input or output, as ONNX Runtime names it, such as ``"float16"``."""
     name: str = value.type.removeprefix("tensor(").removesuffix(")")
     return name
 

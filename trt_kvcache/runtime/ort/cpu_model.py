@@ -341,13 +341,13 @@ _LEAST_BLOCK = 16
 
 
 def fuse_products(model: ModelProto) -> ModelProto:
-    """Replace every float32 or float16 product with packed weights by MatMulNBits if that computes exactly the same.
+    """Replace every float32 or float16 MatMul with packed weights by MatMulNBits if that computes exactly the same.
 
     Args:
         model: the rewritten model; not changed.
 
     Returns:
-        A model with the same inputs and outputs; the same object if no product fits.
+        A model with the same inputs and outputs; the same object if no MatMul can be replaced.
     """
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -419,7 +419,7 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
 
 
 def _large(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of the large bfloat16 weights, which stay bfloat16 and are cast at run time."""
+    """Yield the names of the large bfloat16 weights, which stay bfloat16 and are cast while the model runs."""
     for tensor in graph.initializer:
         inside = tensor.data_location != TensorProto.EXTERNAL
         if tensor.data_type == TensorProto.BFLOAT16 and not (inside and (byte_size(tensor) or 0) <= _SMALL):

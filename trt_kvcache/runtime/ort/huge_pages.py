@@ -47,7 +47,7 @@ def huge_pages(*, wait: bool = True) -> Iterator[None]:
 
 
 def _move(before: set[tuple[int, int]], until: float) -> None:
-    """Move anonymous memory that is not in the ranges `before` into huge pages; stop at the time `until`."""
+    """Move anonymous memory outside the ranges `before` into huge pages; stop at the time `until`."""
     with suppress(OSError):  # systems other than Linux, or with restricted /proc
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return
@@ -82,7 +82,7 @@ def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iter
 
 
 def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of whole blocks of `size` bytes, between two addresses, in which every page holds data."""
+    """Yield ranges of blocks of `size` bytes between two addresses; in each block, every page holds data."""
     start, end = -(-start // size) * size, end // size * size
     if start >= end:
         return

@@ -39,7 +39,7 @@ _BINDINGS = 64  # most bindings kept, one for each shape: decode needs one per b
 
 @dataclass
 class _Bound:
-    """The arrays that steps of one shape and row range read and write; ONNX Runtime holds pointers to them.
+    """The arrays that steps of one shape on one range of batch rows use. ONNX Runtime holds pointers to the arrays.
 
     Attributes:
         constants: the constants that are now in `arrays`.
@@ -52,7 +52,7 @@ class _Bound:
     constants: tuple[Constants, ...] = ()
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows into `arrays`, unless the last step had the same."""
+        """Copy the constants of a step's rows into `arrays`, unless they are already there from the last step."""
         if constants != self.constants:
             for name, array in self.arrays.items():
                 for row, constant in enumerate(constants):
@@ -286,7 +286,10 @@ class OnnxRuntimeRunner:
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
-        """Return the arrays and the binding for the rows and shapes of a step. Those of steps of one token are kept."""
+        """Return the arrays and the binding for the rows and shapes of a step.
+
+        Arrays and binding for steps of one token are kept.
+        """
         key = (batch.first_row, *self.inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
@@ -364,7 +367,7 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
 
 
 def _admit(one: int, asked: int | None) -> int:
-    """Return the batch size whose caches fit into this machine's memory, at `one` bytes per sequence."""
+    """Return the batch size whose caches fit into this machine's memory; one sequence takes `one` bytes."""
     most = memory()
     batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
     if batch * one > most:

@@ -56,7 +56,7 @@ class Part:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: an object for templates that write JSON, a text for templates that join strings."""
+    """Arguments of a tool call for chat templates: usable as an object (for JSON) or as a text (to join strings)."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -213,7 +213,7 @@ def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[l
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
-    """Yield each text that the prompt must contain: message index, label for errors, and its dictionary and key."""
+    """Yield each text that the prompt must contain: message index, label for errors, dictionary and key."""
     for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and content.strip():

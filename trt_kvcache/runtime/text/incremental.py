@@ -83,7 +83,10 @@ class TextStream:
         return self._stops.push(new)
 
     def flush(self) -> str:
-        """Return the text that was held back; incomplete characters become U+FFFD. Call it after the last token."""
+        """Return the text that is still held back; incomplete characters become U+FFFD.
+
+        Call it after the last token.
+        """
         rest = self._decode()[len(self._emitted) :]
         self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()
@@ -110,7 +113,7 @@ class StopStrings:
     """Ends a text before the first stop string in it. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Prepare to find the first of these texts, none of which may be empty."""
+        """Prepare to find where the first of these texts occurs. No text may be empty."""
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False

@@ -31,7 +31,7 @@ class Tokenizer:
         Args:
             tokenizer: an object of the ``tokenizers`` library.
             settings: contents of ``tokenizer_config.json``.
-            name: name for error messages.
+            name: name of the tokenizer for error messages.
 
         Raises:
             OptionError: the text of a special token cannot be written as UTF-8.
@@ -293,7 +293,7 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
 def _alphabet() -> dict[str, int]:
     """Return the byte of each character in the texts of byte-level tokens.
 
-    Visible bytes stand for themselves; the others are written as the characters from 256 on.
+    Printable bytes stand for themselves; other bytes are written as the characters from 256 on.
     """
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]

@@ -77,12 +77,12 @@ class DeviceChoice:
             pitch: bytes from one row to the next.
             rows: R.
             keep: consecutive positions of each row.
-            highest: how many of the highest scores of each position, see `StepBatch.highest`.
+            highest: how many of the highest scores to find at each position, see `StepBatch.highest`.
             masks: masks of the allowed tokens, see `StepBatch.masks`.
 
         Returns:
-            `CHOICE` ``[R, keep, N]``, tokens ascending; after the last one, tokens of -1 with scores of ``-inf``. None
-                if the host should choose: too many scores or positions are asked for.
+            `CHOICE` ``[R, keep, N]``, in ascending order of tokens. A short list ends with tokens of -1 and scores of
+                ``-inf``. None if the host should choose: too many scores or positions are asked for.
         """
         if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:
             return None
@@ -242,7 +242,7 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
 
 
 def _most_lists(rows: int) -> int:
-    """Return for how many positions of a step the GPU can find the highest scores: as many as a decode step has."""
+    """Return for how many positions per step the GPU can find the highest scores: as many as in a decode step."""
     return max(rows, _PROVED)
 
 

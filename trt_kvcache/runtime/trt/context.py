@@ -47,7 +47,7 @@ class KernelCache:
     """The kernels that TensorRT for RTX compiled for one engine (its runtime cache), and the file that keeps them.
 
     Attributes:
-        loaded: the file held kernels, and TensorRT accepted them.
+        loaded: True if the file held kernels, and TensorRT accepted them.
 
     Args:
         trt: the engine.
@@ -55,7 +55,7 @@ class KernelCache:
         path: path of the file; it need not exist.
 
     Raises:
-        BackendError: TensorRT makes no cache.
+        BackendError: TensorRT cannot make the cache.
     """
 
     def __init__(self, trt: TensorRT, config: Any, path: Path) -> None:
@@ -125,7 +125,9 @@ class Context:
             self._context.set_device_memory(address, size)
 
     def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of inputs, and the addresses of inputs and outputs. Do not change the mappings later.
+        """Set the shapes of inputs, and the addresses of inputs and outputs.
+
+        The caller must not change the mappings later.
 
         Raises:
             BackendError: TensorRT refuses a shape or an address.
@@ -166,7 +168,7 @@ class Context:
         self._context.error_recorder = None
 
     def __del__(self) -> None:
-        """Call `let_go`, which an interrupt right after the context was made may have prevented."""
+        """Call `let_go`. An interrupt right after the context was made may have prevented the earlier call."""
         self.let_go()
 
     def enqueue(self) -> None:
@@ -239,10 +241,10 @@ class ContextFactory:
 
         Args:
             profile: index of the profile.
-            graphs: TensorRT for RTX only: the context records its steps as CUDA graphs itself.
+            graphs: let the context itself record its steps as CUDA graphs; for TensorRT for RTX only.
 
         Raises:
-            BackendError: TensorRT refuses.
+            BackendError: TensorRT does not make the context.
         """
         trt = self._trt
         how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -264,7 +266,7 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A step that repeats, in its own context. `graph` is its CUDA graph; None until the context has run once."""
+    """A repeated step and its own execution context. `graph` is its CUDA graph; None until the context has run once."""
 
     context: Context
     graph: Any = None

@@ -181,7 +181,7 @@ class Cuda:
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """A block of allocations: if it fails, the memory that it allocated is freed."""
+        """If the ``with`` block fails, free the memory that it allocated."""
         memory, pinned = set(self._memory), {*self._pinned, self._staging.address}
         try:
             yield
@@ -212,9 +212,9 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait for it. Its `height` equal parts are placed `pitch` bytes apart.
+        """Copy an array to the GPU, and wait for the end. Its `height` equal blocks are placed `pitch` bytes apart.
 
-        The array goes through pinned memory: in one copy if it fits there, else in pieces of one part.
+        The array goes through pinned memory: in one copy if it fits there, else block by block.
         """
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
@@ -229,7 +229,7 @@ class Cuda:
             self.sync()  # the next piece goes through the same memory
 
     def download_pieces(self, source: int, width: int, pitch: int = 0, height: int = 1) -> npt.NDArray[np.uint8]:
-        """Return a host copy of `height` parts of `width` bytes that lie `pitch` bytes apart on the GPU."""
+        """Return a host copy of `height` blocks of `width` bytes that lie `pitch` bytes apart on the GPU."""
         data, through = np.empty(width * height, np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             return np.concatenate([self.download_pieces(source + run * pitch, width) for run in range(height)])
@@ -246,11 +246,11 @@ class Cuda:
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
+        """Copy `height` blocks of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
         self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes from consecutive pinned memory to the GPU, `pitch` bytes apart."""
+        """Copy `height` blocks of `width` bytes from consecutive pinned memory to addresses `pitch` bytes apart."""
         self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
@@ -267,7 +267,7 @@ class Cuda:
         self._check("cuStreamSynchronize", self._driver.cuStreamSynchronize(self.stream))
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """Record the work that `work` puts on the stream as a CUDA graph, without running it.
+        """Record as a CUDA graph what `work` puts on the stream, without running it.
 
         Returns:
             The graph, for `launch` and `discard`.
@@ -444,7 +444,7 @@ def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
 
 
 class DeviceBlock:
-    """GPU memory that holds several arrays. When the last array is gone, its address is appended to `gone`.
+    """GPU memory that holds several arrays. When the last array is deleted, the memory's address is added to `gone`.
 
     The owner of `gone` frees the memory later: an array may be collected in any thread and at any time, even while a
     CUDA graph is recorded.

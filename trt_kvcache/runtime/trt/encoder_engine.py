@@ -82,7 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Raise `PromptError` for token ids or shapes outside of the engine's ranges, which TensorRT hardly reports."""
+        """Raise `PromptError` for token ids or shapes outside of the engine's ranges: TensorRT rarely reports these."""
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
@@ -132,9 +132,10 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 
 
 class EngineFunction:
-    """An engine without state that runs on a decoder's GPU and stream: inputs come from the host, outputs stay there.
+    """An engine without state that runs on a decoder's GPU and stream.
 
-    Call it within `TensorRTRunner.running`. It knows no runner: the runner's resources hold it until they are freed.
+    It gets inputs from the host; outputs stay on the GPU. Call it within `TensorRTRunner.running`. It has no reference
+    to the runner: the runner's resources keep it until they are freed.
 
     Args:
         path: path of the engine, whose hash has been checked.
@@ -220,7 +221,7 @@ class EngineFunction:
         }
 
     def fetch(self, address: int, size: int) -> Array:
-        """Copy bytes from the GPU; return uint8 ``[size]``."""
+        """Copy the bytes of an output from the GPU; return uint8 ``[size]``."""
         return self._cuda.download_pieces(address, size)
 
     def let_go(self) -> None:

@@ -117,7 +117,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
 
 
 def _check_locations(path: Path, module: Any, engine: Any) -> None:
-    """Refuse an engine that reads an input on the host: all buffers of the runtime are on the GPU."""
+    """Refuse an engine that reads an input in host memory, because all buffers of the runtime are on the GPU."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     on_host = [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]
     if on_host:

@@ -50,7 +50,7 @@ class StepBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory that `allocate` takes for inputs and outputs."""
+        """Number of bytes of GPU memory that `allocate` takes for inputs and outputs."""
         return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
@@ -80,7 +80,7 @@ class StepBuffers:
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows to the GPU, unless the last step had the same."""
+        """Copy the constants of a step's rows to the GPU, unless the last step had the same constants."""
         if constants == self._constants:
             return
         self._constants = ()
@@ -109,7 +109,7 @@ class StepBuffers:
             self._staging.data[start : start + data.size] = data
 
     def upload(self, shapes: Mapping[str, Shape]) -> None:
-        """Copy the inputs that `put` wrote to the GPU, in these shapes."""
+        """Copy the inputs that `put` wrote to the GPU; the shapes of the inputs are given."""
         for name, offset in self._offsets.items():
             size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
             self._cuda.upload(self.addresses[name], self._staging.address + offset, size)
@@ -143,7 +143,7 @@ class StepBuffers:
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
-        """Return `rows` parts of `width` bytes of the logits: a view of pinned memory if they fit, else a copy."""
+        """Return `rows` blocks of `width` bytes of the logits: a view of pinned memory if it is enough, else a copy."""
         if rows * width > self._host_logits.data.size:
             return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)

@@ -46,15 +46,16 @@ class TensorRTRunner:
     Attributes:
         manifest: the manifest of the engine.
         inputs: the inputs of the model.
-        resources: GPU, engine, contexts; freed with the runner.
+        resources: the GPU, the engine and its contexts; freed with the runner.
         host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
             scores.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
-        max_batch: rows of every cache; default and maximum: the engine's own. Fewer rows need less memory.
-        max_chunk: most tokens of one row per step; default and maximum: the engine's own. Fewer tokens need less memory
-            for logits.
+        max_batch: batch rows of every cache; default and maximum: the number in the engine. Fewer rows need less
+            memory.
+        max_chunk: most tokens of one row per step; default and maximum: the number in the engine. Fewer tokens need
+            less memory for logits.
         device: index of the GPU.
         cuda_graphs: record decode steps as CUDA graphs.
         kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
@@ -148,7 +149,10 @@ class TensorRTRunner:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations. Constant once open."""
+        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations.
+
+        The number never changes.
+        """
         return self._cuda.allocated
 
     def identity(self) -> str:
@@ -214,7 +218,7 @@ class TensorRTRunner:
             self._buffers.write_adapter(name, slot, data)
 
     def host_memory(self, size: int) -> HostMemory:
-        """Return page-locked host memory for packed cache rows; see `Runner.host_memory`."""
+        """Return page-locked host memory for the copies that `pack_rows` makes; see `Runner.host_memory`."""
         with self.running():
             pinned = self._cuda.allocate_pinned(size)
         return HostMemory(pinned.data[:size], partial(self._give_back, pinned))
@@ -237,7 +241,7 @@ class TensorRTRunner:
     def view(self, name: str) -> Any:
         """Return one cache buffer as a ``cuda.core.utils.StridedMemoryView``, without a copy; see `Runner.view`.
 
-        It must not be used after `close`.
+        The view must not be used after `close`.
         """
         with self.running():
             return self._caches.view(name, self)
@@ -303,9 +307,9 @@ class Resources:
         trt: the engine, once it is open.
         factory: the factory of contexts, once the engine is open.
         contexts: one context for each profile.
-        functions: engines of encoders that run on this GPU.
+        functions: the encoders' engines that run on this GPU.
         graphs: the recorded steps; None if steps are not recorded.
-        in_use: a call is running.
+        in_use: True while a call is running.
     """
 
     trt: TensorRT
