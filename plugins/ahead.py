@@ -27,7 +27,7 @@ class KernelReport:
     If a cubin has several kernels, each value is the largest of them.
 
     Attributes:
-        spill_bytes, stack_bytes: bytes of local memory per thread; nonzero is slow.
+        spill_bytes, stack_bytes: bytes of local memory per thread; a kernel with nonzero numbers is slow.
         occupancy: see `ResourceUse`.
         ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads these as a cubin.
     """
@@ -74,7 +74,7 @@ def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
 
 
 def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[KernelReport]:
-    """Compile all kernels for each architecture in turn, several at the same time; yield a report on each.
+    """Compile all kernels for each architecture in turn, several kernels at a time. Yield a report on each kernel.
 
     Raises:
         OptionError: NVRTC does not know an architecture; nothing was compiled.

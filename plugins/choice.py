@@ -108,7 +108,7 @@ def blocks_per_row(vocab: int, itemsize: int) -> int:
 
 
 def sets_per_row(vocab: int, itemsize: int) -> int:
-    """Return into how many sets the kernel `set_maxima` divides a row; it writes the maximum of each."""
+    """Return the number of sets into which the kernel `set_maxima` divides a row; it writes the maximum of each set."""
     return blocks_per_row(vocab, itemsize) * (THREADS // 32) * SETS
 
 

@@ -77,10 +77,10 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """The resources of a cubin; the largest values if it holds several kernels.
+        """The resources that a cubin needs; the largest values if it holds several kernels.
 
         Raises:
-            OptionError: the code is PTX, which ptxas has not seen.
+            OptionError: the code is PTX; ptxas has not compiled it yet.
         """
         if self.ptx:
             raise OptionError(
@@ -171,7 +171,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Check that NVRTC can compile for an architecture, and that a driver accepts its code; see `compile_source`.
+    """Check that NVRTC can compile for an architecture, and that a driver accepts NVRTC's code; see `compile_source`.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.

@@ -45,12 +45,12 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
         compile_kernel: compiles PTX; called while an engine is built, once for each kernel that it needs.
-        declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
-            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it, the caller binds one address to
-            both, and the kernel recognizes that.
+        declare_aliases: tell TensorRT that present and past are one buffer. This needs the preview feature
+            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. If False, the caller binds one address to both,
+            and the kernel recognizes this.
 
     Raises:
-        OptionError: this TensorRT does not support such plugins, or they are registered already.
+        OptionError: this TensorRT does not support such plugins, or the operators are registered already.
     """
     try:
         import tensorrt.plugin as trtp

@@ -18,7 +18,7 @@ _TYPES = {
 
 
 def kernel_source(config: KernelConfig) -> str:
-    """Return the CUDA C++ source of one kernel, a translation unit without includes. Its entry is ``config.name``."""
+    """Return the CUDA C++ source of one kernel without includes. Its entry function is ``config.name``."""
     return family_source() + "\n" + entry_source(config)
 
 

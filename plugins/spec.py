@@ -74,14 +74,14 @@ class KernelConfig:
 
     Attributes:
         element_bits: bits of a cache element; without quantization, also of an element of the update. The kernel moves
-            bytes, not numbers, so types of one size share a kernel.
+            bytes, not numbers, so types of the same size share a kernel.
         form: padded or packed updates.
         mode: linear or circular.
-        caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
-            head sizes may differ.
+        caches: number of caches in one launch: 1, or 2 for a layer's K and V. The two caches share B, N, S_max, write
+            indices and lengths; their head sizes may differ.
         index_type: type of the write indices ``[B]``.
         length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded updates.
-        quantization: quantize on write.
+        quantization: how the kernel quantizes on write; None: it does not.
     """
 
     element_bits: int
@@ -163,7 +163,7 @@ def arguments(config: KernelConfig) -> Arguments:
 class Shapes:
     """The sizes of the tensors in one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
 
-    The code uses only operators that both have.
+    Code that computes with sizes uses only operators that both types have.
 
     Attributes:
         length: tokens of the update: ``S_new``, or ``T`` if packed.

@@ -71,7 +71,7 @@ def _keep_stdout() -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process after all cleanup, without waiting for threads that still compute."""
+    """End the process after all cleanup. Do not wait for threads that still compute."""
     sys.stderr.flush()
     os._exit(status)
 

@@ -235,7 +235,7 @@ class Child:
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
-        """Return the next frame of the child; raise queue.Empty if it took too long."""
+        """Return the next message of the child; raise queue.Empty if it took too long."""
         if seconds is None:
             return self._frames.get()
         wait = seconds - (time.monotonic() - begun.at)
@@ -307,7 +307,7 @@ class Caller:
         return self._frames.get()
 
     def send(self, kind: int, content: Any) -> None:
-        """Write a frame to the caller, which may have ended."""
+        """Write a message to the caller, which may have ended."""
         with self._lock, _unless_ended():
             _write(self._out, kind, msgspec.json.encode(content))
 
@@ -331,8 +331,8 @@ def serve(
     Args:
         work: computes the answer from a request, the bytes that follow it, and the caller.
         requests: type of a request.
-        abandoned: called in another thread when the caller's process ends, unless the caller keeps the child's files.
-            The child's process ends after it.
+        abandoned: called in another thread when the caller's process ends, unless the caller wants to keep the child's
+            files. After this call, the child's process ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))
@@ -373,7 +373,10 @@ def is_broken(error: OSError) -> bool:
 
 @contextmanager
 def _unless_ended() -> Iterator[None]:
-    """A block that writes to the other process. If that process has ended, the block ends without an error."""
+    """Within the ``with`` block, write to the other process.
+
+    If that process has ended, leave the block without an error.
+    """
     try:
         yield
     except OSError as error:

@@ -102,7 +102,7 @@ class UnfusedSession:
     """Runs a model in ONNX Runtime node by node, without fusions, which would hide differences.
 
     Attributes:
-        backend: name and version.
+        backend: name and version of ONNX Runtime.
     """
 
     backend = f"ONNX Runtime {ort.__version__}"

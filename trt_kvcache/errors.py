@@ -57,7 +57,7 @@ class TrtKvCacheError(Exception):
 
     @property
     def message(self) -> str:
-        """The text with options as flags, as commands print it."""
+        """The message in the form that commands print, with options as flags."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ class PromptError(SessionError):
 
 
 class CapacityError(SessionError):
-    """A sequence would outgrow its cache, or a cache no longer holds what was asked for. Nothing was written."""
+    """A sequence would outgrow its cache, or a cache no longer has the requested contents. Nothing was written."""
 
 
 class SlotError(SessionError):

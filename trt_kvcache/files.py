@@ -53,7 +53,7 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
 
     Raises:
         OSError: the file cannot be read.
-        InterruptedError: `cancelled` was set meanwhile.
+        InterruptedError: `cancelled` was set while the file was read.
     """
     digest, size = blake3(), 0
     buffer = memoryview(bytearray(_BLOCK))

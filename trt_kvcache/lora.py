@@ -52,7 +52,7 @@ class LoraModule:
         name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
         rank: columns of A, and rows of B.
         inputs, outputs: sizes of the module.
-        scale: factor of the product.
+        scale: factor by which the product of A and B is multiplied.
     """
 
     name: str
@@ -88,7 +88,10 @@ class LoraFolder:
         return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
 
     def read(self, module: LoraModule) -> tuple[Array, Array]:
-        """Read A ``[inputs, rank]`` and B ``[rank, outputs]`` of a module, both float32; B includes the scale."""
+        """Return matrices A ``[inputs, rank]`` and B ``[rank, outputs]`` of a module, in float32.
+
+        B includes the scale.
+        """
         a, b = (self._tensors.read(name) for name in self._names[module.name])
         return a.astype(np.float32).T, b.astype(np.float32).T * np.float32(module.scale)
 

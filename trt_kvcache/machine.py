@@ -21,7 +21,7 @@ def free_memory(*, swap: bool = False) -> int:
     """Return the bytes of memory that are free or can be freed, such as pages of mapped files.
 
     Args:
-        swap: count free swap space, too, except in a container that limits the memory.
+        swap: count free swap space, too. A container's memory limit still applies.
     """
     free = int(psutil.virtual_memory().available)
     if swap:

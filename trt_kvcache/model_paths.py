@@ -41,7 +41,7 @@ def engine_in(path: Path) -> Path:
 
 
 def is_model(path: Path) -> bool:
-    """Return True for an ``.onnx`` file, or its folder. Every other path counts as an engine."""
+    """Return True for an ``.onnx`` file, or for its folder. Every other path counts as an engine."""
     return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
 
 
@@ -81,12 +81,12 @@ def runnable_named(path: Path) -> Path:
 
 
 def checkpoint_named(path: Path) -> Path:
-    """Return the path of the checkpoint that an argument CHECKPOINT means; errors as in `model_named`."""
+    """Return the path of the checkpoint that an argument CHECKPOINT means; raise what `model_named` raises."""
     return _checked(path, to_run=False)
 
 
 def engine_named(path: Path) -> Path:
-    """Return the path of the engine that an argument ENGINE means; errors as in `model_named`."""
+    """Return the path of the engine that an argument ENGINE means; raise what `model_named` raises."""
     path = _checked(path, to_run=True)
     if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(
@@ -190,7 +190,7 @@ def _foreign(path: Path) -> str | None:
 
 
 def _below(path: Path) -> str | None:
-    """Describe the models one folder below `path`, for an error message; None if there are none."""
+    """Describe, for an error message, the models in the folders directly below `path`; None if there are none."""
     if not path.is_dir() or models_in(path) or (path / ENGINE).exists() or is_checkpoint(path):
         return None
     inner = sorted((path / "onnx").glob("*.onnx"))

@@ -27,10 +27,10 @@ _ending: list[bool] = []
 
 
 class Endable:
-    """A call into native code that another thread can end: use ``with endable:`` around it, one call at a time.
+    """A call into native code that another thread can end. Put the call in a ``with`` block; one call at a time.
 
     Args:
-        stop: makes the call return soon; another thread calls it.
+        stop: function that makes the call return soon; another thread calls it.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

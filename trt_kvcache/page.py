@@ -119,7 +119,7 @@ def chart(
         x_label: label of the x axis.
         lines: names and points; all numbers are positive.
         y_text: returns a value as text.
-        binary: put the ticks of the values at powers of two.
+        binary: if True, put the ticks of the values at powers of two.
         marks: names and values that get a horizontal line, if they lie within the range of the points.
     """
     points = [point for _, line in lines for point in line]

@@ -55,13 +55,16 @@ def listening(heard: Listener) -> Iterator[None]:
 
 
 def tell(event: ProgressEvent) -> None:
-    """Report a progress event of another process or library. Without a parent, its phase belongs to the running one."""
+    """Report a progress event of another process or library.
+
+    If the event names no parent, its phase becomes part of the running phase.
+    """
     _send(event if event.parent else replace(event, parent=_parent.get()))
 
 
 @contextmanager
 def phase(name: str, steps: int = 1) -> Iterator[Callable[[], None]]:
-    """Announce a phase that lasts as long as the block.
+    """Announce a phase of work that lasts as long as the ``with`` block.
 
     Args:
         name: name for the user, such as ``"loading weights"``.

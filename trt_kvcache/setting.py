@@ -77,7 +77,7 @@ def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
 
 
 def described(options: _Class) -> _Class:
-    """Write the texts of a dataclass's settings into its docstring, in the section Attributes; return the class."""
+    """Add the texts of a dataclass's settings to its docstring, in the section Attributes; return the class."""
     lines = [
         f"    {name}: {as_arguments(f'{setting.help} {setting.more}'.strip())}"
         for name, (_, _, setting) in settings_of(options).items()

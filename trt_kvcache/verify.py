@@ -81,10 +81,11 @@ def verify_model(
     verify: VerifyOptions = _VERIFY,
     rewritten: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
-    """Decode the same texts at every station (below), and report how far their logits are apart.
+    """Decode the same texts with several forms of the model (stations), and report how far the logits are apart.
 
-    The model as exported decodes each text alone in ONNX Runtime: its presents become its pasts by name, unchanged. It
-    computes in float32, and continues the texts greedily. Then other stations decode the same tokens:
+    The model as exported decodes each text alone in ONNX Runtime: each present output becomes the past input of the
+    next step, unchanged. The model computes in float32, and continues the texts greedily. Then other stations decode
+    the same tokens:
 
     - ``rewritten``: the rewritten model in float32, the texts in one batch at different places, with tight, bucketed
       and full spans, and with garbage in all cache rows without a token;
@@ -179,7 +180,7 @@ def verify_import(
 
 @dataclass
 class _Verification:
-    """One verification: the decode of the model as exported, the stations that repeat it, and data that they share."""
+    """One verification: the decode of the model as exported, other forms of the model that repeat it, and data."""
 
     imported: ImportedModel
     verify: VerifyOptions
@@ -219,7 +220,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Run one station. If it cannot run on this machine, its note says why, and it counts as passed."""
+        """Compare one form of the model. If it cannot run on this machine, a note says why, and it counts as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -375,7 +376,7 @@ class _Verification:
 
     @cached_property
     def rounded(self) -> Decode:
-        """The decode of the rewritten model with cache rows rounded as in quantized caches, on the same texts."""
+        """The results of the rewritten model on the same texts, with cache rows rounded as in quantized caches."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)

@@ -102,7 +102,7 @@ def _read_messages() -> Iterator[str]:
 
 
 def _line_editor() -> Callable[[str], str | None]:
-    """Return a function that reads a message from the terminal, with history; pasted lines are one message."""
+    """Return a function that reads a message from the terminal, with history. Several pasted lines are one message."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent

@@ -173,7 +173,7 @@ class GrammarFlags:
 
 @dataclass(frozen=True)
 class RunFlags(Flags):
-    """The flags of a session, for parameters of `DecodeSession.open`."""
+    """The flags for opening a session; they become parameters of `DecodeSession.open`."""
 
     device: DeviceOption = "auto"
     check: CheckOption = "first"

@@ -31,9 +31,9 @@ class Run:
         config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
         opening: seconds until the session was open.
-        first: seconds from then to the first token.
-        total: seconds from then to the last token.
-        speculation: counts of drafts, over all sequences; None without a draft.
+        first: seconds from the opened session to the first token.
+        total: seconds from the opened session to the last token.
+        speculation: counts of guessed tokens, over all sequences; None without guesses.
         prefixes: counts of the prefix cache; None without a prefix cache.
     """
 

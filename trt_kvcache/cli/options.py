@@ -76,7 +76,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now, for a model on the CPU; no effect for an engine."""
+    """Return a context that limits memory to what is free now, for a model on the CPU.
+
+    It does nothing for an engine.
+    """
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
@@ -147,8 +150,8 @@ class SessionPlanFlags(Flags):
         """Return the `PlanOptions` that the flags ask for if `path` is a model; None if it is an engine.
 
         Raises:
-            OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
-                without another.
+            OptionError: flags are given for an engine, which was planned when it was built; or a flag has no effect
+                without another flag.
             InvalidModelError: the model does not exist.
         """
         if is_model(path):
@@ -204,9 +207,9 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Return the folders in texts ``NAME=FOLDER`` or ``FOLDER`` by name; without a name, it is the folder's last part.
+    """Return a mapping from names to folders, for texts ``NAME=FOLDER``, or ``FOLDER`` whose last part is the name.
 
-    Raises `OptionError` if a name is missing, or comes twice.
+    Raises `OptionError` if a name is missing, or occurs twice.
     """
     folders: dict[str, Path] = {}
     for text in values:

@@ -36,7 +36,7 @@ uncovered: list[Callable[[], AbstractContextManager[None]]] = [nullcontext]
 def console(stream: IO[str] | None = None) -> Console:
     """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors.
 
-    It is as wide as the window, or as COLUMNS says. Piped output is never folded.
+    The console is as wide as the window, or as the variable COLUMNS says. Piped output is never folded.
     """
     from rich.console import Console
 
@@ -53,7 +53,10 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """Return an empty table: a line under its header. Cells that are too long are folded as by `wrapped`, never cut."""
+    """Return an empty table with a line under its header.
+
+    Cells that are too long are folded by `wrapped`, never cut.
+    """
     from rich import box
     from rich.containers import Lines
     from rich.table import Table
@@ -175,7 +178,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text: ``0..3,8,10..11``; three or more with one step of at least 2: ``0..30 step 2``."""
+    """Return numbers as text: ``0..3,8,10..11``; three or more at equal distances of at least 2: ``0..30 step 2``."""
     ordered = sorted(set(numbers))
     step = ordered[1] - ordered[0] if len(ordered) > 2 else 1
     if step > 1 and all(b - a == step for a, b in pairwise(ordered)):

@@ -68,7 +68,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
 
 
 def verify_page(model: str, report: VerifyReport) -> Html:
-    """Return the page of a verification, with the largest difference at each station (runner)."""
+    """Return the page of a verification, with the largest difference for each station (runner of the model)."""
     verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
     said = [(s.name, text) for s in report.stations for text in (s.failure, s.note) if text]
     notes = [*said, *(("note", note) for note in report.notes)]

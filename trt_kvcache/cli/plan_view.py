@@ -194,7 +194,7 @@ def _part(
 
 
 def plan_data(plan: CachePlan, batch: int, bandwidth: float | None = None) -> dict[str, Any]:
-    """Return a plan as plain data for JSON, which decodes as `CachePlan`. Bytes of caches and steps are added."""
+    """Return a plan as plain data for JSON that can be decoded as `CachePlan`. Add the bytes of caches and steps."""
     import msgspec
 
     costs = [step_cost(plan, tokens, batch) for tokens in usual_tokens(plan)]

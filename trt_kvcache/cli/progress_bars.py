@@ -59,7 +59,7 @@ class ProgressBars:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Remove all bars from the terminal within the block."""
+        """Remove all bars from the terminal within the ``with`` block."""
         with self._lock:
             if self.progress is not None:
                 self.progress.stop()

@@ -103,7 +103,7 @@ class PromptFlags:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def or_stdin(self) -> PromptFlags:
-        """Return these flags; if they give no prompt, the text that is piped to stdin becomes the prompt."""
+        """Return these flags; if no flag gives a prompt, the text that is piped to stdin becomes the prompt."""
         if self.prompt or self.prompt_file or self.tokens or self.inputs_embeds or sys.stdin.isatty():
             return self
         piped = sys.stdin.read().removesuffix("\n")
@@ -171,7 +171,7 @@ class PromptFlags:
 
 @dataclass(frozen=True)
 class SourceFlags:
-    """Flags that give sources for the encoder of an encoder-decoder."""
+    """Flags that give inputs (sources) for the encoder of an encoder-decoder."""
 
     source: Annotated[
         list[str] | None,
@@ -205,7 +205,7 @@ class SourceFlags:
         return [*(self.source or []), *ids, *arrays]
 
     def start(self, model: Path) -> list[int]:
-        """Return the prompt with which all texts of an encoder-decoder start: the token `decoder_start_token_id`.
+        """Return the prompt with which an encoder-decoder starts each text: the token `decoder_start_token_id`.
 
         Raises:
             OptionError: no config names the token.

@@ -52,7 +52,7 @@ def end_by_unwinding() -> None:
 
 
 def _watch(arrived: socket.socket) -> None:
-    """After each signal, end long calls into native code: the main thread can handle the signal only after them."""
+    """After each signal, end long calls into native code, because the main thread handles signals only after calls."""
     while arrived.recv(64):
         calls = calls_under_way()
         time.sleep(_PATIENCE)
@@ -68,7 +68,7 @@ def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Let a running step end: Ctrl-C sets the yielded event. A second Ctrl-C interrupts at once, as usual."""
+    """Make Ctrl-C only set the yielded event, so that a running step can end. A second Ctrl-C interrupts at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

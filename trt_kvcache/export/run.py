@@ -255,7 +255,10 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with this exporter. Keep a model that cannot be planned; delete one that computes other numbers."""
+        """Export with this exporter.
+
+        Keep a model that cannot be planned; delete a model that computes wrong numbers.
+        """
         made = self._folder / name
         try:
             self._export(name)
@@ -294,9 +297,9 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint if the exporter is right on the small twin.
+        """Export the checkpoint if the exporter is correct on the twin, a small random model with the same settings.
 
-        Raises UnsupportedModelError if the exporter fails, or writes another model.
+        Raises UnsupportedModelError if the exporter fails, or the exported model is wrong.
         """
         verdict = self._judge(name)
         if verdict.is_right is False:
@@ -320,7 +323,7 @@ class _Job:
         return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter, and report its warnings; not for the twin, because the checkpoint's export repeats them."""
+        """Run an exporter, and report its warnings. Do not use it for the small twin, whose warnings would repeat."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")

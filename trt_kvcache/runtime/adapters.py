@@ -49,7 +49,7 @@ class Adapter:
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: a mapping from names to ranks. Any thread may call any method at any time.
+    """The adapters of a session: a mapping from adapter names to ranks. Any thread may call any method at any time.
 
     Args:
         plan: plan of the model.
@@ -140,7 +140,7 @@ def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
 
 
 def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
-    """Return `options` with a LoRA rank and modules that fit all these adapters. A rank in `options` is kept."""
+    """Return `options` with a LoRA rank and modules that fit all these adapters. If `options` has a rank, keep it."""
     options = options or PlanOptions()
     if options.lora_rank is not None or not folders:
         return options
@@ -178,12 +178,12 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Load the adapters of a step into adapter slots. Return the slot of each row; 0 for a row without an adapter.
+        """Load the adapters of a step into adapter slots. Return each row's adapter slot; 0 if it has no adapter.
 
         If no row has an adapter, return None.
 
         Raises:
-            SlotError: all slots hold adapters of running sequences.
+            SlotError: all adapter slots hold adapters of running sequences.
         """
         asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
         if not asked:
@@ -250,7 +250,7 @@ class _Piece:
 
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
-    """Return the range of a product's output columns that each of its modules computes, by module."""
+    """Return a mapping from each module that a MatMul computes to its range of output columns."""
     ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
         ranges[module_key(product.whole)] = 0, product.outputs
@@ -260,7 +260,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Yield the parts of an adapter's module: one for each module of the model that it changes."""
+    """Yield the columns of B of an adapter's module: one range for each module of the model that it changes."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:

@@ -107,7 +107,7 @@ class Carried:
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return a `Carried` for each cache that the caller keeps from step to step, and then for each state."""
+    """Return a `Carried` for each cache that the caller keeps from step to step, followed by one for each state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)

@@ -58,7 +58,7 @@ class KVCache:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Number of tokens of each slot that are in the cache, by slot."""
+        """A mapping from each slot to the number of its tokens that are in the cache."""
         with self._guard.lock, self._guard.open:
             return {name: slot.length for name, slot in self._rows.slots.items()}
 
@@ -88,14 +88,14 @@ class KVCache:
     def capacity(self) -> int | None:
         """Most tokens of one sequence; None if there is no limit, because all caches are circular.
 
-        The limit is the smallest linear cache, or the model's position table if it is shorter. A sequence that brings
-        its own positions may need fewer positions than it has tokens.
+        The limit is the capacity of the smallest linear cache, or the length of the model's position table if this is
+        shorter. A sequence with positions from the caller may need fewer positions than it has tokens.
         """
         return self._rows.capacity
 
     @property
     def window(self) -> int | None:
-        """Number of rows of the smallest circular cache, which is the sliding window; None if all caches are linear."""
+        """Number of cache rows in the smallest circular cache: the sliding window. None if all caches are linear."""
         return min(self._rows.rings, default=None)
 
     @property
@@ -169,7 +169,7 @@ class KVCache:
         """Check inputs that stay the same in all steps of a sequence (see `acquire`), and return them.
 
         Raises:
-            PromptError: they do not fit the model's inputs.
+            PromptError: the values do not fit the model's inputs.
         """
         return self._constants.read(constants)
 
@@ -225,7 +225,7 @@ class KVCache:
         """Give each slot the present contents of another slot, as beam search does between two steps.
 
         Args:
-            indices: the k-th slot gets the contents of ``slots[indices[k]]``.
+            indices: for each slot an index into `slots`: the k-th slot gets the contents of ``slots[indices[k]]``.
             slots: the slots to reorder; None: all slots, in the order of the property `slots`.
 
         Raises:
@@ -249,7 +249,7 @@ class KVCache:
             self._rows.reorder(indices, names)
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a row that no slot uses.
+        """Move a slot to a batch row that no slot uses.
 
         Raises:
             SlotError: the slot is not in use; or the row is in use or does not exist.

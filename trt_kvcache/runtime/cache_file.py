@@ -69,7 +69,7 @@ class SavedSlots:
         return name in self._names
 
     def contents(self, slot: int) -> dict[str, Array]:
-        """Return the saved contents of a slot by past input; raise `CacheFileError` if a tensor is missing or wrong."""
+        """Return a slot's saved contents, by past input's name; raise `CacheFileError` if one is missing or wrong."""
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
@@ -175,7 +175,7 @@ class FileRows:
 
     Args:
         path: path of the file.
-        runner: runner of the caches.
+        runner: the runner that has the caches.
         name: name of the slot.
         slot: state of the slot.
 

@@ -83,7 +83,7 @@ class CacheRows:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed; raise `SlotError` if it is not in use, or generating."""
+        """Return the state of a slot that may be changed; raise `SlotError` if the slot is not in use, or generates."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
@@ -99,14 +99,14 @@ class CacheRows:
         *,
         queue: bool = False,
     ) -> int:
-        """Return a new slot. Its row is zeroed. Its tokens are not written to the cache yet.
+        """Return a new slot. Its batch row is zeroed. Its tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
             constants: inputs that stay the same in all steps of the sequence.
             adapter: LoRA adapter of the sequence, or None.
-            queue: the slot may get its row later. This happens if sequences run in all rows, and no `max_sequences`
-                limits their number.
+            queue: True if the slot may get its batch row later. This happens if sequences run in all rows, and no
+                `max_sequences` limits the number of sequences.
 
         Raises:
             SlotError: no slot is `free`.
@@ -227,14 +227,14 @@ class CacheRows:
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that one step may write to a slot with the same results as single steps."""
+        """Return the most tokens that one step may write to a slot so that the results are those of single steps."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
         """Return the largest number of tokens that one step may write to a sequence of `length` tokens.
 
-        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
-        that earlier tokens of the same update still see.
+        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a
+        cache row that earlier tokens of the same update still see.
         """
         return min([self._runner.max_chunk, *(rows - length if length < rows else 1 for rows in self.rings)])
 
@@ -243,7 +243,7 @@ class CacheRows:
         return self.free_after(self.slot(slot))
 
     def free_after(self, slot: Slot) -> int | None:
-        """Like `free_tokens`, for the state of a slot; negative if it already has too many tokens."""
+        """Like `free_tokens`, but for the state of a slot; negative if the slot already has too many tokens."""
         used = (self._most, len(slot.tokens)), (self._runner.max_positions, slot.next_position)
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
@@ -278,11 +278,11 @@ class CacheRows:
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Record that a step is about to write cache rows before `stop`, so that they are zeroed before reuse."""
+        """Record that a step is about to write cache rows before `stop`, which must be zeroed before reuse."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """Record that a step wrote `tokens` waiting tokens of a slot to the cache, and then `guesses` guesses."""
+        """Record that a step wrote `tokens` waiting tokens of a slot, followed by `guesses` guesses, to the cache."""
         entry = self.slots[slot]
         length = entry.length + tokens
         self.slots[slot] = replace(
@@ -342,7 +342,9 @@ class CacheRows:
     # --- rows
 
     def give_row(self, slot: int) -> bool:
-        """Give a slot a row. If no row is free, offload a slot that does not run. Return False if the slot must wait.
+        """Give a slot a batch row.
+
+        If none is free, offload a slot that does not run. Return False if the slot must wait.
 
         Raises:
             SlotError: the slot is not in use; or all rows hold sequences that do not run, so no row will become free.
@@ -380,7 +382,7 @@ class CacheRows:
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a row that no slot uses."""
+        """Move a slot to a batch row that no slot uses."""
         entry = self.with_row(slot)
         self._copy(entry.row, row)
         entry.row = row
@@ -423,7 +425,7 @@ class CacheRows:
         self._runner.copy_rows(source, row, length)
 
     def _fill(self, entry: Slot, row: int) -> None:
-        """Write the contents of an offloaded or new slot to a batch row, and zeros after them."""
+        """Write the contents of an offloaded or new slot to a batch row, and zero the cache rows after them."""
         self._clean(row, entry.written)
         self.touch(row, entry.written)
         if entry.offloaded is not None:
@@ -433,7 +435,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a row. That row will become free."""
+        """Return True if a running sequence has a batch row. That row will become free."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:

@@ -147,12 +147,13 @@ class CheckReport:
 
 
 def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
-    """Check an engine against its proof before a session opens it.
+    """Compare an engine with its proof (its recorded results) before a session opens it.
 
     Args:
         engine: path of the engine.
-        check: ``"first"`` (only without a passed check for this GPU, driver and TensorRT), ``"always"`` or ``"off"``.
-        options: options of `TensorRTRunner`; the replay uses its own sizes instead of the session's.
+        check: ``"first"`` (only if no passed check is recorded for this GPU, driver and TensorRT), ``"always"`` or
+            ``"off"``.
+        options: options of `TensorRTRunner`; sizes in them are not used, because the check has its own.
 
     Raises:
         VerificationError: the engine's results differ from its proof.

@@ -54,7 +54,7 @@ class DraftModel:
 
     @property
     def name(self) -> str:
-        """Runtime and device of the draft, as text."""
+        """Runtime and device of the draft model, as text."""
         return self._runner.name
 
     def check(self, runner: Runner) -> None:
@@ -141,7 +141,7 @@ class DraftModel:
 
 
 def check_target(runner: Runner) -> None:
-    """Raise `OptionError` if the model cannot check the guesses of a draft."""
+    """Raise `OptionError` if the model cannot check the guesses of a draft model."""
     if why := why_no_drafts(runner):
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 

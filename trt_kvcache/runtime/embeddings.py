@@ -96,7 +96,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     Raises:
         OptionError: the model takes embeddings and there is no source, or it takes ids and there is a source; or the
             source does not fit the model.
-        ModelError: `source` is a model that cannot be used for this.
+        ModelError: `source` is a model that cannot embed token ids.
     """
     tensor = embedded_input(plan)
     if tensor is None:

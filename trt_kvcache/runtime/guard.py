@@ -14,13 +14,13 @@ class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
     While a session changes, Ctrl-C waits for the end of the block: an exception between two lines would leave half of a
-    change. The lock is a separate context manager, because its own methods are not Python code, which Ctrl-C can
-    interrupt at any line.
+    change. The lock is a separate context manager, because its own methods are not Python code: Ctrl-C cannot interrupt
+    them.
 
     Attributes:
         open: refuses calls after the session is closed.
         idle: refuses calls after the session is closed, and calls from code that a step runs; delays signals.
-        stepping: locked while a step runs.
+        stepping: a lock that is held while a step runs.
     """
 
     def __init__(self) -> None:

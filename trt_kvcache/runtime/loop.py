@@ -56,7 +56,7 @@ class _Piece:
     """Consecutive tokens of one slot that one step writes.
 
     Attributes:
-        tokens: waiting tokens of the slot, then guesses of a draft.
+        tokens: tokens of the slot that are not in the cache yet, then guesses.
         guesses: number of guesses at the end of `tokens`.
         keep: number of last positions whose logits are needed.
     """
@@ -79,9 +79,9 @@ class Run:
     """A sequence that the decode loop continues.
 
     Attributes:
-        outcomes: the list to which each outcome of the sequence is appended at once, so that an interrupt cannot lose
-            it.
-        client: the owner of the sequence; waiting clients get rows in turn.
+        outcomes: the list to which each event or error of the sequence is appended at once, so that an interrupt cannot
+            lose it.
+        client: the owner of the sequence; waiting clients get batch rows in turn.
     """
 
     slot: int
@@ -148,12 +148,15 @@ class DecodeLoop:
         self._cache.put(slot, replace(entry, running=True))
 
     def remove(self, slot: int) -> Run:
-        """Stop continuing a slot, and return its run. The slot itself stays."""
+        """Stop continuing a slot, and return its `Run`. The slot itself stays in use."""
         self._cache.slot(slot).running = False
         return self._runs.pop(slot)
 
     def give_row(self) -> None:
-        """Give free rows to waiting sequences. The client that has waited longest since its last row comes first."""
+        """Give free batch rows to waiting sequences.
+
+        The client that has waited longest since its last row comes first.
+        """
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
         waiting = [run for run in self._runs.values() if self._cache.slot(run.slot).row < 0]
@@ -169,10 +172,10 @@ class DecodeLoop:
         return max(self._turns.values(), default=0) + 1
 
     def step(self) -> None:
-        """Compute the next token of every decoding sequence (several if a draft was right), and a part of some prompts.
+        """Compute the next token of every decoding sequence (several if guesses were right), and parts of some prompts.
 
-        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Neighbouring rows
-        need the fewest steps of the runner.
+        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Sequences in
+        neighbouring batch rows need the fewest steps of the runner.
 
         A sequence that fails ends with its error; the others continue.
         """
@@ -227,14 +230,14 @@ class DecodeLoop:
         return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
-        """Append tokens to slots that do not run, and write them to the cache in as many steps as needed.
+        """Append tokens to slots that are not generating, and write them to the cache in as many steps as needed.
 
         Returns:
-            By slot: logits of its last positions, float32 ``[min(keep, new tokens), V]``.
+            A mapping from slots to the logits of their last positions, float32 ``[min(keep, new tokens), V]``.
 
         Raises:
-            TrtKvCacheError: a step failed. The slots are as before, as far as their caches allow. If the model keeps
-                state and a slot's state is unknown, the slot is gone.
+            TrtKvCacheError: a step failed. The slots are restored, as far as their caches allow. If the model keeps
+                state and a slot's state is unknown, the slot is removed.
         """
         self._with_adapters()
         before = {name: self._cache.slot(name) for name in tokens}
@@ -300,9 +303,9 @@ class DecodeLoop:
     def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
         """Yield the groups of tokens that the runner computes step by step: decoding sequences first, then prompts.
 
-        A prompt whose row lies between decoding rows joins their step with one token, which costs less than two steps.
-        After that, the budget limits the prompts; the least recently written prompt comes first. A prompt that the
-        model must see in one step is never split.
+        If the batch row of a prompt lies between decoding rows, their step also writes one token of the prompt, which
+        costs less than two steps. After that, the budget limits the tokens of prompts; the least recently written
+        prompt comes first. A prompt that the model must see in one step is never split.
         """
         prompts = [run.slot for run in runs if run.slot in self._runs and self._cache.slot(run.slot).pending > 1]
         decoding = [run.slot for run in runs if run.slot in self._runs and run.slot not in prompts]
@@ -384,7 +387,7 @@ class DecodeLoop:
         return 0 if 0 in counts else max(counts, default=0)
 
     def _masks(self, group: list[_Piece]) -> Masks | None:
-        """Return the masks of allowed tokens for each kept position; None if no sequence has a grammar."""
+        """Return the masks of allowed tokens for each position whose logits are needed; None if no grammar is used."""
         texts = [self._runs[piece.slot].continuation for piece in group]
         masked = [piece.keep > 0 and text.masked for piece, text in zip(group, texts, strict=True)]
         if not any(masked):
@@ -442,7 +445,7 @@ class DecodeLoop:
         return logits
 
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
-        """Choose the next tokens of a sequence: its guesses as long as they are right, and one more.
+        """Choose the next tokens of a sequence: its guesses as long as they are right, and one more token.
 
         An error ends the sequence. If the error is not an `Exception` (such as KeyboardInterrupt), return it.
         """
@@ -474,7 +477,10 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens of these outcomes to the slot: correct guesses, then the last token. Return the latter."""
+        """Append the tokens of these events to the slot: correct guesses, then the last token.
+
+        Return the last token.
+        """
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])

@@ -28,7 +28,7 @@ class Timing:
     """The measured times of one case, such as decoding with a batch of 4.
 
     Attributes:
-        phase: ``"prefill"``: a whole prompt of `tokens`; ``"decode"``: one token per sequence.
+        phase: ``"prefill"``: a whole prompt of `tokens` tokens; ``"decode"``: one token per sequence.
         batch: sequences per step.
         tokens: tokens of the prompt; for decoding, tokens in each cache at the first measured step.
         median_ms: median of the repeats.

@@ -65,7 +65,7 @@ small models.
 def default_sampling(model: Path) -> dict[str, Any]:
     """Return the sampling settings of a model for servers and chats.
 
-    They come from ``generation_config.json`` beside the model; else `USUAL_SAMPLING`.
+    They come from ``generation_config.json`` beside the model. If there are none, return `USUAL_SAMPLING`.
 
     Raises:
         OptionError: the file is unreadable, or has a value that is out of range.
@@ -87,15 +87,15 @@ def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings for many sequences in one session: how they share steps and rows of the caches.
+    """Settings for many sequences in one session: how they share steps and batch rows of the caches.
 
     Attributes:
-        max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that do not run move to
-            host memory when another sequence needs a row. Running sequences keep their rows; new ones wait. None: new
-            sequences wait for a row, and nothing is offloaded.
-        prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier one
-            reuses its rows, in blocks of 32 tokens. `KVCache.prefix_stats` counts the reused tokens. None: no prefix
-            cache.
+        max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that are not generating
+            move to host memory when another sequence needs a batch row. Running sequences keep their rows; new ones
+            wait. None: new sequences wait for a row, and nothing is offloaded.
+        prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier
+            text reuses the earlier text's rows, in blocks of 32 tokens. `KVCache.prefix_stats` counts the reused
+            tokens. None: no prefix cache.
         prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
             wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of one
             step see each other in this model, a prompt is written in one step.

@@ -61,7 +61,7 @@ class SessionSteps(TextCaches):
         self._planes = PositionInput(runner.plan).planes
 
     def row(self, text: int) -> int:
-        """Return the row of the caches that holds a text."""
+        """Return the batch row of the caches that holds a sequence."""
         return self._first + text - self.texts.start
 
     def read(self, name: str, text: int) -> Array:
@@ -69,7 +69,10 @@ class SessionSteps(TextCaches):
         return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """Replace the contents of a cache for some texts. The first call also starts all texts and fills spare rows."""
+        """Replace the contents of a cache for some texts.
+
+        The first call also starts all texts, and fills the batch rows without a text.
+        """
         if name not in self.buffers:
             return
         spare = self._spare if not self.ends.any() else ()
@@ -315,7 +318,7 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, name: str) -> None:
-        """Compare the newest rows of a cache with the proof, within the allowed difference."""
+        """Compare the newest cache rows with those in the proof, within the allowed difference."""
         if name in self._facts.allowed[part]:
             for text in self._steps.texts:
                 wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])
@@ -326,7 +329,7 @@ class _Replay:
     def _compare_untouched(
         self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array
     ) -> None:
-        """Check that the cache rows that no token wrote have the same bits as before."""
+        """Check that the cache rows to which no token was written have the same bits as before."""
         changed = self._prints(buffer, row) != before
         if not changed.any():
             return

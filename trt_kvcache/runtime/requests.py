@@ -174,9 +174,9 @@ class PromptReader:
         """Check the tokens that a caller wants to write to slots. Return them by slot.
 
         Raises:
-            PromptError: as in `read`; or there is nothing to write.
+            PromptError: see `read`; or there is nothing to write.
             CapacityError: slot and tokens together are longer than the cache.
-            SlotError: a slot is not in use, or runs.
+            SlotError: a slot is not in use, or is generating.
         """
         for name, mapping in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
             if not isinstance(mapping, Mapping):
@@ -199,12 +199,11 @@ class PromptReader:
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
-        """Check one prompt, which may be empty; return it as token ids with its inputs.
+        """Check one prompt, which may be empty. Return its token ids together with its other inputs.
 
         Raises:
-            PromptError: a text without a tokenizer, ids that are not a flat list of integers, or an id that the model
-                does not know; or embeddings or positions that are not one for each token, or that the model does not
-                take.
+            PromptError: there is no tokenizer for a text; ids are not a flat list of integers; the model does not know
+                an id; or the model takes no embeddings or positions, or there is not one for each token.
         """
         tokens = self._ids(prompt)
         if inputs_embeds is None:
@@ -299,7 +298,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return one value for each prompt: those in `values`, or None for each if `values` is None.
+    """Return one value for each prompt: the items of `values`, or None for each prompt if `values` is None.
 
     Raises `PromptError` if there are more or fewer values than prompts.
     """

@@ -43,21 +43,23 @@ class HostMemory:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The inputs of one step: `S` new tokens for each of `R` neighbouring rows.
+    """The inputs of one step: `S` new tokens for each of `R` neighbouring batch rows.
 
     Attributes:
-        first_row: the step reads and writes rows ``first_row .. first_row + R - 1`` of every cache.
+        first_row: the step reads and writes batch rows ``first_row .. first_row + R - 1`` of every cache.
         tokens: int64 ``[R, S]``.
         starts: int64 ``[R]``: total number of tokens in each row before this step, not wrapped for circular caches.
         keep: number of last positions whose logits the caller wants: 0 to S.
-        constants: inputs of each row that stay the same in all steps, all of equal sizes; empty if the model has none.
+        constants: for each row, the inputs that stay the same in all steps, of equal sizes in all rows; empty if the
+            model has no such inputs.
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
-        positions: int64 ``[R, planes, S]``, or one plane for all; None: the position of each token is its cache row.
+        positions: int64 ``[R, planes, S]``, where `planes` is the number of positions of a token, or 1 if they are
+            equal; None: the position of each token is its cache row.
         highest: how many of the highest scores of each position the caller needs; scores equal to the lowest of these
             are needed, too. 1: only the first of the highest; 0: all scores.
-        masks: returns the tokens that may be among the `highest`; None: all. A runner should call it after the step has
-            started, so that both run at the same time.
-        adapters: int64 ``[R]``, the slot of each row's adapter, 0 for none; None: all 0.
+        masks: function that returns the tokens that may be among the `highest`; None: all tokens. A runner should call
+            it after the step has started, so that step and function run at the same time.
+        adapters: int64 ``[R]``, the slot of each row's adapter, 0 for no adapter; None: all 0.
     """
 
     first_row: int
@@ -92,7 +94,7 @@ class StepBatch:
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
-        """Yield the step of each row alone, in order."""
+        """Yield one step for each batch row alone, in order."""
         for i in range(self.rows):
             one = slice(i, i + 1)
             yield replace(
@@ -166,12 +168,12 @@ class Runner(Protocol):
 
         Args:
             name: name of the past tensor.
-            row: row of the batch.
+            row: batch row.
             tokens: number of cache rows, at most the capacity.
 
         Returns:
             An array in the engine's layout: `physical_shape` without its batch axis, with `tokens` entries on its
-                sequence axis. State is returned whole; `tokens` does not matter.
+                sequence axis. State is returned whole, whatever `tokens` is.
         """
         ...
 

@@ -167,14 +167,15 @@ class DecodeSession:
                 run on the CPU.
             device: ``"cpu"``, ``"cuda"``, or ``"auto"``: engines run on the GPU, models on the CPU.
             capacity: tokens per sequence, for a model whose caches grow or have a symbolic length.
-            max_batch: rows of each cache, and most sequences in a step; None: as many as the engine was built for, or
-                as fit into memory.
-            max_chunk: most tokens of one sequence per step; None: the engine's own, or 512.
+            max_batch: batch rows of each cache, and most sequences in a step; None: as many as the engine was built
+                for, or as fit into memory.
+            max_chunk: most tokens of one sequence per step; None: the number in the engine, or 512 for a model.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
                 `path`, if there is one; False: token ids only.
-            embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
-                the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
-                in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
+            embeddings: how token ids become embeddings, for a model that takes embeddings: an ``.onnx`` model, which
+                runs on the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a
+                tensor in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside
+                `path`.
             encoder: the encoder of an encoder-decoder, for `encode`: an engine; or an ``.onnx`` file or its folder,
                 which run on the CPU. None: the encoder engine that was built with the decoder's engine; without one,
                 the exporter's model beside `path`.
@@ -182,13 +183,15 @@ class DecodeSession:
                 An engine takes adapters that fit the rank and the targets that it was built for. A model is planned for
                 these adapters, unless `plan_options` has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
-                several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
+                several guesses in one step; the generated tokens do not change. See
+                `GenerationConfig.num_assistant_tokens`.
             check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded when
                 the engine was built. ``"first"``: once for each GPU, driver and TensorRT version; this takes some
                 seconds and writes a ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``:
                 each time; engines without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
             plan_options: how a model is planned; engines were planned when they were built.
-            schedule: how sequences share steps and rows: offloading, prefix cache, prompts beside generating sequences.
+            schedule: how sequences share steps and batch rows: offloading, prefix cache, and steps that serve prompts
+                and generating sequences together.
             cpu: how ONNX Runtime runs a model.
             gpu: how TensorRT runs an engine.
 
@@ -196,7 +199,7 @@ class DecodeSession:
             OptionError: the file cannot run on that device, an option is not for that device, or a file beside it
                 cannot be used.
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
-            VerificationError: the engine's results on this GPU differ from its proof.
+            VerificationError: the engine's results on this GPU differ from those in its proof.
         """
         model = engine_in(runnable_named(as_path(path, "path")))
         encoder_path = None if encoder is None else as_path(encoder, "encoder")
@@ -514,20 +517,20 @@ class DecodeSession:
         Args:
             prompt: text or token ids; may be empty if `slot` holds tokens that are not in its cache yet.
             config: settings of the generation; None: `config` of the session.
-            slot: an existing slot that does not run: the prompt is appended to its tokens. None: a new slot.
+            slot: an existing slot that is not generating; the prompt is appended to its tokens. None: a new slot.
             keep: keep the slot, with its tokens and caches, when the sequence ends.
-            index: number of the stream of random numbers, which differs between sequences with one seed. Forks with the
-                same index draw the same numbers.
-            client: the owner of the sequence. A free row goes to the client that has waited longest since its last row,
-                so that a client with 100 prompts does not delay a client with one. None: a client with this sequence
-                alone.
+            index: number of the sequence's stream of random numbers. Sequences with the same seed and the same index
+                draw the same numbers.
+            client: the owner of the sequence. A free batch row goes to the client that got its last row the longest
+                time ago, so that a client with 100 prompts does not delay a client with one. None: a new client that
+                has only this sequence.
             constants: other inputs of a new slot (`ConstantValues`); an existing slot keeps the constants that it has.
             inputs_embeds: float ``[S, H]``, for a model that takes embeddings: replaces the embeddings of the prompt's
-                tokens, images and sound included. The prompt still needs an id for each row: penalties, n-grams and
-                prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
+                tokens, images and sound included. The prompt still needs an id for each embedding: penalties, n-grams
+                and prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
             positions: ints ``[S]``, or ``[planes, S]`` for a model with several positions per token (M-RoPE: time,
-                height, width): the positions of the prompt's tokens. Later tokens follow the largest of them, one by
-                one in all planes. None: the prompt follows the tokens of the slot.
+                height, width): the positions of the prompt's tokens. Later tokens get the next positions after the
+                largest of these, the same in all planes. None: the prompt follows the tokens of the slot.
             settings: see `generate`.
 
         Returns:
@@ -617,7 +620,8 @@ class DecodeSession:
         Slots come from ``session.cache.acquire()`` or ``fork``. Long updates take several steps.
 
         Args:
-            tokens: token ids by slot: at least one each, or none if the slot has tokens that wait.
+            tokens: token ids by slot: at least one for each slot, or none if the slot has tokens that are not in the
+                cache yet.
             keep: number of last positions whose logits are returned.
             inputs_embeds: embeddings by slot, see `add`.
             positions: positions by slot, see `add`.

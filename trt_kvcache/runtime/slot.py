@@ -22,9 +22,9 @@ class HostRows:
     """The cache contents of an offloaded slot in host memory, page-locked if the caches lie on a GPU.
 
     Args:
-        runner: runner of the caches.
-        row: row of every cache.
-        tokens: number of tokens that were written to the row.
+        runner: the runner that has the caches.
+        row: batch row of every cache.
+        tokens: number of tokens that were written to the batch row.
 
     Raises:
         SessionError: too little memory is free. Nothing has changed.
@@ -138,7 +138,7 @@ class Slot:
         )
 
     def copy(self, row: int) -> Slot:
-        """Return a copy of the sequence that lies in another batch row and does not run yet."""
+        """Return a copy of the sequence, for another batch row, that does not run yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
 
     def close(self) -> None:

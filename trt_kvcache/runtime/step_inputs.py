@@ -176,7 +176,7 @@ class StepInputs:
     def no_embeds(self, tokens: Array) -> Array | None:
         """Return zeros in place of embeddings for tokens ``[R, S]``; None for models that take token ids.
 
-        They serve steps whose results are not used.
+        They are for steps whose results are not used.
         """
         if self.embedded is None:
             return None
@@ -410,7 +410,7 @@ class StepInputs:
 
 
 def _has_no_rows(tensor: TensorRole) -> bool:
-    """Return True if an input has no axis for rows, although each row may need another value."""
+    """Return True if an input has no axis for batch rows, although each row may need another value."""
     per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
     return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
 
@@ -442,9 +442,9 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 
 
 def why_no_session(plan: CachePlan) -> str:
-    """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
+    """Return why no session can fill a decoder's inputs or read its outputs; empty if a session can.
 
-    Empty, too, for a model without tokens: it is not a decoder, and no session runs it.
+    A model without tokens gets an empty text, too: it is not a decoder, and no session runs it.
     """
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""

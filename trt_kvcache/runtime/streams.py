@@ -21,13 +21,13 @@ _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 
 class Reader:
-    """Owns the slots of one stream. `Streams.leave` frees them; if it was interrupted, `Streams.end_gone` does.
+    """Owns the slots of one stream. `Streams.leave` frees them; if `leave` was interrupted, `Streams.end_gone` does.
 
     Ctrl-C may interrupt each line of a generator, also those that free its slots at the end. A weak reference tells
-    that the generator has ended, without code that a signal could interrupt.
+    when the generator has ended; this needs no code that a signal could interrupt.
 
     Attributes:
-        slots: slots of the sequences that have not ended. A slot is added within the block of ``guard.idle`` that takes
+        slots: slots of the sequences that have not ended. A slot is added in the same ``guard.idle`` block that takes
             it, so that Ctrl-C cannot come in between.
     """
 
@@ -36,7 +36,7 @@ class Reader:
 
 
 class Streams:
-    """Runs the steps of a decode loop, and keeps each outcome for the stream or caller that waits for it.
+    """Runs the steps of a decode loop, and keeps each event or error for the stream or caller that waits for it.
 
     Args:
         guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
@@ -45,7 +45,7 @@ class Streams:
         loop: decode loop of the session.
 
     Attributes:
-        unclaimed: outcomes of sequences that the caller added by `DecodeSession.add`, not by a stream.
+        unclaimed: events and errors of sequences that the caller added by `DecodeSession.add`, not by a stream.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
@@ -84,7 +84,7 @@ class Streams:
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots whose outcomes `step` still has to return, because steps of streams produced them."""
+        """Slots whose events `step` still has to return, because a step of a stream produced the events."""
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
@@ -92,7 +92,7 @@ class Streams:
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
-        """Generate for several prompts, and yield their events. If there are too few free rows, some prompts wait.
+        """Generate for several prompts, and yield their events. If too few batch rows are free, some prompts wait.
 
         Closing the iterator ends unfinished sequences.
         """
@@ -131,12 +131,12 @@ class Streams:
                 self._readers.remove(known)
 
     def leave(self, reader: Reader) -> None:
-        """End the unfinished sequences of a reader. During a step of the loop, this is left to the next step."""
+        """End the unfinished sequences of a reader. While the loop runs a step, leave this to the next step."""
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
             self._end(reader.slots)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
-        """Give free rows to waiting prompts, and add them to the loop; raise `SlotError` if no row can get free."""
+        """Give free batch rows to waiting prompts, and add these to the loop; raise `SlotError` if no row gets free."""
         self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()

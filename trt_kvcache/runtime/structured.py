@@ -100,7 +100,7 @@ class Grammars:
         """Return a grammar that allows exactly one of these texts.
 
         Raises:
-            OptionError: there is no text, or one is empty.
+            OptionError: there is no text, or a text is empty.
         """
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"choice is {shown(texts)}; give at least one text, and no empty ones")
@@ -113,7 +113,7 @@ class Grammars:
             grammar: text with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
 
         Raises:
-            OptionError: the grammar does not compile, or allows nothing.
+            OptionError: the grammar does not compile, or allows no text.
         """
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -183,7 +183,7 @@ class _Matched:
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
-        """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if it forbids these.
+        """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if `new_tokens` break it.
 
         Raises `OptionError` if the grammar exceeds llguidance's limits.
         """

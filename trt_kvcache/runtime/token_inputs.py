@@ -49,7 +49,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many leading tokens two texts have in common.
 
-    Slices are compared, because that is faster than comparing single tokens.
+    The function compares slices, because this is faster than comparing single tokens.
     """
     same, most = 0, min(len(one), len(other))
     while same < most:
@@ -78,7 +78,7 @@ class Embeds:
     rows: Array
 
     def within(self, start: int, stop: int | None = None) -> Embeds:
-        """Return the embeddings of tokens ``start .. stop - 1``; None as `stop`: all from `start` on."""
+        """Return the embeddings of tokens ``start .. stop - 1``; if `stop` is None, of all tokens from `start` on."""
         if not len(self.at):
             return self
         first, last = np.searchsorted(self.at, [start, self.at[-1] + 1 if stop is None else stop])

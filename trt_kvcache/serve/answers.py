@@ -81,9 +81,9 @@ class Answer:
     """Collects the events of one request, and turns them into the answer of OpenAI's API.
 
     Args:
-        asked: the request.
+        asked: the checked request.
         model: name of the model.
-        names: names tokens in log-probabilities.
+        names: returns the texts that stand for tokens in log-probabilities.
 
     Attributes:
         model: name of the model.
@@ -269,7 +269,10 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """Return log-probabilities by token text: of the best tokens and the chosen one; for equal texts, the highest."""
+    """Return log-probabilities by token text, of the best tokens and the chosen one.
+
+    Equal texts get the highest one.
+    """
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 

@@ -425,7 +425,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """Return True if the chat template knows no tools; False if it writes calls in a form that cannot be read."""
+    """Return True if the chat template does not support tools; False if it does, but its calls cannot be read."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):

@@ -311,8 +311,8 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         number: line or row in the file, from 1.
-        key: its id as JSON; ``null`` if it has no readable id.
-        openai: the row has OpenAI's form, and its answer will have it.
+        key: the id in the row, as JSON; ``null`` if the row has no readable id.
+        openai: True if the row has OpenAI's form; then its answer has this form, too.
         url: path of the API that answers the request.
         body: the request as JSON, with the defaults and a seed that follows from the key.
         error: why the row is invalid; empty if it is valid.

@@ -114,7 +114,7 @@ class ServingCore:
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait for a row."""
+        """Number of sequences that wait for a batch row."""
         with self._changed:
             return sum(run.waits for run in self._runs.values()) + sum(len(request.works) for request in self._came)
 
@@ -131,14 +131,15 @@ class ServingCore:
     async def events(
         self, works: Sequence[Work], config: GenerationConfig
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Continue the prompts of one request; yield the index in `works` and the event of each new token.
+        """Continue the prompts of one request; yield, for each new token, the index in `works` and the event.
 
         Closing the iterator ends the sequences that still run.
 
         Raises:
-            QueueFullError: the queue has no room for all of them; none of them runs.
+            QueueFullError: the queue has no room for all prompts; then no prompt runs.
             EndingError: the core is closed, or hangs.
-            OptionError, PromptError, CapacityError, SessionError: one of them failed, see `DecodeSession.add`; all end.
+            OptionError, PromptError, CapacityError, SessionError: a prompt failed, see `DecodeSession.add`; then all
+                prompts end.
         """
         request = self._submit(works, config)
         left = len(works)
@@ -274,7 +275,7 @@ class ServingCore:
         return run
 
     def _remove(self, slot: int) -> None:
-        """Free a row, if the sequence still has one."""
+        """Free a sequence's batch row, if it still has one."""
         try:
             if slot in self.session.running:
                 self.session.remove(slot)

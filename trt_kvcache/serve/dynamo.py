@@ -131,7 +131,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         session: the session; it stays open.
         name: name of the model.
         texts: the folder that `write_texts` wrote.
-        max_queue: most sequences that wait for a row.
+        max_queue: most sequences that wait for a batch row.
 
     Raises:
         OptionError: the model's settings count new tokens, or its results depend on how a prompt is split into steps.
@@ -253,7 +253,7 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
     """Convert a request of Dynamo's frontend to a prompt and the settings of its generation.
 
     Args:
-        session: the session that will run it.
+        session: the session that will run the request.
         name: name of the model.
         request: Dynamo's ``PreprocessedRequest``.
 

@@ -222,8 +222,8 @@ def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]])
 
     Args:
         messages: messages of a chat.
-        tools: tools that may be called. The system message describes them; or the user's first message, if there is
-            none.
+        tools: tools that may be called. The system message describes the tools; if there is none, the user's first
+            message does.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -338,7 +338,7 @@ def tool_grammar(
 ) -> Grammar:
     """Compile the grammar of an answer with tool calls; raise `OptionError` if a tool's parameters do not compile.
 
-    If no call is required, text may come before the calls, or stand alone.
+    If no call is required, text may come before the calls, or the answer may be only text.
     """
     calls = " | ".join(
         f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools
@@ -382,7 +382,7 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Take more text of the answer (`last`: its end); return the text that is certainly not part of a call."""
+        """Take more text of the answer (`last`: True at its end); return text that is certainly not part of a call."""
         self._rest += text
         said = ""
         if not self._in_calls:

@@ -29,7 +29,7 @@ class Constants:
     Attributes:
         arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
             GPU.
-        sizes: sizes of all arrays, in the order of the plan: rows of equal sizes share a step.
+        sizes: sizes of all arrays, in the order of the plan. Sequences with equal sizes can share a step.
     """
 
     arrays: Mapping[str, Array | DeviceArray] = field(default_factory=dict)

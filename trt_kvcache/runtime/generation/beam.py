@@ -130,9 +130,9 @@ def hypothesis_events(
 
 
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
-    """Extend each live beam by its likeliest tokens. Return the best results, each with the index of its old beam.
+    """Extend each live beam by its likeliest tokens. Return the best extended beams, with the index of each old beam.
 
-    The best comes first. So many are returned that `num_beams` of them have not ended.
+    The best beam comes first. The result has so many beams that at least `num_beams` of them have not ended.
     """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
@@ -226,7 +226,7 @@ def beam_events(
 class _LiveBeams:
     """The cache rows of the live beams, which the search extends and reorders.
 
-    The beams use the first slots of a fixed list: one slot after the prompt, at most `num_beams` slots later.
+    The beams use the first slots of a fixed list. After the prompt they use one slot, later at most `num_beams` slots.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:

@@ -307,7 +307,7 @@ class GenerationConfig:
     ] = None
 
     def __repr__(self) -> str:
-        """Show only settings that differ from the default: signatures contain this text."""
+        """Show only settings that differ from the default, because the text appears in signatures of functions."""
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         changed = [f"{name}={value!r}" for name, d in defaults.items() if (value := getattr(self, name)) != d]
         return f"GenerationConfig({', '.join(changed)})"
@@ -354,7 +354,7 @@ class GenerationConfig:
 
         Args:
             path: the file.
-            changes: fields to use instead of the file's.
+            changes: fields of `GenerationConfig` that replace those of the file.
 
         Warns:
             UserWarning: the file names a setting without effect, such as sampling settings without ``do_sample``.
@@ -381,7 +381,7 @@ class GenerationConfig:
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
-            changes: more fields, which override the files'.
+            changes: more fields, which override those of the files.
 
         Raises:
             OptionError: a file is unreadable, or a value is out of range.

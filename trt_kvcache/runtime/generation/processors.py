@@ -92,10 +92,10 @@ def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
 
 
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
-    """Add the bias of a run of tokens to the score of its last token, if the rest of the run ends `tokens`.
+    """Add a bias to the score of a token sequence's last token, if `tokens` end with the tokens before it.
 
     Raises:
-        OptionError: a run names a token that the model does not have.
+        OptionError: a token sequence has a token that the model does not have.
     """
     scores = scores.copy()
     with np.errstate(over="ignore", invalid="ignore"):  # scores may overflow to -inf or NaN; `Sampler` refuses NaN

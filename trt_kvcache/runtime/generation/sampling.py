@@ -239,7 +239,7 @@ class Candidates:
     ids: Ids | None = None
 
     def only(self, places: Ids) -> Candidates:
-        """Return the candidates with these indices, which are in ascending order."""
+        """Return the candidates at these ascending indices."""
         return Candidates(self.scores[places], places if self.ids is None else self.ids[places])
 
 
@@ -248,7 +248,7 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 
     Args:
         scores: float32 ``[V]``, of which the highest must be finite; or candidates, which must include all tokens that
-            `top_k` keeps. Not changed.
+            `top_k` keeps. `scores` is not changed.
         config: the settings.
     """
     left = scores if isinstance(scores, Candidates) else Candidates(scores)

@@ -63,17 +63,17 @@ class _Match:
 
 
 def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """Replace every attention with GroupQueryAttention if the operator computes exactly the same.
+    """Replace each Attention node by GroupQueryAttention if that computes exactly the same.
 
-    An attention fits if it is float32 and causal, with or without a left window, over two linear caches
-    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. All others stay.
+    An Attention can be replaced if it is float32 and causal, with or without a left window, over two linear caches
+    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. All other nodes stay.
 
     Args:
         model: the rewritten model; not changed.
         plan: plan of the model.
 
     Returns:
-        A model with the same inputs and outputs; the same object if no attention fits.
+        A model with the same inputs and outputs; the same object if no node can be replaced.
     """
     light, weights = detach_weights(model)
     graph = gs.import_onnx(infer_shapes(light))
@@ -310,8 +310,8 @@ def _fits(
 ) -> bool:
     """Return True if the rewritten model computes an expert node's result from the node's tokens and logits alone.
 
-    Comparing names is enough: a rewrite keeps the names of tensors that it keeps. Sizes may come from any tensor: the
-    rewrite reads those of a step from its token ids.
+    Comparing names is enough: a tensor that the rewrite keeps also keeps its name. Sizes may come from any tensor: the
+    rewritten model reads the sizes of a step from its token ids.
     """
     if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
         return False
@@ -437,7 +437,7 @@ def _cast(graph: GraphProto, large: Container[str]) -> None:
 
 
 def _widened(value: Any) -> Any:
-    """Return a plan, or a part of one, with float32 instead of bfloat16."""
+    """Return a plan, or a part of a plan, with float32 instead of bfloat16."""
     if isinstance(value, tuple):
         return tuple(map(_widened, value))
     if not is_dataclass(value) or isinstance(value, type):

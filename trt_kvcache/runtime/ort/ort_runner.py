@@ -232,7 +232,7 @@ class OnnxRuntimeRunner:
             weights[: data.shape[0], : data.shape[1]] = data
 
     def host_memory(self, size: int) -> HostMemory:
-        """Return memory for packed cache rows; see `Runner.host_memory`."""
+        """Return host memory for copies of cache rows; see `Runner.host_memory`."""
         try:
             return HostMemory(np.empty(size, np.uint8))
         except MemoryError:
@@ -344,7 +344,7 @@ def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """Return the names of the caches that ONNX Runtime can write in place: one operator reads past, writes present."""
+    """Return the caches that ONNX Runtime can write in place: the same operator reads past and writes present."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -358,7 +358,7 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
-    """Return past and present of the caches that this operator writes in place if both are one buffer."""
+    """Return past and present of the caches that this operator writes in place if past and present are one buffer."""
     if node.op_type == "TensorScatter":
         return [(node.input[0], node.output[0])]
     if node.op_type == OPERATOR:
@@ -381,8 +381,9 @@ def _admit(one: int, asked: int | None) -> int:
 def _admit_weights(model: onnx.ModelProto) -> None:
     """Refuse a model whose weights do not fit into memory.
 
-    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because it keeps packed copies for
-    products (but not of tables). float16 weights of 3.56 GB need up to 11.7 GB, because products compute in float32.
+    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because ONNX Runtime keeps packed
+    copies for MatMuls (but not of embedding tables). float16 weights of 3.56 GB need up to 11.7 GB, because MatMuls
+    compute in float32.
     """
     narrow = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]

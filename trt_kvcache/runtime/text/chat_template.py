@@ -31,8 +31,8 @@ class Chat:
         messages: ``{"role": "user", "content": "..."}`` and so on.
         tools: tools that the model may call, in the form of OpenAI's API.
         values: further variables for the template, such as ``enable_thinking``.
-        generation_prompt: the prompt ends where the model's answer begins.
-        continues: the prompt ends within the last message, and the model continues this message.
+        generation_prompt: True if the prompt must end where the model's answer begins.
+        continues: True if the prompt must end within the last message, so that the model continues this message.
     """
 
     messages: list[dict[str, Any]]
@@ -44,11 +44,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt: either its special tokens are real ones, or they were spelled in a message.
+    """A part of a prompt: its special tokens are either all real tokens, or all text that was spelled in a message.
 
     Attributes:
         text: text of the part.
-        plain: special tokens spelled in the text are encoded as text.
+        plain: True if special tokens spelled in the text must be encoded as text.
     """
 
     text: str
@@ -319,7 +319,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _hidden(value: Any, pattern: re.Pattern[str], known: Sequence[str]) -> Any:
-    """Copy a value of a message. Each special token in its texts is replaced by a mark."""
+    """Copy a value of a message. Replace each special token that its texts contain by a mark."""
 
     def mark(text: str) -> str:
         return pattern.sub(lambda match: _SPELLED.format(known.index(match[0])), text)

@@ -92,7 +92,7 @@ class TextStream:
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
-        """Return the text of these tokens (None: of the window of last tokens).
+        """Return the text of these tokens (None: of the last tokens that the stream keeps).
 
         Raises `SessionError` if the tokenizer fails, for example at an id that only the model knows.
         """

@@ -146,7 +146,7 @@ class Tokenizer:
         """Return the bytes of each token. Grammars need them.
 
         Raises:
-            OptionError: the tokenizer does not join tokens by their bytes.
+            OptionError: the text of several tokens is not made by joining the tokens' bytes.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}

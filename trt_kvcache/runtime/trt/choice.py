@@ -128,8 +128,8 @@ class DeviceChoice:
         Returns:
             The lists of the kernel `candidates`, ``[R * keep, 1 + CANDIDATES]``; and the least score in each list.
 
-        The vocabulary is cut into disjoint sets. At least `highest` scores reach the `highest`-th largest of the sets'
-        maxima, and few others do.
+        The vocabulary is divided into disjoint sets. The `highest`-th largest of the sets' maxima is a bound: at least
+        `highest` scores reach it, and few more.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
         self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -228,7 +228,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Return the bytes of results, least scores and masks; raise `OptionError` if the kernels refuse the logits."""
+    """Return the bytes that results, least scores and masks take; raise `OptionError` if kernels refuse the logits."""
     if dtype.name not in CHOICE_DTYPES:
         raise OptionError(
             f"kernels that choose tokens take logits of {', '.join(CHOICE_DTYPES)}; these are {dtype.name}"

@@ -161,7 +161,7 @@ class Context:
         return shape
 
     def let_go(self) -> None:
-        """Stop TensorRT from reporting errors to Python. Call this before the context is dropped.
+        """Stop TensorRT from reporting errors to Python. Call this before the last reference to the context is dropped.
 
         TensorRT for RTX may still compile for the context in a thread; destroying the context waits for that thread.
         """
@@ -214,12 +214,12 @@ class ContextFactory:
         return config
 
     def _config(self, *, graphs: bool) -> Any:
-        """Return the ``IRuntimeConfig`` of TensorRT for RTX for contexts that record CUDA graphs themselves, or do not.
+        """Return the ``IRuntimeConfig`` for contexts that record CUDA graphs themselves, or for those that do not.
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
-        compiled. A graph that we record would keep the quick ones, so TensorRT records the graphs itself. Contexts that
-        record have one fixed shape, so they wait for the specialized kernels; other contexts, whose shapes change, do
-        not wait.
+        compiled. A graph that this package records would keep the quick kernels, so TensorRT records the graphs itself.
+        Contexts that record have one fixed shape, so they wait for the specialized kernels; other contexts, whose
+        shapes change, do not wait.
         """
         if graphs not in self._configs:
             module, config = self._trt.module, self._new_config()
@@ -294,15 +294,15 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream with its graph or its own context, if the same step has been run before.
+        """Put a step on the stream with its CUDA graph or its own context, if the same step has been run before.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
             make: makes a context with the shapes and addresses of this step.
-            before: puts the copies on the stream that precede the step; they are recorded with it.
+            before: function that puts the copies before the step on the stream; they are recorded with the step.
 
         Returns:
-            True if the step is on the stream; False: the caller must run it.
+            True if the step is on the stream; False if the caller must run it.
         """
         if self.failure:
             return False
@@ -327,7 +327,7 @@ class StepGraphs:
         self._seen.clear()
 
     def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
-        """Return the CUDA graph of a step, recorded if needed; None if the step has now run in its own context instead.
+        """Return the CUDA graph of a step, recorded if needed; None if the step has now run without a graph instead.
 
         If a run fails, the caller runs the step again, which writes the same values.
         """

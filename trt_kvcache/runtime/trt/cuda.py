@@ -44,7 +44,10 @@ _DEVICE, _HOST = "Device", "Host"
 
 
 def taken(size: int) -> int:
-    """Return the bytes of GPU memory that an allocation of `size` takes: whole pages; small allocations share one."""
+    """Return the bytes of GPU memory that an allocation of `size` takes: whole pages.
+
+    Small allocations share a page.
+    """
     return size if size <= _PAGE // 2 else -(-size // _PAGE) * _PAGE
 
 
@@ -127,10 +130,10 @@ class Cuda:
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """Make the GPU's context current for a block that may run at any time, such as during garbage collection.
+        """Make the GPU's context current within a block that may run at any time, even during garbage collection.
 
         The block preserves the state of the thread: another GPU may be current, and a stream may be recording and would
-        not allow calls that allocate or free. Like `close`, it never fails.
+        not allow calls that allocate or free. Like `close`, this method never fails.
         """
         driver = self._driver
         _, before = driver.cuCtxGetCurrent()
@@ -242,7 +245,10 @@ class Cuda:
         return data
 
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes within the GPU. They start `pitch` bytes apart in source and target."""
+        """Copy `height` blocks of `width` bytes within the GPU.
+
+        They start `pitch` bytes apart, before and after the copy.
+        """
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
@@ -318,7 +324,8 @@ class Cuda:
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
         """Return GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.
 
-        DLPack in cuda.core 1.2 has no bfloat16 and no float8: their bits come as unsigned integers.
+        DLPack in cuda.core 1.2 has no bfloat16 and no float8. Arrays of these types appear as unsigned integers with
+        the same bits.
         """
         if dtype.kind == "V":  # a type that ml_dtypes adds to NumPy
             dtype = np.dtype(f"u{dtype.itemsize}")
@@ -330,7 +337,8 @@ class Cuda:
     def close(self) -> None:
         """Free all memory. Calling it again does nothing.
 
-        It never fails: after a fault of the GPU every call fails, and the memory is freed with the process's context.
+        `close` never fails. After a fault of the GPU every CUDA call fails; the memory is freed with the process's
+        context.
         """
         self._free(set(self._memory), set(self._pinned))
         with suppress(BackendError), self._core_errors("close the stream"):
@@ -347,7 +355,7 @@ class Cuda:
             self._pinned.remove(address)
 
     def _copy_2d(self, source: tuple[str, int, int], target: tuple[str, int, int], width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes: all at once if their distance allows this, else one by one."""
+        """Copy `height` blocks of `width` bytes: all at once if their distance allows this, else one by one."""
         (from_, start, step), (to, end, stride) = source, target
         if height > 1 and max(step, stride) > _MAX_PITCH:
             for run in range(height):
@@ -398,9 +406,9 @@ class Need:
     """GPU memory that a runner is going to allocate for one use.
 
     Attributes:
-        what: name of its use, such as ``"caches"``.
-        size: bytes, as the driver allocates them.
-        for_rows: bytes for a batch of fewer rows; None: `size`.
+        what: name of the use, such as ``"caches"``.
+        size: bytes that the driver allocates.
+        for_rows: function that returns the bytes for a smaller batch; None: always `size`.
     """
 
     what: str
@@ -412,12 +420,12 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
     """Refuse to allocate more GPU memory than is free.
 
     Args:
-        needs: all memory that will be allocated, for `max_batch` rows.
+        needs: all memory that will be allocated, for `max_batch` batch rows.
         free: free bytes of the GPU, as the driver counts them.
         total: all bytes of the GPU.
         gpu: name of the GPU.
-        max_batch: number of rows.
-        advice: what to do; None: the advice for a decoder, with batch and sizes.
+        max_batch: number of batch rows.
+        advice: what the user can do; None: the advice for a decoder, about batch and sizes.
 
     Raises:
         BackendError: `needs` and `RESERVE` together are more than `free`; the message says how many rows fit.
@@ -459,8 +467,8 @@ class DeviceArray:
     """A read-only array on a GPU; ``numpy.asarray`` copies it.
 
     Args:
-        home: the GPU and stream that it belongs to.
-        block: the memory that holds it.
+        home: the GPU and stream to which the array belongs.
+        block: the memory that holds the array.
         offset: bytes from the start of `block`.
         shape: sizes.
         dtype: dtype of the elements.

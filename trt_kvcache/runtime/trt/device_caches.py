@@ -26,10 +26,10 @@ class DeviceCaches:
     Args:
         cuda: the GPU that holds them.
         plan: plan of the engine.
-        max_batch: rows of each cache.
+        max_batch: batch rows of each cache.
 
     Raises:
-        ManifestError: a row of a cache would start at an address that TensorRT cannot take.
+        ManifestError: a batch row of a cache would start at an address that TensorRT cannot take.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, max_batch: int) -> None:
@@ -59,7 +59,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return in which of two buffers, 0 or 1, these rows have their newest contents; copy rows that differ."""
+        """Return which of two buffers, 0 or 1, has the newest contents of all these batch rows; copy rows if needed."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -72,7 +72,7 @@ class DeviceCaches:
         return side
 
     def bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the addresses of all past and present tensors by name, for a step whose rows begin at `first_row`."""
+        """Return the addresses of all past and present tensors by name, for a step from batch row `first_row` on."""
         bound = {}
         for name, buffer in self.buffers.items():
             bound[name] = self._row(name, first_row, side)
@@ -80,7 +80,7 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Record that a step has written these rows: their newest contents now lie in the other of two buffers."""
+        """Record that a step has written these rows. If there are two buffers, the other one is now the newest."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -128,7 +128,7 @@ class DeviceCaches:
     def view(self, name: str, owner: object) -> Any:
         """Return the buffer of one cache without a copy; see `Runner.view`.
 
-        If the cache has two buffers, it is the one with the newest contents of the first row.
+        If the cache has two buffers, return the one with the newest contents of the first batch row.
         """
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
@@ -142,7 +142,7 @@ class DeviceCaches:
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _runs(self, row: int, start: int, stop: int) -> Iterator[_Runs]:
-        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that has any of them."""
+        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that holds any of these."""
         for name, buffer in self.buffers.items():
             first, last = buffer.places(start, stop)
             if last > first:

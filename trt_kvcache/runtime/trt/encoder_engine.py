@@ -62,7 +62,7 @@ class TensorRTEncoder:
         self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence, as `DeviceArray`; masks lie on the host."""
+        """Return the decoder's constants for one sequence, as `DeviceArray`; masks are in host memory."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():

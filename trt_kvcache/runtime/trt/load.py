@@ -43,12 +43,12 @@ def load_tensorrt(backend: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An opened engine, and the objects that it needs as long as it lives.
+    """An opened engine, and the objects that must live as long as the engine.
 
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
         engine: ``ICudaEngine``.
-        runtime: kept alive for the engine.
+        runtime: object of TensorRT that must live as long as the engine.
         recorder: collects the errors that TensorRT reports; see `make_recorder`.
         title: name and version, for messages.
         rtx: True for TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.

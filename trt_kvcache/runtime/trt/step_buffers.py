@@ -73,7 +73,10 @@ class StepBuffers:
             self._cuda.upload_pieces(self.addresses[name], values)
 
     def choose(self) -> str:
-        """Let the GPU choose tokens in steps that need few scores per position. Return why it cannot; "" if it can."""
+        """Let the GPU choose tokens in steps that need few scores per position.
+
+        Return why the GPU cannot; "" if it can.
+        """
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
         form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
@@ -109,7 +112,7 @@ class StepBuffers:
             self._staging.data[start : start + data.size] = data
 
     def upload(self, shapes: Mapping[str, Shape]) -> None:
-        """Copy the inputs that `put` wrote to the GPU; the shapes of the inputs are given."""
+        """Copy to the GPU the inputs that `put` wrote, in these shapes."""
         for name, offset in self._offsets.items():
             size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
             self._cuda.upload(self.addresses[name], self._staging.address + offset, size)
@@ -118,9 +121,9 @@ class StepBuffers:
         """Wait for the step, and return the logits of its last `keep` positions.
 
         Returns:
-            ``[R, keep, V]``, valid until the next call: a view of pinned memory if they fit into it. If `batch` asks
-                for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]`` of the scores that the
-                masks allow.
+            ``[R, keep, V]``, valid until the next call: a view of pinned memory if the logits fit into it. If `batch`
+                asks for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]``, the tokens and
+                scores that the masks allow.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -195,10 +198,12 @@ class StepShapes:
         return kind
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """Return the largest shapes of all tensors except caches in any step. TensorRT infers those of the outputs.
+        """Return the largest shapes of all tensors except caches in any step.
+
+        TensorRT infers the shapes of the outputs.
 
         Args:
-            contexts: one for each profile.
+            contexts: one execution context for each profile.
             rows: most rows of a step.
             chunk: most tokens per row.
             max_logits: most positions per row whose logits a step returns; None: all.

@@ -252,9 +252,9 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block in which an open runner is used: CUDA's context is current, and its faults become SessionError.
+        """Within this block, an open runner is used: CUDA's context is current, and errors of CUDA become SessionError.
 
-        Two threads must not enter it at once.
+        Two threads must not enter the block at once.
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
@@ -281,7 +281,7 @@ class TensorRTRunner:
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the address of every tensor for a step that begins at this row. The results are cached."""
+        """Return the address of every tensor for a step that begins at this batch row. The results are cached."""
         if (first_row, side) not in self._bound:
             self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
         return self._bound[first_row, side]
@@ -326,8 +326,8 @@ class Resources:
     def close(self) -> None:
         """Free everything, and save compiled kernels for the next start.
 
-        It does nothing if a call is still running: then the process ends while another thread is in that call. It does
-        nothing in a forked process, because CUDA does not work there.
+        `close` does nothing if a call is still running: then the process ends while another thread is in that call.
+        `close` also does nothing in a forked process, because CUDA does not work there.
         """
         if self.in_use or os.getpid() != self._process:
             return
@@ -345,7 +345,7 @@ class Resources:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Drop the objects of TensorRT, and then the memory that they are bound to."""
+        """Drop the objects of TensorRT, and then the memory that these objects use."""
         while self.contexts:
             self.contexts.pop().let_go()
         while self.functions:
