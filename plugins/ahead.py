@@ -29,7 +29,8 @@ class KernelReport:
     Attributes:
         spill_bytes, stack_bytes: bytes of local memory per thread; a kernel with nonzero numbers is slow.
         occupancy: see `ResourceUse`.
-        ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads these as a cubin.
+        ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads such kernels as a
+            cubin.
     """
 
     kernel: str

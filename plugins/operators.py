@@ -34,7 +34,8 @@ class Operator:
     """One operator of the plugin: its inputs and outputs, and how the update is written into the cache.
 
     Attributes:
-        form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
+        form: layout of the update: padded ``[B, N, S_new, H]``, or packed ``[T, N, H]`` with cumulative lengths ``[B +
+            1]``.
         mode: linear or circular.
         caches: number of caches in one launch: 1, or 2 for the K and V of a layer.
         quantized: quantize on write, with float32 scales ``[1]`` or ``[N]``.
@@ -54,7 +55,7 @@ class Operator:
     def name(self) -> str:
         """The ONNX operator type.
 
-        It is also the plugin's name: ``KVCacheUpdate`` and words for form, mode, caches and quantization.
+        It is also the plugin's name: ``KVCacheUpdate`` with words for update layout, mode, caches and quantization.
         """
         parts = (
             ("Packed", self.packed),
@@ -113,7 +114,7 @@ class Operator:
         )
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
-        """Check the ranks of an operator's inputs, and their compare their sizes where they are known.
+        """Check the ranks of an operator's inputs, and compare the inputs' sizes where they are known.
 
         The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 

@@ -70,12 +70,12 @@ class Quantization:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The properties that distinguish one cache-update kernel from the others.
+    """The properties in which cache-update kernels differ.
 
     Attributes:
         element_bits: bits of a cache element; without quantization, also of an element of the update. The kernel moves
             bytes, not numbers, so types of the same size share a kernel.
-        form: padded or packed updates.
+        form: layout of the updates: padded or packed.
         mode: linear or circular.
         caches: number of caches in one launch: 1, or 2 for a layer's K and V. The two caches share B, N, S_max, write
             indices and lengths; their head sizes may differ.
@@ -113,7 +113,8 @@ class KernelConfig:
     def name(self) -> str:
         """The entry function's name, a C identifier. Configurations with the same name have the same source.
 
-        The name leaves out element size, integer types and number of scales, because these are arguments.
+        The name leaves out element size, integer types and number of scales, because the kernel gets these as
+        arguments.
         """
         parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
         if self.quantization is not None:
@@ -129,7 +130,7 @@ class Arguments:
     Attributes:
         inputs: pointers, named as the plugin's inputs: ``cache_0[, cache_1], update_0[, update_1], write_indices,
             [lengths,] [scale_0[, scale_1]]``.
-        scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` when packed),
+        scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` for a packed update),
             ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``), ``index_bytes``, with lengths ``length_bytes`` (of one
             integer), with quantization ``scale_step`` (0: one scale for the tensor, 1: one for each head).
         outputs: pointers: ``present_0[, present_1]``.

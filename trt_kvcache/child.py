@@ -367,16 +367,13 @@ def _limit(size: int) -> None:
 
 
 def is_broken(error: OSError) -> bool:
-    """Return True if writing failed because the process at the other end of the pipe has ended."""
+    """Return True if writing failed because the process that reads the pipe has ended."""
     return error.errno == errno.EPIPE or (sys.platform == "win32" and error.errno == errno.EINVAL)
 
 
 @contextmanager
 def _unless_ended() -> Iterator[None]:
-    """Within the ``with`` block, write to the other process.
-
-    If that process has ended, leave the block without an error.
-    """
+    """A ``with`` block that writes to the other process. If that process has ended, the block raises no error."""
     try:
         yield
     except OSError as error:

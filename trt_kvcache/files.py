@@ -119,7 +119,7 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 def stamp(file: Path | int) -> tuple[int, ...]:
     """Return values by which a later change of a file is noticed: device, inode, size, and times in ns.
 
-    The times are those of the content and of the inode; the latter also changes if a file is moved away and back.
+    The times are the content's and the inode's; the inode's time also changes if a file is moved away and back.
 
     Args:
         file: path of the file, or the descriptor of the open file.

@@ -87,8 +87,8 @@ def verify_model(
     next step, unchanged. The model computes in float32, and continues the texts greedily. Then other stations decode
     the same tokens:
 
-    - ``rewritten``: the rewritten model in float32, the texts in one batch at different places, with tight, bucketed
-      and full spans, and with garbage in all cache rows without a token;
+    - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
+      the cache rows in use, a few more, or all. All cache rows without a token have garbage;
     - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against the rewritten model with
       rows that standard operators round in the same way;
     - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
@@ -220,7 +220,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Compare one form of the model. If it cannot run on this machine, a note says why, and it counts as passed."""
+        """Compare one form of the model. If it cannot run on this machine, note why, and count the form as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()

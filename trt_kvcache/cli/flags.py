@@ -54,7 +54,7 @@ def flags_of(
         options: the dataclass of options, see `Setting`.
         names: names of the settings; empty: all settings that have a flag.
         leave: names of settings to leave out.
-        unset: flags whose default is None, so that a command can tell whether they are given; None: all.
+        unset: flags whose default is None, so that a command can tell whether the user gave them; None: all flags.
         group: title of these flags in the help of a command. None: the group of each setting.
     """
 

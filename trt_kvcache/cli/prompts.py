@@ -41,7 +41,7 @@ class EmbeddedPrompt:
     Attributes:
         ids: token ids, with placeholders at the places of images.
         embeds: ``[S, H]``.
-        positions: ``[S]`` or ``[planes, S]``, or None.
+        positions: ``[S]``; or ``[planes, S]`` if a token has several positions; or None.
     """
 
     ids: list[int]

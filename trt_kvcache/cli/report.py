@@ -108,7 +108,7 @@ def _without_path(message: str, path: Path) -> str:
 
 
 def _alike(result: dict[str, Any]) -> Any:
-    """Return the outcome (plan, refusal or trace) without names, and without numbers that come from weights."""
+    """Return the outcome (plan, refusal or trace) without names, and without numbers that depend on weights."""
     if result["kind"] == "plan":
         plan = result["plan"]
         caches = [(c["past"], c["route"], c["physical_shape"]) for c in plan["caches"]]
@@ -117,5 +117,5 @@ def _alike(result: dict[str, Any]) -> Any:
 
 
 def _anonymous(message: str, names: dict[str, str], model: Path) -> str:
-    """Return a message in which the names of the model's tensors and nodes are replaced by those in the report."""
+    """Return a message in which the model's names of tensors and nodes are replaced by the names in the report."""
     return _QUOTED.sub(lambda quoted: f"'{names.get(quoted[1], '...')}'", _without_path(message, model))

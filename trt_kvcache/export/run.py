@@ -276,7 +276,7 @@ class _Job:
         return Export(name, plan)
 
     def first(self, names: Sequence[str]) -> Export:
-        """Try these exporters in turn; return the first export that can be planned, has caches, and is correct."""
+        """Try these exporters in turn. Return the first export that can be planned, has caches, and is correct."""
         failures: list[str] = []
         for name, following in zip(names, [*names[1:], ""], strict=True):
             try:
@@ -323,7 +323,7 @@ class _Job:
         return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter, and report its warnings. Do not use it for the small twin, whose warnings would repeat."""
+        """Run an exporter, and report its warnings, but not for the small test model, whose warnings would repeat."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")
@@ -354,7 +354,7 @@ class _Job:
                 self._told(f"the weights are not compared with the checkpoint's: {verdict.said}")
 
     def _right_others(self, name: str) -> list[str]:
-        """Return the names of the other exporters that support this dtype and export the small test model correctly."""
+        """Return the names of the other exporters that support this dtype and export a small random model correctly."""
         fits = _chosen("auto", self._dtype, self._interpreter.python, int4=self._int4)
         with phase("trying other exporters on a small twin"):
             verdicts = {other: self._judge(other) for other in fits if other != name}

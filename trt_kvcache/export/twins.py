@@ -116,7 +116,7 @@ class Twin:
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return the settings that a wrong exporter ignores: transformers without such a setting gives its logits."""
+        """Return the settings that the exporter ignores: without one of them, transformers gives the same logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")

@@ -33,8 +33,8 @@ class Adapter:
         name: the name under which it was loaded.
         rank: the largest rank of its modules.
         digest: digest of its contents; cache rows belong to a model and an adapter with this digest.
-        arrays: the factors, by name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the model's
-            dtype. Inputs that the adapter does not change are left out.
+        arrays: the matrices, by name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the
+            model's dtype. Inputs that the adapter does not change are left out.
     """
 
     name: str

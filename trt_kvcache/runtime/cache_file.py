@@ -232,7 +232,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
     Args:
         path: path of the file.
         runner: runner of the model.
-        adapters: the loaded adapters, in which those of the slots are looked up; None: do not look them up.
+        adapters: the loaded adapters, in which the slots' adapters are looked up; None: do not look them up.
 
     Raises:
         CacheFileError: the file is unreadable, or was saved with another model or with caches of another kind.

@@ -159,8 +159,8 @@ class CacheRows:
         """Shorten a slot to its first `length` tokens. The cache rows of the other tokens are zeroed.
 
         Raises:
-            CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or
-                tokens of one step see each other.
+            CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or in
+                this model a token sees later tokens of the same step.
         """
         entry = self.slot(slot)
         self._check_crop(slot, entry, length)
@@ -311,11 +311,12 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Fill the beginning of an empty slot from the prefix cache: copy the cache rows of all first tokens in it.
+        """Fill the beginning of an empty slot from the prefix cache: copy the cache rows of the first tokens.
 
         Args:
-            slot: a slot that has a row, to which nothing was written before.
-            keep: number of last tokens whose logits are needed; the model computes these tokens, and at least one.
+            slot: a slot that has a batch row, to which nothing was written before.
+            keep: number of last tokens whose logits are needed; these tokens, at least one, are not copied, because the
+                model must compute them.
         """
         entry = self.slots[slot]
         if self.prefixes is None or entry.length or not entry.pending:

@@ -72,7 +72,7 @@ def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Pat
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Return why a passed check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
+    """Return why a recorded check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
 
     Args:
         path: path of the file.
@@ -175,7 +175,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     Args:
         engine: path of the engine.
         options: options of `TensorRTRunner`; sizes are ignored.
-        again: run the steps even if the engine has a passed check for this GPU.
+        again: run the steps even if a file records that the engine passed on this GPU.
 
     Raises:
         ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.

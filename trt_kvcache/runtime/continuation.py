@@ -174,11 +174,11 @@ class Continuation:
         return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
-        """Choose tokens as long as they equal the guesses in `draft`, and one more.
+        """Choose tokens as long as they equal the guesses in `draft`, and one token more.
 
-        Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens equal those
-        of single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches; the
-        caller removes the other tokens from the caches.
+        Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens are the same
+        as in single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches;
+        the caller removes the other tokens from the caches.
 
         Args:
             draft: int64 ``[D]``, the guesses.

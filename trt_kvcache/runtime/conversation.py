@@ -59,7 +59,7 @@ class Conversation:
         If tokens are drawn, the random numbers differ from those of earlier answers.
 
         Raises:
-            CapacityError, OptionError, PromptError, SessionError: as in `say`; the last message is dropped then.
+            CapacityError, OptionError, PromptError, SessionError: see `say`. The last message is dropped then.
         """
         said = self.messages[-2]["content"]
         del self.messages[-2:]

@@ -58,7 +58,7 @@ class DraftModel:
         return self._runner.name
 
     def check(self, runner: Runner) -> None:
-        """Refuse a model that the draft cannot guess for.
+        """Refuse a model for which the draft model cannot guess tokens.
 
         Raises:
             OptionError: the model has another vocabulary, or cannot check guesses.
@@ -71,13 +71,14 @@ class DraftModel:
             )
 
     def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
-        """Guess the next tokens of several sequences together. Return the guesses by slot of the model.
+        """Guess the next tokens of several sequences together. Return the guesses by slot of the main model.
 
-        If the draft fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the reason.
+        If the draft model fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the
+        reason.
 
         Args:
-            asked: for each slot of the model: its continuation, and how many tokens to guess at most.
-            alive: slots that the model still has.
+            asked: maps a slot of the main model to its continuation, and to the most tokens to guess.
+            alive: slots that the main model still has.
         """
         outcomes: Outcomes = []
         guesses: dict[int, list[int]] = {slot: [] for slot in asked}
@@ -150,9 +151,9 @@ def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel
     """Open a model or an engine as a draft model. Unless the file fixes its capacity, it gets that of the main model.
 
     Args:
-        path: path of the draft.
+        path: path of the draft model or its engine.
         runner: runner of the main model.
-        options: options of the main model's runner. The draft model uses those that concern the machine.
+        options: options of the main model's runner. The draft model uses the options that concern the machine.
 
     Raises:
         See `DecodeSession.open`.

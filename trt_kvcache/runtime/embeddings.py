@@ -138,10 +138,10 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     """Return the embeddings of a step ``[R, S, H]``: those that the caller gave, and the table's for all other tokens.
 
     Args:
-        embeddings: looks ids up.
+        embeddings: returns the embeddings of ids.
         tokens: int64 ``[R, S]``.
         starts: index of the first token of each row in its sequence.
-        waiting: the caller's embeddings, by row.
+        waiting: the caller's embeddings for each row.
     """
     if not any(len(part.at) for part in waiting):
         return embeddings.look_up(tokens)

@@ -81,7 +81,7 @@ class _Open:
 
 
 class _Idle:
-    """A context manager for changes of a session. It delays signals until the end of the block.
+    """A context manager for changes of a session. It delays signals until the end of the ``with`` block.
 
     It raises an error if the session is closed, or if a running step executes this code.
 

@@ -132,7 +132,7 @@ class _ComparedRunner:
 
 
 def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
-    """Return the outputs of those layers that can be compared, in the order of the graph."""
+    """Return the outputs of all layers that can be compared, in the order of the graph."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     layers = []

@@ -177,7 +177,7 @@ class DecodeLoop:
         If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Sequences in
         neighbouring batch rows need the fewest steps of the runner.
 
-        A sequence that fails ends with its error; the others continue.
+        A sequence that fails ends with its error; other sequences continue.
         """
         seated = self._with_adapters()
         for run in seated:
@@ -223,7 +223,7 @@ class DecodeLoop:
     def _with_adapters(self) -> list[Run]:
         """Return the sequences that can take part in the next step: with a batch row, and an adapter slot if needed.
 
-        Sequences that started earlier get adapter slots first; the others wait.
+        Sequences that started earlier get adapter slots first; if there are too few, later sequences wait.
         """
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
         placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
@@ -334,7 +334,7 @@ class DecodeLoop:
         return pieces
 
     def _last_token(self, name: int, draft: list[int]) -> _Piece:
-        """Return the last chosen token of a slot and the guesses in `draft` as one piece."""
+        """Return the last chosen token of a slot, followed by the guesses in `draft`, to be written in one step."""
         slot = self._cache.slot(name)
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
@@ -477,10 +477,7 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens of these events to the slot: correct guesses, then the last token.
-
-        Return the last token.
-        """
+        """Append the tokens of these events to the slot: correct guesses, then the last token. Return this token."""
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
@@ -514,7 +511,10 @@ def _ends(outcome: Outcome) -> bool:
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
-    """Return the error to report for a sequence that ended with `error`; another package's becomes a `SessionError`."""
+    """Return the error to report for a sequence that ended with `error`.
+
+    Other packages' errors become a `SessionError`.
+    """
     if isinstance(error, TrtKvCacheError):
         return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")

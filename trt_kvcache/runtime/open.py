@@ -29,7 +29,7 @@ class Unread:
 
 
 def find_tokenizer(model: Path) -> Any:
-    """Return the tokenizer beside a model or engine, or in its folder; an `Unread` if there is no usable one."""
+    """Return the tokenizer in the folder of a model or engine; an `Unread` if there is no usable one."""
     file = (model if model.is_dir() else model.parent) / "tokenizer.json"
     if not file.is_file():
         return Unread(f"there is no {file}")
@@ -191,7 +191,7 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
     """Open a model with ONNX Runtime, or an engine on a GPU. The path may be that of the file or of its folder.
 
     Raises:
-        OptionError: the file cannot run on that device, or the options are for the other device.
+        OptionError: the file cannot run on the requested device, or the options are for another device.
         VerificationError: the engine's results on this GPU differ from the recorded results in its proof.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """

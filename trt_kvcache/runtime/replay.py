@@ -46,7 +46,7 @@ class SessionSteps(TextCaches):
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         garbage, seed: see `TextCaches`.
         first: batch row that holds the first sequence.
-        spare: batch rows without a sequence, which are filled like that of the first sequence.
+        spare: batch rows without a sequence, which get the same contents as the first sequence.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class _Replay:
         self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
 
     def _misfit(self) -> str:
-        """Return why a proof cannot belong to this engine, judged by lengths and cache names; empty if it can."""
+        """Return why a proof does not belong to this engine, by its lengths and cache names; empty if it may belong."""
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
@@ -318,7 +318,7 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, name: str) -> None:
-        """Compare the newest cache rows with those in the proof, within the allowed difference."""
+        """Compare the newest rows of a cache with the rows in the proof, within the allowed difference."""
         if name in self._facts.allowed[part]:
             for text in self._steps.texts:
                 wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])

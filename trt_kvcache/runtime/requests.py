@@ -82,7 +82,8 @@ class ReadPrompt:
         tokens: token ids.
         embeds: ``[S, H]`` in the model's dtype, replacing the embeddings of all tokens; None: the session looks up the
             ids.
-        positions: int64 ``[planes, S]``; None: the positions continue those of the earlier tokens.
+        positions: int64 ``[planes, S]``, where each token has `planes` positions; None: the positions continue those of
+            the earlier tokens.
         constants: inputs of the model that stay the same in all steps of this prompt.
     """
 

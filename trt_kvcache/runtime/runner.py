@@ -182,14 +182,14 @@ class Runner(Protocol):
         ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot of a model input.
+        """Write matrix A or B of a LoRA adapter to one adapter slot of a model input.
 
-        Later steps that use the slot read these factors.
+        Later steps that use the slot read this matrix.
 
         Args:
             name: name of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
             slot: number of the slot, from 1 on; slot 0 stays zero.
-            data: factors in the input's dtype. Their rank may be less than that of the input; the rest of the slot
+            data: the matrix in the input's dtype. Its rank may be less than that of the input; the rest of the slot
                 becomes 0. None: the whole slot becomes 0.
         """
         ...
@@ -206,11 +206,11 @@ class Runner(Protocol):
         """Copy the cache rows of tokens ``start .. stop - 1`` of one batch row to host memory, and wait for the end.
 
         Args:
-            row: row of the batch.
+            row: batch row.
             start: first token. If it is 0, the state is copied, too.
             stop: end of the tokens (exclusive).
             into: memory from `host_memory`; gets the tokens of all buffers one after the other, each as a contiguous
-                array ``[planes, tokens, width]``, see `Carried`.
+                array ``[planes, tokens, width]`` (planes: such as heads), see `Carried`.
         """
         ...
 

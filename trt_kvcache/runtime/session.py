@@ -70,8 +70,8 @@ class DecodeSession:
                 print(event.token)
 
     Any thread may call any method: one lock serializes the steps, and the sequences of all threads share the steps. A
-    forked process cannot use the session; open the model there. A sequence that fails or ends does not disturb the
-    others.
+    forked process cannot use the session; open the model there. A sequence that fails or ends does not disturb other
+    sequences.
 
     Args:
         runner: executes the steps; the session closes it.
@@ -160,7 +160,7 @@ class DecodeSession:
         cpu: CpuOptions | None = None,
         gpu: GpuOptions | None = None,
     ) -> DecodeSession:
-        """Open an engine or a model, with the tokenizer, end tokens, embeddings and encoder that lie beside it.
+        """Open an engine or a model, with the tokenizer, end tokens, embeddings and encoder in its folder.
 
         Args:
             path: an engine that ``trt-kvcache build`` wrote, or its folder; or an ``.onnx`` file or its folder, which
@@ -239,7 +239,7 @@ class DecodeSession:
 
     @property
     def name(self) -> str:
-        """The runtime and the device of the decoder, and of the encoder and the draft if there are any, as one text."""
+        """Runtime and device of the decoder, and of the encoder and the draft model if there are any, as one text."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
         encoder = "" if self._encoder is None else self._encoder.where
         return ", ".join(part for part in (self._runner.name, encoder, draft) if part)
@@ -288,7 +288,7 @@ class DecodeSession:
     def encode(self, source: Source) -> dict[str, Any]:
         """Run the encoder of an encoder-decoder model for one sequence, and return its results for the decoder.
 
-        The encoder runs on the decoder's device, or on the CPU if it has no engine; `name` tells which.
+        The encoder runs on the decoder's device, or on the CPU if it has no engine; the session's `name` tells which.
 
         Args:
             source: one sequence without padding: text or token ids; or arrays by names of the encoder's inputs, such as
@@ -299,7 +299,7 @@ class DecodeSession:
                 memory, which is freed with the last reference; ``numpy.asarray`` copies them.
 
         Raises:
-            OptionError: the model takes no inputs from an encoder, or no encoder lies beside the model.
+            OptionError: the model takes no inputs from an encoder, or there is no encoder in the model's folder.
             ModelError, ManifestError: the encoder cannot be used.
             PromptError: the source does not fit the encoder.
             SessionError: the encoder failed, or the session is closed.
@@ -353,7 +353,7 @@ class DecodeSession:
 
         Args:
             prompts: one prompt or a list of prompts. A prompt is a text or a list of token ids. If there are more
-                prompts than free rows, the others wait.
+                prompts than free batch rows, the remaining prompts wait.
             config: settings for all prompts; None: `config` of the session.
             constants: other inputs of each prompt, see `ConstantValues`; for one prompt, give its constants without a
                 list.
@@ -510,9 +510,9 @@ class DecodeSession:
     ) -> int:
         """Add a sequence: each `step` advances it, and its slot is freed when it ends.
 
-        If other sequences run in all rows, the new one waits until one of them ends. Clients get free rows in turn; the
-        sequences of one client start in the order in which they were added. A session opened with `max_sequences`
-        refuses more sequences than that.
+        If other sequences run in all batch rows, the new sequence waits until one of them ends. Clients get free rows
+        in turn; the sequences of one client start in the order in which they were added. A session opened with
+        `max_sequences` refuses more sequences than this.
 
         Args:
             prompt: text or token ids; may be empty if `slot` holds tokens that are not in its cache yet.
@@ -564,13 +564,13 @@ class DecodeSession:
             return name
 
     def step(self) -> list[TokenEvent]:
-        """Compute the next tokens of all sequences; return the events of those that were added with `add`.
+        """Compute the next tokens of all sequences; return the events of sequences that were added with `add`.
 
-        Ctrl-C waits for the end of a step. The next call returns the events that the interrupted one did not return.
+        Ctrl-C waits for the end of a step. The next call returns the events that the interrupted call did not return.
 
         Raises:
             SessionError: the session is closed, or the step of a sequence failed; the error's `sequence` names it. This
-                sequence has ended, and the next call returns the events of the others.
+                sequence has ended, and the next call returns the events of the other sequences.
         """
         return self._streams.step()
 

@@ -107,13 +107,13 @@ class Slot:
         return self.positions.after(len(self.tokens))
 
     def appended(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> Slot:
-        """Return a copy with more tokens, which wait to be written to the cache.
+        """Return a copy with more tokens, which are not in the cache yet.
 
         Args:
             tokens: token ids.
             embeds: ``[S, H]`` in the model's dtype, replacing the tokens' embeddings; None: the session looks up the
                 ids.
-            positions: int64 ``[planes, S]``; None: the positions continue.
+            positions: int64 ``[planes, S]``, where each token has `planes` positions; None: the next positions.
         """
         start, by_ids = len(self.tokens), self.by_ids
         if by_ids is None and not (embeds is None and positions is None):

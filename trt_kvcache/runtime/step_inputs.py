@@ -432,7 +432,7 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` (planes: 3 with M-RoPE) in a shape that fits the input."""
+    """Return the caller's positions ``[R, planes, S]`` (`planes` positions a token) in a shape that fits the input."""
     if len(tensor.shape) < 3:
         return place(by_token(values[:, 0], tensor), tensor.axes)
     if "tokens" not in tensor.axes:

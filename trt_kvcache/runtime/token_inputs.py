@@ -86,7 +86,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """Return a copy that has `rows`, too, as embeddings of tokens from `start` on. These come after all others."""
+        """Return a copy with more embeddings: `rows`, of tokens from `start` on. `start` is after all other tokens."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -101,13 +101,13 @@ NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
 class Positions:
     """The positions of a sequence's tokens: first the caller's, then consecutive ones.
 
-    A token without a position of its own comes one after the largest position before it, in every plane (one of the
-    several positions of a token in M-RoPE; ``rope_deltas`` in transformers). A token sees all tokens before it in the
-    sequence; positions do not change that.
+    A token without a position of its own comes one after the largest position before it, in every plane
+    (``rope_deltas`` in transformers). Planes are the several positions of one token, such as 3 with M-RoPE. A token
+    sees all tokens before it in the sequence; positions do not change that.
 
     Attributes:
         array: int64 ``[planes, K]``: positions of the first K tokens; K may be 0.
-        next: position of the next token after these.
+        next: position of the token after the first K.
     """
 
     array: Indices
@@ -120,7 +120,7 @@ class Positions:
         return bool(self.array.shape[1])
 
     def of(self, start: int, stop: int) -> Indices:
-        """Return the positions of tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
+        """Return positions of tokens ``start .. stop - 1``: int64 ``[planes, stop - start]``, `planes` for a token."""
         count = self.array.shape[1]
         known = self.array[:, start:stop]
         follow = np.arange(max(start, count), max(stop, count)) - count + self.next
@@ -147,8 +147,8 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
     """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are consecutive.
 
-    If all tokens come after the caller's positions, as in decoding, `planes` is 1: the several positions of a token are
-    equal.
+    If all tokens come after the caller's positions, as in decoding, `planes` (positions per token) is 1, because a
+    token's positions are equal.
     """
     if not any(rows):
         return None
@@ -187,15 +187,15 @@ class PositionInput:
             self.planes = int(tensor.shape[axes_with_planes(tensor).index("planes")]) if planar else 1
 
     def read(self, values: Any, count: int) -> Indices:
-        """Check the positions of a prompt; return int64 ``[planes, count]``.
+        """Check a prompt's positions; return int64 ``[planes, count]``, `planes` positions for each token.
 
         Args:
-            values: ``[count]``, the same in all planes, or ``[planes, count]``; or ``[planes, 1, count]``, as models
+            values: ``[count]``, the same for all planes, or ``[planes, count]``; or ``[planes, 1, count]``, as models
                 take them.
             count: tokens of the prompt.
 
         Raises:
-            PromptError: the model takes no positions, or they have another shape, or are negative.
+            PromptError: the model takes no positions, or the positions have another shape, or are negative.
         """
         if not self.planes:
             raise PromptError(f"positions are given, but {self._why}; leave the positions out")

@@ -52,7 +52,7 @@ class RowRunner:
     """Answers the rows (requests) of a batch job with a session, in the same way as the server.
 
     Args:
-        session: the session; it stays open, and no other code may use the session meanwhile.
+        session: the session; it stays open, and no other code may use the session at the same time.
         name: name of the model.
 
     Attributes:
@@ -146,7 +146,7 @@ def run_batch(
     """Run a batch job: answer the rows of a file that have no answer yet; write all answers in the order of the rows.
 
     Finished rows are kept in a `Journal` beside the output until the output is written. A job that was killed continues
-    from it.
+    from the journal.
 
     Args:
         file: path of the requests, see `read_rows`.
@@ -204,7 +204,7 @@ def _check_new(output: Path) -> None:
 class Journal:
     """The answers of a batch job so far, in a file. Each answer is stored at once, so that a killed job can continue.
 
-    No other process may have the file open meanwhile.
+    No other process may have the file open at the same time.
 
     Args:
         output: path of the job's output; the journal is this path with ``.journal`` at its end.

@@ -76,7 +76,7 @@ class ServingCore:
     own tokens in memory, and delays no other request.
 
     Args:
-        session: the session; it stays open, and no other code may call its `step` or `add` meanwhile.
+        session: the session; it stays open, and no other code may call its `step` or `add` at the same time.
         max_queue: most sequences that wait for a batch row.
         name: name of the model in the metrics.
         step_limit: seconds after which a running step counts as hanging: its requests get an `EndingError`.

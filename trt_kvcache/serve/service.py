@@ -259,7 +259,7 @@ class Service:
 
 
 class _Door:
-    """ASGI middleware: counts and logs requests; refuses those without a key, and all during shutdown."""
+    """ASGI middleware: counts and logs requests; refuses requests without a key or during shutdown."""
 
     def __init__(self, service: Service, inner: ASGIApp) -> None:
         self._service, self._inner = service, inner

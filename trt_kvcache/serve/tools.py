@@ -41,7 +41,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The `structured_outputs` of vLLM's API, with one of these fields. `grammar` is Lark or GBNF."""
+    """The `structured_outputs` of vLLM's API. A request sets one of these fields. `grammar` is Lark or GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -206,7 +206,7 @@ def _after(text: str, prompt: str) -> str:
 
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
-    """Return the text that the template writes for calls of these functions, without its texts around every answer."""
+    """Return the text that the template writes for calls of these functions, without texts that every answer has."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
     ]
@@ -294,7 +294,7 @@ class ToolUse:
 
 
 def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, parallel: bool) -> ToolUse | None:
-    """Return the tool calls that an answer may make; None if it may make none.
+    """Return the tool calls that an answer may make; None if it may make no calls.
 
     Args:
         session: the session that answers.
@@ -303,8 +303,8 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
         parallel: True if an answer may have several calls.
 
     Raises:
-        OptionError: the choice is unknown, the parameters of a tool do not compile, or the template's form of calls
-            cannot be read.
+        OptionError: the choice is unknown, the parameters of a tool do not compile, or the way in which the template
+            writes calls cannot be found out.
     """
     able, required = _chosen(tools, choice)
     if not able:

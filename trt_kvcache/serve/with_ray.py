@@ -44,7 +44,9 @@ def answer_with_ray(
     rows: Iterable[Row],
     take: Callable[[str, Answered], None],
 ) -> None:
-    """Answer the rows of a batch job with Ray actors. If an actor dies, Ray starts another, which repeats the block.
+    """Answer the rows (requests) of a batch job with Ray actors.
+
+    If an actor dies, Ray starts another actor, which repeats the dead actor's block of rows.
 
     Args:
         model: path of the engine or model, on every machine.

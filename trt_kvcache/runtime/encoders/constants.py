@@ -40,7 +40,7 @@ class Constants:
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
     def fits(self, other: Constants) -> bool:
-        """Return True if rows with these constants can share a step."""
+        """Return True if batch rows with these constants can share a step."""
         return self is other or self.sizes == other.sizes
 
 

@@ -64,7 +64,8 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
     """Open the encoder of a model.
 
     Args:
-        file: path of the encoder, an engine or a model, or the folder of a model; None: search beside `model`.
+        file: path of the encoder, an engine or a model, or the folder of a model; None: search in the folder of
+            `model`.
         model: path of the decoder or engine.
         runner: runner of the decoder.
         guard: lock of the session; code that uses the runner holds it.

@@ -149,7 +149,7 @@ def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
 
 
 def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> Scores:
-    """Forbid every token that would complete one of these runs of tokens."""
+    """Forbid every token that would complete one of these token sequences."""
     return ban_tokens(scores, [run[-1] for run in runs if _is_next(run, tokens)])
 
 

@@ -75,7 +75,7 @@ class Sampler:
 
         Args:
             config: the settings; without a seed, a new one is drawn.
-            index: index of the sequence among those with the same seed.
+            index: index of the sequence among all sequences with the same seed.
         """
         self._config = config
         seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
@@ -267,7 +267,7 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 def apply_temperature(scores: Scores, temperature: float) -> Scores:
     """Divide the distances from the highest score by `temperature`, so that the highest score cannot overflow.
 
-    The probabilities equal those of divided scores.
+    The probabilities are the same as if the scores were divided.
     """
     with np.errstate(over="ignore"):  # very unlikely tokens become -inf
         hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
@@ -275,7 +275,7 @@ def apply_temperature(scores: Scores, temperature: float) -> Scores:
 
 
 def keep_top_k(left: Candidates, count: int) -> Candidates:
-    """Keep the candidates with the `count` highest scores, and those whose scores equal the lowest of these."""
+    """Keep the candidates with the `count` highest scores, and all that tie with the lowest of these scores."""
     return left if count >= left.scores.size else left.only(highest(left.scores, count))
 
 
@@ -306,7 +306,7 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
 
 
 def highest(scores: Scores, count: int) -> Ids:
-    """Return the indices, ascending, of the `count` highest scores, and of all scores that equal the lowest of these.
+    """Return the ascending indices of the `count` highest scores, and of all that tie with the lowest of these.
 
     The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a bound:
     at least `count` scores reach it, and few more. Finding the bound takes one pass over the vocabulary.

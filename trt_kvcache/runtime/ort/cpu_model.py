@@ -265,11 +265,11 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Replace the rewritten form of experts (MoE) with the operators of the source, in float32 only.
+    """Replace the rewritten experts (MoE) by the operators of the source model, in float32 only.
 
     Args:
         model: the rewritten model, its nodes sorted; not changed.
-        source: the model that it was made from; external data of both lie in one folder.
+        source: the model from which `model` was made; the external data of both models are in one folder.
 
     Returns:
         A model with the same inputs and outputs; the same object if no operator is replaced.
@@ -359,9 +359,9 @@ def fuse_products(model: ModelProto) -> ModelProto:
 def _fused(
     node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
 ) -> NodeProto | None:
-    """Return a product and the nodes that unpack its weight as one operator; None if they do not fit.
+    """Return one operator for a MatMul and the nodes that unpack its weight; None if none does the same.
 
-    A view of the weight for this operator is added to `views`.
+    The weight, with the shape for this operator, is added to `views` without a copy.
     """
     turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
     source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None

@@ -225,7 +225,7 @@ class OnnxRuntimeRunner:
         rows[...] = data.reshape(rows.shape)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
+        """Write matrix A or B of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         weights = self._adapters[name][slot]
         weights[...] = 0
         if data is not None:
@@ -259,7 +259,10 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``."""
+        """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``.
+
+        Planes are heads or other parts.
+        """
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
         return view[:, slice(*buffer.places(start, stop))]
@@ -358,7 +361,7 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
-    """Return past and present of the caches that this operator writes in place if past and present are one buffer."""
+    """Return past and present names of caches that this operator writes in place, if the two are one buffer."""
     if node.op_type == "TensorScatter":
         return [(node.input[0], node.output[0])]
     if node.op_type == OPERATOR:
@@ -381,7 +384,7 @@ def _admit(one: int, asked: int | None) -> int:
 def _admit_weights(model: onnx.ModelProto) -> None:
     """Refuse a model whose weights do not fit into memory.
 
-    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because ONNX Runtime keeps packed
+    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because ONNX Runtime keeps rearranged
     copies for MatMuls (but not of embedding tables). float16 weights of 3.56 GB need up to 11.7 GB, because MatMuls
     compute in float32.
     """

@@ -50,7 +50,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` beside it if they exist.
+        """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` if its folder has them.
 
         Args:
             path: the file, or its folder. Load only trusted files: a tokenizer or a chat template can take unlimited

@@ -59,7 +59,10 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return which of two buffers, 0 or 1, has the newest contents of all these batch rows; copy rows if needed."""
+        """Return which of two buffers, 0 or 1, has the newest contents of these batch rows.
+
+        Copy rows if they differ.
+        """
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -80,7 +83,7 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Record that a step has written these rows. If there are two buffers, the other one is now the newest."""
+        """Record that a step has written these batch rows. If there are two buffers, the other one is now newer."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -142,7 +145,7 @@ class DeviceCaches:
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _runs(self, row: int, start: int, stop: int) -> Iterator[_Runs]:
-        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that holds any of these."""
+        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that holds some of them."""
         for name, buffer in self.buffers.items():
             first, last = buffer.places(start, stop)
             if last > first:

@@ -59,7 +59,10 @@ class StepBuffers:
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... Each step uses the beginning of them."""
+        """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...
+
+        Each step uses their start.
+        """
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -98,7 +101,7 @@ class StepBuffers:
         self._constants = constants
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
+        """Write matrix A or B of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         shape = self._largest[name][1:]
         padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
         if data is not None:

@@ -213,7 +213,7 @@ class TensorRTRunner:
             self._caches.write_row(name, row, data)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
+        """Write matrix A or B of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         with self.running():
             self._buffers.write_adapter(name, slot, data)
 
@@ -252,7 +252,7 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Within this block, an open runner is used: CUDA's context is current, and errors of CUDA become SessionError.
+        """A ``with`` block that uses an open runner: CUDA's context is current; CUDA's errors become SessionError.
 
         Two threads must not enter the block at once.
         """
@@ -345,7 +345,7 @@ class Resources:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Drop the objects of TensorRT, and then the memory that these objects use."""
+        """Drop the objects of TensorRT, and then the memory to which they are bound."""
         while self.contexts:
             self.contexts.pop().let_go()
         while self.functions:
