@@ -67,7 +67,7 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
     """Return the kernels with which a session chooses tokens on the GPU.
 
-    The result is empty if there are none for the type of the model's logits.
+    The result is empty if there are no such kernels for the type of the model's logits.
     """
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)

@@ -72,7 +72,10 @@ def choice_family() -> str:
 
 
 def choice_entries(dtype: str, suffix: str = "") -> str:
-    """Return the CUDA C++ source of the entry functions for logits of this type. Their names end with `suffix`."""
+    """Return the CUDA C++ source of the entry functions for logits of this type.
+
+    The functions' names end with `suffix`.
+    """
     scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, masks, keep, vocab, blocks, pitch);"
     begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
     sizes = "int keep, int vocab, int blocks, long long pitch"

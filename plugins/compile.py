@@ -64,7 +64,7 @@ class CompiledKernel:
         arch: architecture, such as ``"sm_90"``.
         nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
             needs a driver for the same major version.
-        ptx: `code` is PTX, without a final zero byte; otherwise a cubin.
+        ptx: True if `code` is PTX, without a final zero byte; False if `code` is a cubin.
         log: log of the compiler.
     """
 

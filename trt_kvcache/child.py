@@ -55,7 +55,7 @@ _Answer = TypeVar("_Answer")
 
 
 class ChildError(Exception):
-    """Raised if a child process gave no answer. The text gives the user the reason."""
+    """Raised if a child process gave no answer. The message gives the user the reason."""
 
 
 class ChildLateError(ChildError):

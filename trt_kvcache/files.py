@@ -84,7 +84,7 @@ def read_file(path: Path, limit: int = SETTINGS) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; raise `OSError` for others, such as pipes. `strerror` gives the reason."""
+    """Open a regular file for reading; raise `OSError` for pipes and the like. `strerror` gives the reason."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
     descriptor = os.open(path, flags)
     try:
@@ -232,7 +232,7 @@ def _remove_abandoned(final: Path) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a binary file that replaces `path` when the block ends without an exception.
+    """Yield a binary file that replaces `path` if the ``with`` block ends without an exception.
 
     Raises `OutputError` if the file cannot be written.
     """

@@ -160,7 +160,7 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
 
 
 def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
-    """Return the axes of a positions input ``[planes, B, S]`` or ``[B, planes, S]``, with "planes" as a name."""
+    """Return the axes of a positions input ``[planes, B, S]`` or ``[B, planes, S]``; planes: positions per token."""
     fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
     planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the smaller fixed axis is a batch of 1
     return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

@@ -33,7 +33,7 @@ def free_memory(*, swap: bool = False) -> int:
 def shortage(need: int) -> str:
     """Return a text that says how much memory is free, if that is less than `need` bytes; else "".
 
-    A process that runs out of memory is ended by the system without a message.
+    The system ends a process that runs out of memory, without a message.
     """
     free = free_memory(swap=True)
     return "" if need <= free else f"{free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free"

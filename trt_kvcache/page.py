@@ -87,7 +87,10 @@ def _breaking(cell: object) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Return an HTML table. Long names in it break at their parts; a table that is too wide can be scrolled."""
+    """Return an HTML table.
+
+    Long names in the table may break between their parts; a table that is too wide can be scrolled.
+    """
     head = tag("tr", *(tag("th", column) for column in columns))
     body = [tag("tr", *(tag("td", _breaking(cell)) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")

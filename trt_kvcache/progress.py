@@ -24,7 +24,7 @@ class ProgressEvent:
         phase: name of the phase. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
         parent: the phase that contains it, or None.
         step, steps: `step` of `steps` steps are done.
-        finished: the phase is over, even if some steps were not needed.
+        finished: True if the phase is over, even if some steps were not needed.
     """
 
     phase: str

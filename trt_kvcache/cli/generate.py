@@ -122,7 +122,7 @@ def sampling_text(session: DecodeSession) -> str:
 
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
-    """The flags of a generation in `generate`, including those that `chat` does not have."""
+    """The flags of a generation in the command `generate`, including flags that `chat` does not have."""
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,7 @@ class LoraFlags:
     ] = None
 
     def options(self, model: str) -> dict[str, Any]:
-        """Return the adapters as keyword arguments of `DecodeSession.open`. None may have the name of the model."""
+        """Return the adapters as keyword arguments of `DecodeSession.open`. No adapter may have the model's name."""
         folders = named_folders(self.lora or [], "--lora")
         if model in folders:
             raise OptionError(f"--lora {model}=...: the model has this name; give another one, or --name")

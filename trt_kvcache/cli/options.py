@@ -113,7 +113,7 @@ class SessionPlanFlags(Flags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another one."""
+        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another flag."""
         if self.window_chunk is not None and self.sliding is not Sliding.CIRCULAR:
             raise OptionError(
                 f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
@@ -129,7 +129,7 @@ class SessionPlanFlags(Flags):
         """Return the `PlanOptions` that the flags ask for. A missing model file is reported here, before slow imports.
 
         Raises:
-            OptionError: a flag has no effect without another.
+            OptionError: a flag has no effect without another flag.
             InvalidModelError: the file does not exist.
             TrtKvCacheError: see `calibrate_caches`.
         """

@@ -86,7 +86,7 @@ def verify_page(model: str, report: VerifyReport) -> Html:
 
 
 def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
-    """Return the page with charts and tables of these measurements, each with its name."""
+    """Return the page with charts and tables of these measurements, each under its name."""
     from trt_kvcache.runtime.measure import COLUMNS
 
     rows = [

@@ -127,7 +127,7 @@ class PromptFlags:
         return Tokenizer.load(file)
 
     def embedded(self) -> list[EmbeddedPrompt]:
-        """Return the prompts that are given as embeddings; raise `OptionError` if a file cannot be used."""
+        """Return the prompts that the user gives as embeddings; raise `OptionError` if a file cannot be used."""
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:

@@ -60,7 +60,7 @@ def _watch(arrived: socket.socket) -> None:
 
 
 def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
-    """Return the message about an interrupt, and the exit code of a process that it ends."""
+    """Return the message about a signal that ends a process, and the exit code of the process."""
     if isinstance(error, Ended):
         return f"ended by {signal.Signals(error.number).name}", INTERRUPTED + error.number
     return "interrupted", INTERRUPTED + signal.SIGINT

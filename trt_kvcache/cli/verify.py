@@ -41,7 +41,7 @@ def verify(
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Decode the same texts at each station, from the model as exported to TensorRT's network, and compare logits."""
+    """Decode the same texts with each form of the model, from the export to TensorRT's network; compare the logits."""
     plan, options = flags.options_for(model), verification.options()
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import console, print_json

@@ -156,7 +156,7 @@ def judge_weights(
 
 
 def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Array]:
-    """Decode texts with an exported model, in steps of the lengths in `cuts`; return each text's logits ``[S, V]``."""
+    """Decode texts with an exported model, in steps whose lengths are `cuts`; return logits ``[S, V]`` by text."""
     runner.start(len(texts))
     logits = []
     for number, (text, steps) in enumerate(zip(texts, cuts, strict=True)):

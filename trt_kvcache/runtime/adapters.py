@@ -111,7 +111,10 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter with this name, None if `name` is None; raise `OptionError` if there is none."""
+        """Return the adapter with this name; None if `name` is None.
+
+        Raise `OptionError` if there is no such adapter.
+        """
         if name is None:
             return None
         adapter = self._known.get(name) if isinstance(name, str) else None
@@ -128,7 +131,7 @@ class Adapters(Mapping[str, int]):
 
 
 def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
-    """Open adapter folders, given as a mapping from adapter names to paths; return them by name.
+    """Open adapter folders, given as a mapping from adapter names to paths; return the opened folders by name.
 
     Raises `OptionError` if `adapters` is not a mapping, or a folder holds no adapter.
     """
@@ -215,7 +218,7 @@ class AdapterSlots:
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
-    """Convert an adapter to the LoRA inputs of the model; raise `OptionError` if the model cannot take it."""
+    """Convert an adapter to LoRA inputs of the model; raise `OptionError` if the model cannot take the adapter."""
     if plan is None:
         raise OptionError(
             f"adapter '{name}': the model takes no adapters; plan the model with --lora-rank {folder.rank} or more"

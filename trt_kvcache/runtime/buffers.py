@@ -87,7 +87,7 @@ class Carried:
     def places(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first index along `axis` of tokens ``start .. stop - 1``, and the index after their last one.
 
-        For state, return everything (0, 1) if `start` is 0, and an empty range otherwise.
+        For state, return the whole range (0, 1) if `start` is 0, and an empty range otherwise.
         """
         if self.axis is None:
             return 0, int(start == 0)

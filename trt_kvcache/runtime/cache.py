@@ -25,10 +25,10 @@ from trt_kvcache.runtime.token_inputs import read_ids
 class KVCache:
     """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
 
-    A *slot* is the name of a sequence. It has a *row* in every cache buffer, unless it was offloaded.
+    A *slot* is the number that names a sequence. A slot has a batch row in every cache buffer, unless it was offloaded.
 
     Args:
-        runner: owns the buffers.
+        runner: the runner that owns the buffers.
         rows: the sequences.
         guard: the lock of the session.
         adapters: adapters of the session.
@@ -174,7 +174,7 @@ class KVCache:
         return self._constants.read(constants)
 
     def release(self, slot: int) -> None:
-        """Free a slot and its row.
+        """Free a slot and its batch row.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
@@ -196,7 +196,7 @@ class KVCache:
     def fork(self, source: int) -> int:
         """Copy a slot: return a new slot with the same tokens and cache contents.
 
-        Sequences that share a prefix then compute it only once.
+        With a fork, sequences that share a prefix compute the prefix only once.
 
         Raises:
             SlotError: the slot is not in use, or no slot is free.
@@ -289,7 +289,7 @@ class KVCache:
 
         Raises:
             CacheFileError: the file is unreadable or damaged, or was saved with another model or other caches.
-            SlotError: there are fewer free rows than saved slots. Nothing was loaded.
+            SlotError: there are fewer free batch rows than saved slots. Nothing was loaded.
         """
         from trt_kvcache.runtime.cache_file import load_slots
 

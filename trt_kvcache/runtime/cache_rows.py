@@ -255,8 +255,8 @@ class CacheRows:
             what: name of the sequence in messages.
 
         Raises:
-            CapacityError: the sequence is too long; or all its waiting tokens must be written in one step, and a step
-                takes fewer.
+            CapacityError: the sequence is too long; or all its tokens that are not in the cache must be written in one
+                step, and a step takes fewer.
         """
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):

@@ -64,8 +64,8 @@ class PassedCheck:
 def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
     """Return the path of the file that records that an engine passed its check on this kind of GPU.
 
-    An example is ``model.engine.NVIDIA-L4.passed_check``. The file lies in `folder`, or beside the engine if `folder`
-    is None.
+    An example is ``model.engine.NVIDIA-L4.passed_check``. The file lies in `folder`, or in the engine's folder if
+    `folder` is None.
     """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") or "GPU"
     return (folder or engine.parent) / f"{engine.name}.{name}.passed_check"
@@ -131,7 +131,7 @@ class CheckReport:
     layer: str = ""
 
     def check(self) -> None:
-        """Raise an error unless the engine passed.
+        """Raise an error if the engine did not pass its check.
 
         Raises:
             VerificationError: the engine did not pass; the message names output, step, row and difference.

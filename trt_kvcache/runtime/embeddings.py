@@ -36,7 +36,7 @@ class Embeddings:
 
     Args:
         table: ``[V, H]`` of any float type, scaled as the decoder expects.
-        tensor: the decoder's input.
+        tensor: the decoder's input for embeddings.
         name: name of the table, for messages.
 
     Raises:
@@ -161,7 +161,7 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
-    """Raise `OptionError` if embeddings have another width than the decoder takes. `what` names them."""
+    """Raise `OptionError` if embeddings have another width than the decoder takes. `what` names the embeddings."""
     if width != tensor.shape[-1]:
         raise OptionError(
             f"{what}: the embeddings have width {width}, but the model's input '{tensor.name}' {list(tensor.shape)} "
@@ -214,7 +214,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
 
 
 def find_embeddings(model: Path) -> Path | None:
-    """Find the embedding model of a decoder or engine in its folder. Return its path, or None."""
+    """Return the path of the embedding model in the folder of a decoder or engine, or None."""
     return next((path for path in _candidates(model) if path.is_file()), None)
 
 
@@ -341,7 +341,7 @@ class ModelEmbeddings(Embeddings):
         return {v.name: self._features(v, count) for v in self._others}
 
     def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
-        """Run the embedding model, and return its embeddings; raise `SessionError` if it fails."""
+        """Run the embedding model, and return the embeddings; raise `SessionError` if the model fails."""
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):

@@ -339,7 +339,7 @@ class DecodeLoop:
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
-        """Return the next waiting tokens of a slot, as many as fit into a step, with logits for the last `keep`."""
+        """Return a slot's next tokens to write, as many as fit into a step; the last `keep` need logits."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
@@ -426,7 +426,7 @@ class DecodeLoop:
         )
 
     def _write(self, group: list[_Piece], batch: StepBatch) -> Logits:
-        """Run a step. Return logits ``[R, most kept positions, V]``, or only the highest scores of each position."""
+        """Run a step. Return logits ``[R, positions needed, V]``, or only the highest scores of each position."""
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
         try:

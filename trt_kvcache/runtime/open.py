@@ -49,7 +49,7 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
         tokenizer: a tokenizer, which names the end token if no file does; or None.
 
     Raises:
-        OptionError: a file beside the model is unreadable, or has a value that is out of range.
+        OptionError: a file in the model's folder is unreadable, or has a value that is out of range.
         ManifestError: the manifest of the engine is unreadable.
     """
     config = GenerationConfig.for_model(model)
@@ -129,7 +129,7 @@ class CpuOptions:
     Attributes:
         threads: number of threads; None: one per core.
         default_capacity: tokens per sequence of a model whose caches grow, if no capacity is given; models with a fixed
-            capacity ignore it. None: the maximum length that ``config.json`` beside the model names, at most 4096.
+            capacity ignore it. None: the maximum length in ``config.json`` in the model's folder, at most 4096.
 
     Raises:
         OptionError: `default_capacity` is less than 1.

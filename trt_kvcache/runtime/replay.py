@@ -123,8 +123,8 @@ class Difference:
 
     Attributes:
         output: name of the logits, or of a cache's past.
-        found: the difference, as shares of a row; None: not comparable, such as a number that is not finite.
-        allowed: the allowed difference in the same part.
+        found: the difference, relative to the values in a row; None: not comparable, because a number is not finite.
+        allowed: the allowed difference in the same part of the decode.
     """
 
     output: str
@@ -346,7 +346,7 @@ class _Replay:
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
         """Record a difference, and a finding if it is larger than allowed.
 
-        One row of a part may differ more. If there is only one row, one part of it may.
+        In each part of the decode, one row may differ more. If there is only one row, one part may differ more.
         """
         facts = self._facts
         limit = facts.allowed[part].get(name)

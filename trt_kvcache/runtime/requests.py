@@ -93,7 +93,7 @@ class ReadPrompt:
     constants: Constants = NO_CONSTANTS
 
     def after(self, slot: Slot) -> Slot:
-        """Return a copy of `slot` with the tokens of this prompt appended. They wait to be written to the cache."""
+        """Return a copy of `slot` with the tokens of this prompt appended. These are not in the cache yet."""
         return slot.appended(self.tokens, self.embeds, self.positions)
 
 
@@ -154,12 +154,12 @@ class PromptReader:
     def read_added(
         self, slot: int | None, prompt: Prompt, constants: Any, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
-        """Check a prompt that is appended to a slot (None: a new slot). Return it, and the slot's state with it.
+        """Check a prompt to append to a slot (None: a new slot). Return it, and the state of the slot after that.
 
         Raises:
-            PromptError: as in `read`; or there is nothing to run.
+            PromptError: see `read`; or there is nothing to run.
             CapacityError: slot and prompt together are longer than the cache.
-            SlotError: the slot is not in use, or runs.
+            SlotError: the slot is not in use, or is generating.
         """
         entry = Slot(-1) if slot is None else self._rows.idle(slot)
         new = self.read(prompt, inputs_embeds, positions)
@@ -230,7 +230,7 @@ class PromptReader:
         return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
-        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs it."""
+        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs a tokenizer."""
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
         return self._tokenizer

@@ -131,7 +131,7 @@ class Runner(Protocol):
     def identity(self) -> str:
         """Return a digest of the source model's content, equal for a model and the engines built from it.
 
-        It may read whole files: call it only to save and load.
+        This may read whole files, so call it only to save and load.
         """
         ...
 
@@ -139,10 +139,11 @@ class Runner(Protocol):
         """Run one step to its end.
 
         Returns:
-            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory:
-                it is valid until the next call, including `close`. If the step needs few scores, a runner that chooses
-                tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R, keep, N]`` instead: at
-                least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
+            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory
+                of the result; it is valid until the next call, including `close`. If the step needs few scores, a
+                runner that chooses tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R,
+                keep, N]`` instead: at least the needed scores that the masks allow, in ascending order of tokens. Other
+                runners ignore masks.
 
         Raises:
             SessionError: the step failed. Cache rows below `starts` are unchanged.
@@ -221,8 +222,8 @@ class Runner(Protocol):
     def view(self, name: str) -> Any:
         """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
 
-        On a GPU it is an object with ``__dlpack__``; a bfloat16 or float8 cache comes as unsigned integers with the
-        same bits. On the CPU it is a NumPy array.
+        On a GPU, the buffer is an object with ``__dlpack__``; a bfloat16 or float8 cache comes as unsigned integers
+        with the same bits. On the CPU, the buffer is a NumPy array.
         """
         ...
 

@@ -66,17 +66,17 @@ class Slot:
     """The state of one sequence in the cache. To change its tokens, the cache stores a new object.
 
     Attributes:
-        row: row of every cache buffer; -1: the slot has no row now.
+        row: batch row in every cache buffer; -1: the slot has no row now.
         tokens: all token ids; the first `length` are in the cache.
         length: total number of tokens in the cache; circular caches hold the last of them.
         written: the largest length since the last crop; it shows how far a circular cache was overwritten.
-        running: the decode loop continues the sequence; only the loop may change the slot.
+        running: True while the decode loop continues the sequence; then only the loop may change the slot.
         constants: inputs of the sequence other than its tokens, the same in all steps.
         adapter: adapter that computes the sequence; None: no adapter.
-        embeds: the caller's embeddings of tokens that wait.
-        positions: positions of its tokens.
-        offloaded: cache contents of a slot without a row; None if it has none.
-        used: time of the last use; the lowest was used least recently.
+        embeds: the caller's embeddings of tokens that are not in the cache yet.
+        positions: positions of the sequence's tokens.
+        offloaded: cache contents of a slot without a row; None if the slot is not offloaded or has no contents.
+        used: time of the last use; the slot with the lowest value was used least recently.
         by_ids: number of first tokens for which the caller gave only ids, and which have consecutive positions; None:
             all tokens.
         remembered: number of first tokens that were copied to or from the prefix cache.

@@ -54,8 +54,8 @@ class StepLogits:
     Attributes:
         name: name of the output.
         dtype: dtype of the output.
-        known: True if the model states the size of the vocabulary. If False, call `settle` first, which sets it.
-        last_only: the model returns logits of the last position of each row only.
+        known: True if the model states the size of the vocabulary. If False, call `settle` first to set the size.
+        last_only: True if the model returns logits of the last position of each row only.
 
     Raises:
         UnsupportedModelError: the model has no logits, or their shape is not understood.
@@ -196,7 +196,7 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the most tokens of a sequence for a position table of `rows` entries; padding tokens must fit, too."""
+        """Return the most tokens, with padding, that a sequence may have with a position table of `rows` entries."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
@@ -416,7 +416,7 @@ def _has_no_rows(tensor: TensorRole) -> bool:
 
 
 def _lowest(dtype: np.dtype[Any]) -> float:
-    """Return the lowest finite number. As a bias it hides a key; a row with all keys hidden does not become NaN."""
+    """Return the lowest finite number, as the bias that hides a key. Even if all keys are hidden, no NaN appears."""
     return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 

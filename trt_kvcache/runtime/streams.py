@@ -189,7 +189,7 @@ async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent
 
 
 def _give_up(step: asyncio.Task[TokenEvent | None], events: Iterator[TokenEvent]) -> None:
-    """Close a stream after its last step. Reading the step's error stops asyncio from reporting it as unread."""
+    """Close a stream after its last step. Get the step's error, so that asyncio does not report it."""
     if not step.cancelled():
         step.exception()
     _close(events)

@@ -68,9 +68,9 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
-        """Return a grammar of JSON texts that match a schema: on one line, with properties in the schema's order.
+        """Return a grammar of JSON texts that match a schema.
 
-        `schema` is a JSON object or its text.
+        They are on one line, with properties in the schema's order. `schema` is a JSON object or its text.
 
         Raises:
             OptionError: `schema` is not a JSON schema, has keywords that llguidance does not know, or allows no text.
@@ -158,7 +158,7 @@ class _Vocabulary:
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """Return token ids for a text that a grammar forces: the tokenizer's own if they decode to this text."""
+        """Return token ids for a text that a grammar forces: the tokenizer's ids, if they decode to the same text."""
         ids: list[int] = []
         try:
             ids = self._tokenizer.encode(text, special_tokens=False)

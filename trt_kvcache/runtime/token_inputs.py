@@ -16,7 +16,7 @@ from trt_kvcache.input_values import axes_with_planes, fixed_length, named_axes
 
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
-    """Check token ids and return them as a list. A model may read wrong memory for an id that it does not have.
+    """Check token ids and return them as a list. For an unknown id, a model may read wrong memory.
 
     Args:
         tokens: a flat list of ids, possibly empty.

@@ -251,8 +251,8 @@ class Asked(msgspec.Struct):
 
     Attributes:
         request: the request as it was read.
-        works: the sequences: `n` for each prompt.
-        prompts: for each sequence, the text of its prompt if the answer echoes it; else empty.
+        works: the sequences to run: `n` for each prompt.
+        prompts: for each sequence, the text of its prompt if the answer must repeat the prompt; else empty.
         config: settings of all sequences.
         uses: the tools that an answer may call; None: no tools.
     """
@@ -516,7 +516,7 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """Return the settings of a request: its own fields, then the model's recommended sampling, then the session's."""
+    """Return a request's settings: from its fields, else the model's recommended sampling, else from the session."""
     own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
     asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     sampling = own | asked

@@ -280,7 +280,7 @@ class Journal:
             )
 
     def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:
-        """Store an answer. After this returns, it stays even if the process is killed."""
+        """Store an answer on disk: after this returns, the answer is not lost even if the process is killed."""
         with self._one_line():
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (number, digest, status, line))
 

@@ -37,7 +37,7 @@ class Work:
 
     Attributes:
         tokens: token ids of the prompt.
-        index: number of its random stream among sequences with the same seed, see `DecodeSession.add`.
+        index: number of the sequence's random stream among sequences with the same seed, see `DecodeSession.add`.
     """
 
     tokens: list[int]

@@ -85,7 +85,7 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
     Args:
         model: the model or engine, or its folder.
-        tokenizer: ``tokenizer.json`` or its folder; None: the tokenizer beside the model.
+        tokenizer: ``tokenizer.json`` or its folder; None: the tokenizer in the model's folder.
         session: session of the model.
 
     Returns:

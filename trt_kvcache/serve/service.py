@@ -330,7 +330,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine; if the client goes away, cancel it and raise ClientDisconnect."""
+    """Return the result of a coroutine. If the client disconnects, cancel the coroutine and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":

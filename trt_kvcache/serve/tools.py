@@ -55,7 +55,9 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the `Grammars` object of a session. It is made once, which takes time for each token of the vocabulary.
+    """Return the `Grammars` object of a session.
+
+    The object is made once; this takes time for each token of the vocabulary.
 
     Raises:
         OptionError: the session cannot have grammars, see `Grammars`.

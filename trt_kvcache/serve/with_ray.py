@@ -98,7 +98,7 @@ def answer_with_ray(
 
 
 def _absolute(value: Any) -> Any:
-    """Return a path, or a mapping to paths, as absolute ones, because workers run in other folders."""
+    """Return absolute paths for a path, or for a mapping to paths, because workers run in other folders."""
     if isinstance(value, dict):
         return {key: _absolute(one) for key, one in value.items()}
     return value.resolve() if isinstance(value, Path) else value

@@ -114,7 +114,7 @@ def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
 
 
 def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Scores:
-    """Divide the positive scores of `tokens` by `penalty`, and multiply their negative scores by it.
+    """Divide each positive score of `tokens` by `penalty`, and multiply each negative score of `tokens` by it.
 
     Each token counts once.
     """
@@ -139,7 +139,7 @@ def penalize_generated(scores: Scores, new_tokens: Tokens, presence: float, freq
 
 
 def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
-    """Forbid every token that would repeat an n-gram: one of `size` tokens that `tokens` already contains."""
+    """Forbid every token that would complete an n-gram of `size` tokens that `tokens` already contains."""
     if tokens.size < size:
         return scores
     grams = np.lib.stride_tricks.sliding_window_view(tokens, size)

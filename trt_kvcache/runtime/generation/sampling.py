@@ -187,7 +187,7 @@ class Sampler:
         return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
-        """Draw a token: invert the cumulative distribution of the remaining tokens, in the order of their ids."""
+        """Draw a token: invert the cumulative distribution of the tokens that remain, in the order of their ids."""
         scores = left.scores.astype(np.float64)
         sums = np.cumsum(np.exp(scores - scores.max()))
         at = min(int(np.searchsorted(sums, self._number(position) * sums[-1], side="right")), scores.size - 1)

@@ -46,7 +46,7 @@ _HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
 
 @dataclass(frozen=True)
 class _Match:
-    """An Attention that GroupQueryAttention can replace, its two cache updates, and operands of the replacement.
+    """An Attention node that GroupQueryAttention can replace, its two cache updates, and the replacement's inputs.
 
     Attributes:
         lengths: int64 ``[B]``, tokens per sequence after the step.

@@ -71,7 +71,7 @@ def _anonymous() -> set[tuple[int, int]]:
 def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the parts of `ranges` that lie outside `others`.
 
-    Whole ranges cannot be compared, because the kernel joins new memory with its neighbours.
+    Whole ranges cannot be compared, because Linux joins new memory with neighbouring ranges.
     """
     for start, end in sorted(ranges):
         for first, last in sorted(others):
@@ -95,6 +95,6 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _collapse(address: int, size: int) -> bool:
-    """Move a range of memory into huge pages; return True if it makes sense to move more."""
+    """Move a range of memory into huge pages; return True if moving more may succeed."""
     library = ctypes.CDLL(None)
     return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)

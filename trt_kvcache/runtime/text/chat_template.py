@@ -162,7 +162,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a message. The arguments of its tool calls become objects that templates can also use as texts."""
+    """Copy a message. Make the arguments of its tool calls objects that templates can also use as texts."""
     result = deepcopy(dict(message))
     for call in _calls(result):
         arguments = call.get("arguments")
@@ -189,9 +189,9 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
-    """Render the messages. Return them and the prompt.
+    """Render the messages with the chat template. Return the messages and the prompt.
 
-    If the template does not know the role ``developer``, it becomes ``system``.
+    If the template does not know the role ``developer``, the role becomes ``system``.
 
     Raises:
         OptionError: the template fails on the messages, or ignores one of them.
@@ -285,7 +285,7 @@ def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
         name: name of the tokenizer, for error messages.
 
     Raises:
-        OptionError: the template writes messages with a special token in another way.
+        OptionError: the template writes a message differently if it contains a special token.
     """
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
     if spelled.sub(lambda match: known[int(match[1])], shown) != text:

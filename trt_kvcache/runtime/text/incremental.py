@@ -105,7 +105,7 @@ class TextStream:
 
 
 def _complete(text: str) -> str:
-    """Remove U+FFFD at the end of a text, which may stand for the first bytes of a character."""
+    """Remove U+FFFD at the end of a text, because it may stand for the first bytes of an incomplete character."""
     return text[: len(text) - min(_MOST_PENDING, len(text) - len(text.rstrip(_REPLACEMENT)))]
 
 
@@ -135,6 +135,6 @@ class StopStrings:
         return text[: len(text) - length]
 
     def flush(self) -> str:
-        """Return the text that was held back. Call it after the last text, when no stop string can follow."""
+        """Return the text that was held back. Call this after the last text, when no stop string can follow."""
         rest, self._pending = self._pending, ""
         return rest

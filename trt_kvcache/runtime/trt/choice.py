@@ -101,7 +101,10 @@ class DeviceChoice:
         return chosen.reshape(rows, keep, -1)
 
     def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
-        """Copy the masks of allowed tokens to the GPU while the step runs. Return their address; 0 without masks."""
+        """Copy the masks of allowed tokens to the GPU while the step runs.
+
+        Return their address; 0 if there are no masks.
+        """
         if masks is None:
             return 0
         data = masks(self._words)
@@ -220,7 +223,7 @@ class DeviceChoice:
 
 
 def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
-    """Return the GPU memory that a `DeviceChoice` takes; 0 if it does not support these logits."""
+    """Return the bytes of GPU memory that a `DeviceChoice` takes; 0 if it does not support these logits."""
     try:
         return sum(map(taken, _sizes(dtype, vocab, rows, most)))
     except OptionError:

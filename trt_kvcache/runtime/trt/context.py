@@ -37,7 +37,7 @@ _KEEP = "keep the kernels that it compiles"
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
     """Return the path of the file for compiled kernels of an engine on this kind of GPU: ``model.engine.sm89.kernels``.
 
-    The file lies in `folder`, or beside the engine if `folder` is None.
+    The file lies in `folder`, or in the engine's folder if `folder` is None.
     """
     name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
     return (folder or engine.parent) / name
@@ -78,7 +78,7 @@ class KernelCache:
             warn_unsaved(error)
 
     def save(self) -> None:
-        """Write the file if there are new kernels. If the folder cannot be written, warn."""
+        """Write the kernels to the file if there are new ones. If the folder cannot be written, warn."""
         blob = self._cache.serialize()
         content = b"" if blob is None else bytes(memoryview(blob))
         if not content or content == self._stored:
@@ -93,7 +93,7 @@ class KernelCache:
 
 
 def warn_unsaved(why: Exception) -> None:
-    """Warn that compiled kernels could not be saved, so the next start compiles them again."""
+    """Warn that compiled kernels could not be saved, so that the next start compiles them again."""
     warnings.warn(f"compiled kernels are not kept for the next start: {why}", RuntimeWarning, stacklevel=3)
 
 

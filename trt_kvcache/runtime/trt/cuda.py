@@ -151,8 +151,9 @@ class Cuda:
     def free_memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the GPU, as the driver counts them.
 
-        A GPU such as DGX Spark's shares the machine's memory. Its driver counts cached pages of files, such as the
-        engine's, as used, although the system frees them on demand; so the system's free memory counts as well.
+        A GPU such as DGX Spark's shares the machine's memory. The driver of such a GPU counts cached pages of files,
+        such as the engine's, as used, although the system frees them on demand; so the result also counts what the
+        system has free.
         """
         free, total = map(int, self._check("cuMemGetInfo", self._driver.cuMemGetInfo()))
         return max(free, min(free_memory(), total)) if self._integrated else free, total

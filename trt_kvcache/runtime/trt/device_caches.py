@@ -139,7 +139,7 @@ class DeviceCaches:
         return self._cuda.view(address, shape, buffer.array_dtype, owner)
 
     def _row(self, name: str, row: int, side: int | None = None) -> int:
-        """Return the address of a batch row in a buffer; by default, in the buffer with the row's newest contents."""
+        """Return the address of a batch row in a buffer; by default, in the buffer where its contents are newest."""
         buffer = self.buffers[name]
         side = self._side_of(buffer, row) if side is None or buffer.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes

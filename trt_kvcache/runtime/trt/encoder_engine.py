@@ -100,7 +100,7 @@ class TensorRTEncoder:
 
 
 def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, str]:
-    """Return the path of the encoder engine that was built with a decoder's; or None, and why there is none."""
+    """Return the path of the encoder engine that was built with a decoder engine; or None and why there is none."""
     built = runner.manifest.encoder
     if built is None:
         return None, f"{decoder} was built without the engine of an encoder"
@@ -191,7 +191,7 @@ class EngineFunction:
         """Run the engine once, and return its outputs by name. They stay on the GPU.
 
         Args:
-            feed: every input, C-contiguous, in its dtype, and within the profile.
+            feed: an array for every input, C-contiguous, in the input's dtype, with a shape within the profile.
             fetch: copies bytes to the host, see `DeviceArray`.
 
         Raises:

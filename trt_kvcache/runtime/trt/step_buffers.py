@@ -29,10 +29,10 @@ class StepBuffers:
     """Holds the inputs and outputs of steps, except caches and state, in GPU memory.
 
     Args:
-        cuda: the GPU that holds them.
+        cuda: the GPU that holds the inputs and outputs.
         plan: plan of the engine.
         largest: the largest shape of each tensor, outputs included; caches and state are left out.
-        rows: most rows of a step.
+        rows: most batch rows of a step.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
