@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line on ``sys.argv``; never returns."""
+    """Run the command line on ``sys.argv``, and end the process."""
     if sys.stderr is None:  # stderr is closed; messages must not go to stdout, where `print` would put them
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:

@@ -77,11 +77,11 @@ class UnsupportedModelError(ModelError):
 
 
 class AmbiguousRoleError(ModelError):
-    """An input fits several roles, or a role fits several inputs."""
+    """An input of the model fits several roles, or a role fits several inputs."""
 
 
 class OptionError(TrtKvCacheError):
-    """An option's value is illegal, alone or for this model."""
+    """The value of an option is illegal, either always or for this model."""
 
 
 class OutputError(TrtKvCacheError):
@@ -89,11 +89,11 @@ class OutputError(TrtKvCacheError):
 
 
 class BackendError(TrtKvCacheError):
-    """The TensorRT backend is missing, too old, or failed."""
+    """The TensorRT backend is missing or too old, or it failed."""
 
 
 class BuildError(BackendError):
-    """Parsing or building failed. The message carries TensorRT's own words."""
+    """Parsing a model or building an engine failed. The message has TensorRT's own words."""
 
 
 class ManifestError(TrtKvCacheError):
@@ -121,4 +121,4 @@ class SlotError(SessionError):
 
 
 class CacheFileError(SessionError):
-    """A saved cache cannot be read, or belongs to another model."""
+    """A file of saved cache contents cannot be read, or belongs to another model."""

@@ -106,7 +106,7 @@ class HeldSignals:
         self._depth += 1
 
     def release(self) -> None:
-        """Handle the delayed signals, at the end of the outermost block."""
+        """Handle the delayed signals if this is the end of the outermost block."""
         if threading.current_thread() is threading.main_thread():
             self._depth -= 1
             if self._depth == 0:

@@ -135,7 +135,7 @@ def verify_model(
 def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
-    """Verify a model. If `file` is given, it is the rewritten model to compare."""
+    """Verify a model. If `file` is given, compare it as the rewritten model."""
     options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None

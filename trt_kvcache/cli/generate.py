@@ -229,11 +229,11 @@ class AdapterFlags:
     adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 
     def options(self) -> dict[str, Any]:
-        """Return the adapter, if given, as keyword arguments of `DecodeSession.open`."""
+        """Return keyword arguments of `DecodeSession.open` for the adapter, if one is given."""
         return {"adapters": named_folders([self.adapter], "--adapter")} if self.adapter else {}
 
     def config(self, config: GenerationConfig) -> GenerationConfig:
-        """Return `config` with the adapter's name, if an adapter is given."""
+        """Return `config` with the adapter's name, if the user gives an adapter."""
         return replace(config, adapter=next(iter(self.options()["adapters"]))) if self.adapter else config
 
 

@@ -30,7 +30,7 @@ class Run:
         capacity: tokens per sequence; None: unlimited.
         config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
-        opening: seconds until the session was open.
+        opening: seconds until the session was opened.
         first: seconds from the opened session to the first token.
         total: seconds from the opened session to the last token.
         speculation: counts of guessed tokens, over all sequences; None without guesses.

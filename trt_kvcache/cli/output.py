@@ -130,7 +130,7 @@ def one_line(message: str) -> str:
 
 
 def shape_text(shape: Iterable[int | str]) -> str:
-    """Return a shape as ``[batch, 8, 256, 64]``."""
+    """Return a shape as text, such as ``[batch, 8, 256, 64]``."""
     return f"[{', '.join(map(str, shape))}]"
 
 
@@ -162,7 +162,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Merge rows of the same form into one row; None if the first number in which they differ occurs twice."""
+    """Merge table rows that differ only in numbers; None if the first number that differs occurs twice."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first

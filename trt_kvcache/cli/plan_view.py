@@ -142,7 +142,7 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
 
 
 def limit_text(bandwidth: float) -> str:
-    """Return a note that explains the column with the limit in tokens per second."""
+    """Return a note that explains the table's column with the limit in tokens per second."""
     return (
         f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's L2"
     )
@@ -273,7 +273,7 @@ def attention_facts(node: AttentionPlan) -> dict[str, str]:
 
 
 def mask_text(mask: Mask) -> str:
-    """Return in words which keys j a query i sees under this mask."""
+    """Return a text that says which keys j a query i sees under this mask."""
     offset = f" + {mask.lengths} - S_q" if mask.lengths else ""
     terms = [f"j < {mask.lengths}"] if mask.lengths else []
     terms += [f"j <= i{offset}"] if mask.causal else []

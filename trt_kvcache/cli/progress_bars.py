@@ -48,7 +48,7 @@ class ProgressBars:
         self._lock = threading.Lock()
 
     def show(self, event: ProgressEvent) -> None:
-        """Draw an event: start, move or remove the bar of its phase."""
+        """Show a progress event: start, move or remove the bar of its phase."""
         with self._lock:
             if not event.finished:
                 self._move(self.progress or self._start(), event)

@@ -319,7 +319,7 @@ def read_text(file: Path, option: str = "--prompt-file") -> str:
 def read_prompts(file: Path, option: str) -> list[Prompt]:
     """Return the prompts in a file, one in each line that is not empty: a text, or JSON in a ``.jsonl`` file.
 
-    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is a text or a list.
+    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is a text or a list of token ids.
 
     Raises:
         OptionError: the file cannot be read, has no prompt, or a line is malformed.

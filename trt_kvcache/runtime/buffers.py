@@ -48,7 +48,7 @@ class Carried:
         shape: physical shape, batch first.
         axis: index of the sequence axis in `shape`; None for state.
         capacity: tokens along `axis`; 1 for state.
-        in_place: past and present are one buffer; else a step reads one buffer and writes another.
+        in_place: True if past and present are one buffer; otherwise a step reads one buffer and writes another.
     """
 
     past: str

@@ -70,7 +70,7 @@ class KVCache:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Slots whose cache contents were moved to host memory or to a file, so that they have no row now."""
+        """Slots whose cache contents were moved to host memory or to a file, so that they have no batch row now."""
         with self._guard.lock, self._guard.open:
             return tuple(name for name, slot in self._rows.slots.items() if slot.row < 0)
 

@@ -26,7 +26,7 @@ class CacheRows:
     A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
     sequence gets it, because one NaN in a masked row would make the whole result of attention NaN (0 * NaN is NaN).
 
-    A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
+    A slot that was offloaded has no row; it gets a row before it is used. If no row is free and the cache has more
     sequences than rows, the least recently used slot is offloaded. Slots that do not run are offloaded first.
 
     Args:

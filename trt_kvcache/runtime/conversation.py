@@ -54,7 +54,7 @@ class Conversation:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
-        """Yield the events of another answer to the last message. The new answer replaces the present one.
+        """Yield the events of another answer to the last message. The new answer replaces the last one.
 
         If tokens are drawn, the random numbers differ from those of earlier answers.
 

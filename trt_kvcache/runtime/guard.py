@@ -67,7 +67,7 @@ class Guard:
 
 
 class _Open:
-    """A context manager that refuses to enter once the session is closed."""
+    """A context manager that raises an error if the session is closed."""
 
     def __init__(self) -> None:
         self.closed = False

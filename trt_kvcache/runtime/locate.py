@@ -51,7 +51,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
     Args:
         report: report of the engine.
         engine: path of the engine.
-        model: path of the model that it was built from.
+        model: path of the model from which the engine was built.
         options: options of `TensorRTRunner`, except sizes.
 
     Raises:

@@ -404,7 +404,7 @@ class DecodeLoop:
         return read
 
     def _batch(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> StepBatch:
-        """Return the inputs of a step for a group of rows."""
+        """Return the inputs of a step for a group of batch rows."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]

@@ -84,7 +84,7 @@ class BenchReport:
 
     @property
     def title(self) -> str:
-        """Model, type and capacity: ``"model.onnx, float16, capacity 4096"``."""
+        """Model, type and capacity as text: ``"model.onnx, float16, capacity 4096"``."""
         capacity = "circular" if self.capacity is None else f"capacity {self.capacity}"
         return f"{self.model}, {self.dtype}, {capacity}"
 

@@ -84,7 +84,7 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names of the blocks with a sequence's first tokens that are in the prefix cache, for `fill`.
+        """Return the names, for `fill`, of the blocks in the prefix cache that hold a sequence's first tokens.
 
         Args:
             tokens: tokens of the sequence.
@@ -99,7 +99,7 @@ class PrefixCache:
         return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
-        """Write the cache rows of these blocks (the first blocks of a text) to batch row `row` of every cache."""
+        """Write the cache rows of these blocks (a text's first tokens) to batch row `row` of every cache."""
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 

@@ -300,7 +300,7 @@ class _Replay:
                 self._findings.pop(name, None)
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows in which only cache rows of new tokens may change: rows without and with a sequence."""
+        """Return the batch rows in which nothing but new tokens' cache rows may change: with and without a sequence."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:

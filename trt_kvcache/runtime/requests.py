@@ -194,7 +194,7 @@ class PromptReader:
         return checked
 
     def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """Return the state of a slot with a prompt appended; raise `CapacityError` if they do not fit the cache."""
+        """Return the state of a slot with a prompt appended; raise `CapacityError` if it exceeds the cache."""
         after = prompt.after(entry)
         self._rows.check(after, what)
         return after

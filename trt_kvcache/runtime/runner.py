@@ -75,12 +75,12 @@ class StepBatch:
 
     @cached_property
     def rows(self) -> int:
-        """Number of rows, R."""
+        """Number of batch rows in the step, R."""
         return int(self.tokens.shape[0])
 
     @cached_property
     def length(self) -> int:
-        """Tokens per row, S."""
+        """Number of new tokens in each batch row, S."""
         return int(self.tokens.shape[1])
 
     @cached_property
@@ -90,7 +90,7 @@ class StepBatch:
 
     @cached_property
     def longest(self) -> int:
-        """The largest number of tokens that any row holds after this step."""
+        """The largest number of tokens that any batch row holds after this step."""
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:

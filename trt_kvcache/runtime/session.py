@@ -79,7 +79,7 @@ class DecodeSession:
         embeddings: turns token ids into embeddings, for a model that takes embeddings; see `open`.
         encoder: function that opens the model's encoder at its first use; it gets the session's lock.
         config: the default for generations without a config.
-        schedule: how sequences share the rows of the caches.
+        schedule: how sequences share the batch rows of the caches.
         adapters: folders of LoRA adapters, by name; see `open`.
         draft: the draft model, which guesses tokens; the session closes it.
         sampling: see the attribute `sampling`.
@@ -277,7 +277,7 @@ class DecodeSession:
 
     @property
     def max_chunk(self) -> int:
-        """Most tokens of one sequence in one step; longer prompts take several."""
+        """Most tokens of one sequence in one step. Longer prompts take several steps."""
         return self._runner.max_chunk
 
     @property
@@ -576,7 +576,7 @@ class DecodeSession:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Slots that `step` will advance, and slots that ended during other calls but still have events for it."""
+        """Slots that `step` will advance, and slots that have ended, but have events that `step` must return."""
         with self._guard.lock, self._guard.open:
             return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 

@@ -138,7 +138,7 @@ class Slot:
         )
 
     def copy(self, row: int) -> Slot:
-        """Return a copy of the sequence, for another batch row, that does not run yet."""
+        """Return a copy of the sequence for another batch row; the copy is not generating yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
 
     def close(self) -> None:

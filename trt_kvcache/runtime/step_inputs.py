@@ -248,7 +248,7 @@ class StepInputs:
             target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the inputs in `arrays`, of spans and of constants, without computing values."""
+        """Return shapes of the inputs in `arrays`, spans (cache rows to read) and constants; compute no values."""
         sizes = batch.sizes
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
         constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}

@@ -77,7 +77,7 @@ class Streams:
         del self.unclaimed[:]
 
     def cancel(self, slot: int) -> None:
-        """End a running sequence. Its stream gets an event with the reason `CANCELLED`."""
+        """End a running sequence. The sequence's stream gets an event with the reason `CANCELLED`."""
         run = self._loop.remove(slot)
         if run.outcomes is not self.unclaimed:
             run.outcomes.append((slot, self._loop.last(run, FinishReason.CANCELLED)))

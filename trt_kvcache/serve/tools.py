@@ -41,7 +41,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The `structured_outputs` of vLLM's API. A request sets one of these fields. `grammar` is Lark or GBNF."""
+    """The `structured_outputs` of vLLM's API; a request sets one field. `grammar` is Lark or GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -291,7 +291,7 @@ class ToolUse:
     grammar: Grammar
 
     def reader(self) -> CallReader:
-        """Return a new `CallReader`, which separates calls from text in one answer."""
+        """Return a new `CallReader`, which separates tool calls from text in one answer."""
         return CallReader(self.form, self.tools, required=self.required)
 
 

@@ -51,9 +51,9 @@ def answer_with_ray(
     Args:
         model: path of the engine or model, on every machine.
         name: name of the model.
-        options: options of `DecodeSession.open`.
+        options: keyword arguments of `DecodeSession.open`.
         workers: number of actors; None: one for each GPU for an engine, one for a model.
-        rows: the rows; all are read before the first one is computed.
+        rows: the rows; all rows are read before the first one is computed.
         take: called with the model's digest and each answer, see `run_batch`.
 
     Raises:

@@ -113,7 +113,7 @@ def hypothesis_events(
 
     Args:
         hypothesis: a hypothesis of `beam_search`.
-        sequence: the sequence number in the events.
+        sequence: number of the sequence in the events.
         config: tells whether events have log-probabilities.
         tokenizer: makes the text of events.
         prompt: the tokens before the new text; a space at the start of the text depends on them.

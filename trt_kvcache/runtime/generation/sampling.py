@@ -88,7 +88,7 @@ class Sampler:
         self._words = 0
 
     def guesser(self) -> Sampler:
-        """Return a sampler for a draft model: same random numbers, rules and grammar, but no `logits_processor`."""
+        """Return a sampler for a draft model: the same random numbers, rules and grammar, no `logits_processor`."""
         assert isinstance(self._entropy, int)
         config = replace(
             self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False, top_logprobs=0

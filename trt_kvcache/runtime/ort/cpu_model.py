@@ -145,8 +145,8 @@ def _is_linear(cache: CacheUpdate) -> bool:
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
     """Return the TensorScatter on a cache ``[B, N, L, H]`` whose result `attention` reads as `tensor`.
 
-    None if another node reads that result too, or if the attention reads other cache rows than all rows, or all rows up
-    to the number that an input gives.
+    None if another node reads that result too. None, too, if the attention reads neither all cache rows nor the first
+    ones, whose number an input gives.
     """
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
@@ -427,7 +427,7 @@ def _large(graph: GraphProto) -> Iterator[str]:
 
 
 def _cast(graph: GraphProto, large: Container[str]) -> None:
-    """Insert a Cast to float32 after each of these large weights."""
+    """Insert a Cast to float32 after each large bfloat16 weight."""
     casts = []
     for tensor in graph.initializer:
         if tensor.name in large:

@@ -276,7 +276,7 @@ class OnnxRuntimeRunner:
             at += rows.nbytes
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
-        """Run a step over empty caches, which stay empty, to learn the size of the vocabulary; 0 if no step can run."""
+        """Return the size of the vocabulary, found by a step over empty caches (they stay empty); 0 if no step runs."""
         rows = self.inputs.max_rows or 1
         length = self.inputs.fixed_length or 1
         tokens = np.zeros((rows, length), np.int64)

@@ -113,7 +113,7 @@ class StopStrings:
     """Ends a text before the first stop string in it. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Prepare to find where the first of these texts occurs. No text may be empty."""
+        """Store the stop strings to look for. No stop string may be empty."""
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False

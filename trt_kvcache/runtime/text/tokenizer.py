@@ -304,7 +304,7 @@ _BYTES = _alphabet()
 
 
 def each_decoder(decoder: Any) -> Iterator[dict[str, Any]]:
-    """Yield the decoder of a ``tokenizer.json``, and all decoders inside it."""
+    """Yield the decoder in a ``tokenizer.json``, and all decoders that it contains."""
     if isinstance(decoder, dict):
         yield decoder
         inner = decoder.get("decoders")

@@ -168,7 +168,7 @@ class Context:
         self._context.error_recorder = None
 
     def __del__(self) -> None:
-        """Call `let_go`. An interrupt right after the context was made may have prevented the earlier call."""
+        """Call `let_go`, in case an interrupt right after the creation of the context prevented that."""
         self.let_go()
 
     def enqueue(self) -> None:

@@ -170,7 +170,7 @@ class Cuda:
         return version // 1000, version % 1000 // 10
 
     def allocate(self, size: int) -> int:
-        """Allocate `size` bytes of GPU memory, zeroed, and return their address."""
+        """Allocate `size` bytes of zeroed GPU memory, and return its address."""
         size = max(size, 1)
         address = int(self._check(f"cuMemAlloc of {size} bytes", self._driver.cuMemAlloc(size)))
         self._memory[address] = size
@@ -201,7 +201,7 @@ class Cuda:
         return Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
     def free_pinned(self, memory: Pinned) -> None:
-        """Free page-locked memory before `close`; freeing it again does nothing."""
+        """Free page-locked memory before `close`. A second call for the same memory does nothing."""
         if memory.address in self._pinned:
             self.sync()
             self._check("cuMemFreeHost", self._driver.cuMemFreeHost(memory.address))
@@ -216,9 +216,10 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait for the end. Its `height` equal blocks are placed `pitch` bytes apart.
+        """Copy an array to the GPU, and wait until that is done.
 
-        The array goes through pinned memory: in one copy if it fits there, else block by block.
+        Its `height` equal blocks are placed `pitch` bytes apart. The array goes through pinned memory: in one copy if
+        it fits there, else block by block.
         """
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:

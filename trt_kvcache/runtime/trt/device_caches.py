@@ -53,7 +53,7 @@ class DeviceCaches:
         return sum(taken(rows * b.row_bytes) * (1 if b.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:
-        """Allocate the memory, zeroed."""
+        """Allocate memory for all caches and state, filled with zeros."""
         for name, buffer in self.buffers.items():
             sides, size = 1 if buffer.in_place else 2, self._max_batch * buffer.row_bytes
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
