@@ -43,7 +43,7 @@ def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
 
 
 def this_gpu() -> tuple[str, tuple[int, int]]:
-    """Return the first GPU's architecture and the driver's CUDA version; raise `BackendError` if one is missing."""
+    """Return the first GPU's architecture and the driver's CUDA version; raise `BackendError` if either is missing."""
     from cuda.bindings import driver
 
     names = driver.CUdevice_attribute

@@ -114,7 +114,7 @@ class Child:
         command: arguments of the interpreter, for a module that calls `serve`.
         memory: bytes of address space that the child may use; 0: no limit. The number is appended to the command.
         stderr: file for the child's stderr. None: the output is dropped.
-        environment: environment of the process; None: this process's.
+        environment: environment variables of the child; None: those of this process.
         grace: seconds in which the child may end by itself.
     """
 

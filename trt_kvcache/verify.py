@@ -180,7 +180,7 @@ def verify_import(
 
 @dataclass
 class _Verification:
-    """One verification: the decode of the model as exported, other forms of the model that repeat it, and data."""
+    """One verification: the model as exported decodes texts, and other forms of the model are compared with it."""
 
     imported: ImportedModel
     verify: VerifyOptions

@@ -47,7 +47,7 @@ def build(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print TensorRT's log on stderr.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Build an engine whose caches are updated in place, and its manifest beside it."""
+    """Build an engine whose caches are updated in place, and write it together with its manifest."""
     plan, options = flags.options_for(model), engine.options()
     if verbose and options.log is None:
         options = replace(options, log="-")

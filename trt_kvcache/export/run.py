@@ -49,7 +49,7 @@ class Exporter:
         modules: modules that must be importable.
         command: function of checkpoint, folder, dtype and int4 that returns the arguments for the Python interpreter.
         dtypes: dtypes that the exporter can write on a CPU.
-        int4: whether it can quantize weights to 4 bits.
+        int4: True if it can quantize weights to 4 bits.
         install: the command that installs it.
     """
 

@@ -83,7 +83,7 @@ class CacheRows:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed; raise `SlotError` if the slot is not in use, or generates."""
+        """Return the state of a slot that may be changed; raise `SlotError` if the slot is not in use or generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
@@ -365,7 +365,7 @@ class CacheRows:
 
         Raises:
             SlotError: the slot is not in use; or no batch row can be freed.
-            CacheFileError: the file that the slot was offloaded to is gone or damaged.
+            CacheFileError: the file to which the slot was offloaded is gone or damaged.
         """
         entry = self.slot(slot)
         if entry.row < 0:

@@ -102,7 +102,7 @@ class Conversation:
         self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=self._again)
 
     def _keep(self, tokens: list[int]) -> int:
-        """Crop the slot to the tokens that it shares with the beginning of `tokens`; return their number."""
+        """Crop the slot to the tokens that it shares with the beginning of `tokens`; return how many these are."""
         cache = self._session.cache
         if self._slot not in cache:
             return 0

@@ -141,7 +141,7 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
         embeddings: returns the embeddings of ids.
         tokens: int64 ``[R, S]``.
         starts: index of the first token of each row in its sequence.
-        waiting: the caller's embeddings for each row.
+        waiting: for each row, the caller's embeddings of tokens that are not in the cache yet.
     """
     if not any(len(part.at) for part in waiting):
         return embeddings.look_up(tokens)
@@ -272,18 +272,18 @@ _SAME = 1e-3  # relative to the scale: a normalization of rows may round differe
 class ModelEmbeddings(Embeddings):
     """A table of embeddings that is filled by running an exporter's embedding model in ONNX Runtime.
 
-    The model's other inputs, such as features of images, are empty here. For placeholder ids, which mark where such
-    features go, some models return zeros. A placeholder has no embedding here; the caller must give one.
+    The model's other inputs, such as features of images, get empty arrays. For placeholder ids, which mark where such
+    features go, some models return zeros. This table has no embedding for a placeholder; the caller must give one.
 
     Args:
         path: path of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
-        tensor: the decoder's input.
+        tensor: the decoder's input for embeddings.
         vocab: token ids are at most ``vocab - 1``.
 
     Raises:
         InvalidModelError, UnsupportedModelError: the model cannot be read, has other inputs or outputs, or does not
             embed each token alone.
-        OptionError: its embeddings have another width than the decoder takes.
+        OptionError: the model's embeddings have another width than the decoder takes.
     """
 
     def __init__(self, path: Path, tensor: TensorRole, vocab: int) -> None:

@@ -14,8 +14,8 @@ class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
     While a session changes, Ctrl-C waits for the end of the block: an exception between two lines would leave half of a
-    change. The lock is a separate context manager, because its own methods are not Python code: Ctrl-C cannot interrupt
-    them.
+    change. The lock is a separate context manager, because the methods of a lock are not Python code, so Ctrl-C cannot
+    interrupt them.
 
     Attributes:
         open: refuses calls after the session is closed.

@@ -154,7 +154,7 @@ def build_with_outputs(
     """Build an engine again with more outputs, and write the new engine and its manifest. Return the new path.
 
     Args:
-        imported: the model that the engine was built from.
+        imported: the model from which the engine was built.
         manifest: manifest of the engine, with its build options.
         values: values of the rewritten model that become outputs, with their types.
         folder: folder for both files.

@@ -123,7 +123,8 @@ class Difference:
 
     Attributes:
         output: name of the logits, or of a cache's past.
-        found: the difference, relative to the values in a row; None: not comparable, because a number is not finite.
+        found: the difference, relative to the values in a row; None if it cannot be computed, because a number is not
+            finite.
         allowed: the allowed difference in the same part of the decode.
     """
 
@@ -145,7 +146,7 @@ class Finding:
 
     Attributes:
         step: number of the step, from 0.
-        part: the part of the decode (such as prefill) with this step.
+        part: name of the part of the decode to which the step belongs.
         row: index of the sequence.
         what: description.
     """

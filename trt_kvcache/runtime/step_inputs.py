@@ -176,7 +176,7 @@ class StepInputs:
     def no_embeds(self, tokens: Array) -> Array | None:
         """Return zeros in place of embeddings for tokens ``[R, S]``; None for models that take token ids.
 
-        They are for steps whose results are not used.
+        Use the zeros for steps whose results are not used.
         """
         if self.embedded is None:
             return None

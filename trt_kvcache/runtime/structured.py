@@ -70,7 +70,7 @@ class Grammars:
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
         """Return a grammar of JSON texts that match a schema.
 
-        They are on one line, with properties in the schema's order. `schema` is a JSON object or its text.
+        Each text is on one line, with properties in the schema's order. `schema` is a JSON object or its text.
 
         Raises:
             OptionError: `schema` is not a JSON schema, has keywords that llguidance does not know, or allows no text.

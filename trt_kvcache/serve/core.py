@@ -298,7 +298,10 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """Return the error to send to the client for an error of a sequence. If it is a bug, write the trace to the log."""
+    """Return the error to send to the client for an error of a sequence.
+
+    If the error is a bug, write the trace to the log.
+    """
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)

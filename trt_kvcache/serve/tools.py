@@ -130,7 +130,7 @@ class ToolForm:
 
     @property
     def trigger(self) -> str:
-        """The text by which an answer with calls is recognized: the first word of `begin`."""
+        """The text by which an answer with tool calls is recognized: the first word of `begin`."""
         match = re.match(r"[^\s{\[]+", self.begin)
         return match[0] if match else self.begin
 

@@ -51,7 +51,7 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
         config: the settings.
 
     Returns:
-        float32 ``[V]``; `scores` itself if no rule applies.
+        float32 ``[V]``; the array `scores` itself if no rule applies.
 
     Raises:
         OptionError: a setting names a token that the model does not have.

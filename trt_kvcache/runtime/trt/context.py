@@ -107,7 +107,7 @@ class Context:
         trt: the engine.
         context: the execution context.
         stream: handle of the stream that it runs on.
-        used: objects that the context was made from; they must live as long as the context.
+        used: objects from which the context was made; they must live as long as the context.
     """
 
     def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:

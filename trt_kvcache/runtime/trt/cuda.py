@@ -324,7 +324,7 @@ class Cuda:
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
-        """Return GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.
+        """Return GPU memory as an object with ``__dlpack__``; the object keeps `owner` alive.
 
         DLPack in cuda.core 1.2 has no bfloat16 and no float8. Arrays of these types appear as unsigned integers with
         the same bits.

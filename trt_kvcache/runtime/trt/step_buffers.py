@@ -61,7 +61,7 @@ class StepBuffers:
     def allocate(self) -> None:
         """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...
 
-        Each step uses their start.
+        Each step uses the start of these inputs.
         """
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
