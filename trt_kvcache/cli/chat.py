@@ -175,7 +175,7 @@ class _Chat:
     def answer(self, line: str | None) -> None:
         """Print the answer to a user's line as it comes, then token counts on stderr.
 
-        None: answer the last line again.
+        If the line is None, answer the last line again.
         """
         from trt_kvcache.runtime.events import FinishReason
 

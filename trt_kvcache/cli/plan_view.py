@@ -355,7 +355,7 @@ def _few(tokens: object) -> str:
 
 
 def profile_parts(manifest: Manifest) -> Iterator[Part]:
-    """Yield one table of all profiles: the shapes of each input that has a dynamic dimension."""
+    """Yield one table for all profiles: the shapes of each input that has a dynamic dimension."""
     profiles_of: dict[tuple[str, ...], list[str]] = {}
     for profile in manifest.profiles:
         for name, shapes in profile.shapes.items():

@@ -75,7 +75,7 @@ class Adapters(Mapping[str, int]):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Maps each adapter's name to the digest of its contents."""
+        """A mapping from each adapter's name to the digest of its contents."""
         return {name: self._known[name].digest for name in sorted(self._known)}
 
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:

@@ -348,7 +348,8 @@ class CacheRows:
         If none is free, offload a slot that does not run. Return False if the slot must wait.
 
         Raises:
-            SlotError: the slot is not in use; or all rows hold sequences that do not run, so no row will become free.
+            SlotError: the slot is not in use; or all batch rows hold sequences that do not run, so that no row will
+                become free.
         """
         if self.slot(slot).row < 0:
             idle = any(s.row >= 0 and not s.running for s in self.slots.values())

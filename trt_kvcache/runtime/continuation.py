@@ -41,12 +41,12 @@ class Continuation:
         """Start the continuation of a prompt.
 
         Args:
-            sequence: the sequence number in its events.
+            sequence: number of the sequence in its events.
             prompt: token ids, at least one; the caller has checked them against the vocabulary.
             config: the settings.
             tokenizer: makes the text of events, and finds stop strings.
-            index: number of the sequence's stream of random numbers. Sequences with the same seed and other numbers
-                draw other tokens. None: `sequence`.
+            index: number of the sequence's stream of random numbers. Sequences with the same seed, but different
+                indices, draw different random numbers. None: `sequence`.
 
         Raises:
             PromptError: the prompt is empty.

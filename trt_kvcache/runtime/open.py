@@ -65,7 +65,7 @@ small models.
 def default_sampling(model: Path) -> dict[str, Any]:
     """Return the sampling settings of a model for servers and chats.
 
-    They come from ``generation_config.json`` beside the model. If there are none, return `USUAL_SAMPLING`.
+    They come from ``generation_config.json`` in the model's folder. If there are none, return `USUAL_SAMPLING`.
 
     Raises:
         OptionError: the file is unreadable, or has a value that is out of range.

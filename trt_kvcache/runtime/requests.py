@@ -172,7 +172,7 @@ class PromptReader:
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:
-        """Check the tokens that a caller wants to write to slots. Return them by slot.
+        """Check the tokens that a caller wants to write to slots. Return the tokens by slot.
 
         Raises:
             PromptError: see `read`; or there is nothing to write.

@@ -153,7 +153,7 @@ class Runner(Protocol):
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` cache rows of batch row `source` to batch row `target`, in each cache.
 
-        Copy all state.
+        Copy all state, too.
         """
         ...
 

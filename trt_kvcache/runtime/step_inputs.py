@@ -183,7 +183,7 @@ class StepInputs:
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the number of rows that the caller (`asked`) or the model fixes for every cache buffer; else None.
+        """Return the number of batch rows that the caller (`asked`) or the model fixes; None if neither does.
 
         Raises:
             OptionError: the model fixes another number than the caller.
@@ -460,10 +460,10 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
     """Run a step of a model with fixed sizes: pad its rows and tokens, run it, undo the padding.
 
     Args:
-        runner: holds the rows of the caches.
+        runner: the runner that holds the batch rows of the caches.
         inputs: inputs of the model.
         batch: the step that is asked for.
-        run: runs the padded step.
+        run: function that runs the padded step.
 
     Returns:
         Logits ``[R, keep, V]`` of `batch`, without the padding.

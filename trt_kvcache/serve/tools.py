@@ -279,7 +279,7 @@ class ToolUse:
     """The tool calls that an answer may make, and how they are written.
 
     Attributes:
-        form: how calls are written.
+        form: how the template writes calls.
         tools: tools that may be called.
         required: the answer must have a call.
         grammar: grammar of the answer.
@@ -369,7 +369,7 @@ class CallReader:
     """Separates tool calls from text in one answer, while the answer arrives.
 
     Args:
-        form: how calls are written.
+        form: how the template writes calls.
         tools: tools that may be called.
         required: the answer must begin with a call.
 

@@ -261,7 +261,7 @@ class OnnxRuntimeRunner:
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
         """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``.
 
-        Planes are heads or other parts.
+        Planes are heads or similar parts of a batch row.
         """
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)

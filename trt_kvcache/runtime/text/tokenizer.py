@@ -143,7 +143,7 @@ class Tokenizer:
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of each token. Grammars need them.
+        """Return the bytes of each token. Grammars need these bytes.
 
         Raises:
             OptionError: the text of several tokens is not made by joining the tokens' bytes.

@@ -29,7 +29,7 @@ _OTHER_GPUS = "does not support this compute capability"
 
 
 def load_tensorrt(backend: str) -> Any:
-    """Import the module that a manifest names: ``tensorrt`` or ``tensorrt_rtx``; raise `BackendError` if missing."""
+    """Import the module that a manifest names: ``tensorrt`` or ``tensorrt_rtx``; else raise `BackendError`."""
     package = PACKAGES[Target(backend)]
     try:
         return importlib.import_module(package.module)
