@@ -27,9 +27,10 @@ class KernelReport:
     If a cubin has several kernels, each value is the largest of them.
 
     Attributes:
-        spill_bytes, stack_bytes: bytes of local memory per thread; nonzero is slow.
+        spill_bytes, stack_bytes: bytes of local memory per thread; a kernel with nonzero numbers is slow.
         occupancy: see `ResourceUse`.
-        ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads these as a cubin.
+        ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads such kernels as a
+            cubin.
     """
 
     kernel: str
@@ -66,7 +67,7 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
     """Return the kernels with which a session chooses tokens on the GPU.
 
-    The result is empty if there are none for the type of the model's logits.
+    The result is empty if there are no such kernels for the type of the model's logits.
     """
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
@@ -74,7 +75,7 @@ def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
 
 
 def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[KernelReport]:
-    """Compile all kernels for each architecture in turn, several at the same time; yield a report on each.
+    """Compile all kernels for each architecture in turn, several kernels at a time. Yield a report on each kernel.
 
     Raises:
         OptionError: NVRTC does not know an architecture; nothing was compiled.

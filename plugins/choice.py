@@ -44,7 +44,7 @@ _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
 @dataclass(frozen=True)
 class ChoiceKernels:
-    """All kernels for one type of logits, in one cubin.
+    """All kernels that choose tokens from one type of logits, in one cubin.
 
     Attributes:
         logits: one of `CHOICE_DTYPES`.
@@ -64,7 +64,7 @@ def choice_source(dtype: str) -> str:
 
 
 def choice_family() -> str:
-    """Return the CUDA C++ source that the kernels for all types of logits share."""
+    """Return the CUDA C++ source that the kernels for choosing tokens share, whatever the type of the logits."""
     constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")
@@ -72,7 +72,10 @@ def choice_family() -> str:
 
 
 def choice_entries(dtype: str, suffix: str = "") -> str:
-    """Return the CUDA C++ source of the entry functions for logits of this type. Their names end with `suffix`."""
+    """Return the CUDA C++ source of the entry functions for logits of this type.
+
+    The functions' names end with `suffix`.
+    """
     scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, masks, keep, vocab, blocks, pitch);"
     begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
     sizes = "int keep, int vocab, int blocks, long long pitch"
@@ -108,12 +111,12 @@ def blocks_per_row(vocab: int, itemsize: int) -> int:
 
 
 def sets_per_row(vocab: int, itemsize: int) -> int:
-    """Return into how many sets the kernel `set_maxima` divides a row; it writes the maximum of each."""
+    """Return the number of sets into which the kernel `set_maxima` divides a row; it writes the maximum of each set."""
     return blocks_per_row(vocab, itemsize) * (THREADS // 32) * SETS
 
 
 def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Convert scores to uint32 numbers with the same order, in the same way as the kernels."""
+    """Convert scores to uint32 numbers that sort in the same order, as the kernels do."""
     kind = np.dtype(f"u{logits.itemsize}").type
     bits = logits.view(kind)
     sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
@@ -142,7 +145,7 @@ def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.
 
 
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Convert the lists ``[n, 1 + CANDIDATES]`` of `candidates` to tokens ``[n, N]``, ascending, and their scores.
+    """Convert the lists ``[n, 1 + CANDIDATES]`` of kernel `candidates` to ascending tokens ``[n, N]`` and their scores.
 
     N is the length of the longest list, at least 1. A shorter list ends with tokens of -1, whose scores are ``-inf``.
     """

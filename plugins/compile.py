@@ -42,9 +42,10 @@ class ResourceUse:
 
     Attributes:
         registers: registers per thread.
-        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; nonzero is slow.
-        occupancy: resident warps, as registers allow, divided by the most that a multiprocessor can hold; None if the
-            architecture's limit is unknown.
+        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; a kernel with nonzero
+            numbers is slow.
+        occupancy: resident warps that the registers allow, divided by the most that a multiprocessor can hold; None if
+            the architecture's limit is unknown.
     """
 
     registers: int
@@ -63,7 +64,7 @@ class CompiledKernel:
         arch: architecture, such as ``"sm_90"``.
         nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
             needs a driver for the same major version.
-        ptx: `code` is PTX, without a final zero byte; otherwise a cubin.
+        ptx: True if `code` is PTX, without a final zero byte; False if `code` is a cubin.
         log: log of the compiler.
     """
 
@@ -76,10 +77,10 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """The resources of a cubin; the largest values if it holds several kernels.
+        """The resources that a cubin needs; the largest values if it holds several kernels.
 
         Raises:
-            OptionError: the code is PTX, which ptxas has not seen.
+            OptionError: the code is PTX; ptxas has not compiled it yet.
         """
         if self.ptx:
             raise OptionError(
@@ -107,21 +108,21 @@ def compile_kernel(
 def compile_source(
     source: str, name: str, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
-    """Compile a kernel to PTX or a cubin, or take it from the cache on disk.
+    """Compile a kernel to PTX or a cubin, or take the compiled kernel from the cache on disk.
 
-    The cache's key is the source, the options, the architecture and NVRTC's version; files are written completely or
-    not at all. If the cache cannot be written, the next call compiles again; nothing else changes.
+    The key in the cache consists of the source, the options, the architecture and NVRTC's version. Files are written
+    completely or not at all. If the cache cannot be written, the next call compiles again.
 
     Args:
         source: CUDA C++.
-        name: name of its entry function.
+        name: name of the kernel's entry function.
         arch: the GPU's architecture, such as ``"sm_90"``.
         ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this architecture only.
-        driver: the CUDA version of the driver that will load it, if known.
+        driver: the CUDA version of the driver that will load the kernel, if known.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
-        BackendError: NVRTC is not installed, or it failed; the message carries the compiler's log.
+        BackendError: NVRTC is not installed, or it failed; the message has the compiler's log.
     """
     check_compiler(arch, ptx=ptx, driver=driver)
     version = nvrtc_version()
@@ -170,7 +171,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Check that NVRTC can compile for an architecture, and that a driver accepts its code; see `compile_source`.
+    """Check that NVRTC can compile for an architecture, and that a driver accepts NVRTC's code; see `compile_source`.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
@@ -226,7 +227,7 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """Return the compiled kernel in a file of the cache; None if the file is missing or incomplete."""
+    """Return the compiled kernel from a file of the kernel cache; None if the file is missing or incomplete."""
     try:
         digest, content = (data := path.read_bytes())[:32], data[32:]
         if blake3(content).digest() != digest:

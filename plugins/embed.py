@@ -26,7 +26,7 @@ def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
-    """Return a function that compiles kernels for one GPU, to PTX, which later GPUs accept as well.
+    """Return a function that compiles kernels for one GPU to PTX. Later GPUs accept PTX as well.
 
     TensorRT accepts no cubin: the documentation of ``aot_impl`` asks for PTX, and the runtime passes the code on as
     text that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4).
@@ -43,7 +43,7 @@ def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
 
 
 def this_gpu() -> tuple[str, tuple[int, int]]:
-    """Return architecture and CUDA version of the first GPU and its driver; raise `BackendError` if one is missing."""
+    """Return the first GPU's architecture and the driver's CUDA version; raise `BackendError` if either is missing."""
     from cuda.bindings import driver
 
     names = driver.CUdevice_attribute

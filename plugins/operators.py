@@ -34,9 +34,10 @@ class Operator:
     """One operator of the plugin: its inputs and outputs, and how the update is written into the cache.
 
     Attributes:
-        form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
+        form: layout of the update: padded ``[B, N, S_new, H]``, or packed ``[T, N, H]`` with cumulative lengths ``[B +
+            1]``.
         mode: linear or circular.
-        caches: 1, or 2 for the K and V of a layer in one launch.
+        caches: number of caches in one launch: 1, or 2 for the K and V of a layer.
         quantized: quantize on write, with float32 scales ``[1]`` or ``[N]``.
     """
 
@@ -54,7 +55,7 @@ class Operator:
     def name(self) -> str:
         """The ONNX operator type.
 
-        It is also the plugin's name: ``KVCacheUpdate`` and words for form, mode, caches and quantization.
+        It is also the plugin's name: ``KVCacheUpdate`` with words for update layout, mode, caches and quantization.
         """
         parts = (
             ("Packed", self.packed),
@@ -86,7 +87,7 @@ class Operator:
             per_head: True if each head has a scale.
 
         Raises:
-            OptionError: no kernel supports them; the message gives the types and the supported ones.
+            OptionError: no kernel supports the types; the message gives them and the supported types.
         """
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]
@@ -113,7 +114,7 @@ class Operator:
         )
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
-        """Check the ranks of an operator's inputs, and their sizes against each other where both are known.
+        """Check the ranks of an operator's inputs, and compare the inputs' sizes where they are known.
 
         The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
 

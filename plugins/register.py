@@ -45,12 +45,12 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
         compile_kernel: compiles PTX; called while an engine is built, once for each kernel that it needs.
-        declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
-            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it, the caller binds one address to
-            both, and the kernel recognizes that.
+        declare_aliases: tell TensorRT that present and past are one buffer. This needs the preview feature
+            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. If False, the caller binds one address to both,
+            and the kernel recognizes this.
 
     Raises:
-        OptionError: this TensorRT does not support such plugins, or they are registered already.
+        OptionError: this TensorRT does not support such plugins, or the operators are registered already.
     """
     try:
         import tensorrt.plugin as trtp
@@ -69,7 +69,7 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
 
 
 def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
-    """Return the function that describes an operator's outputs: ``present_i`` has type and shape of ``cache_i``."""
+    """Return the function that describes an operator's outputs to TensorRT: ``present_i`` is like ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
         tensors = dict(zip(operator.inputs, inputs, strict=True))
@@ -116,7 +116,7 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 
 
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
-    """Return `function` with this signature; errors that it raises are also appended to `errors`."""
+    """Return a wrapper of `function` with this signature; it also appends the errors that are raised to `errors`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -156,7 +156,7 @@ def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None
 
 
 def _open(size: Any) -> bool:
-    """Return True if a size is known only while the engine runs."""
+    """Return True if a size of a tensor is known only while the engine runs."""
     return not size.is_fake and not size.is_constant
 
 

@@ -18,7 +18,7 @@ _TYPES = {
 
 
 def kernel_source(config: KernelConfig) -> str:
-    """Return the CUDA C++ source of one kernel, a translation unit without includes. Its entry is ``config.name``."""
+    """Return the CUDA C++ source of one kernel without includes. Its entry function is ``config.name``."""
     return family_source() + "\n" + entry_source(config)
 
 
@@ -34,7 +34,7 @@ def family_source() -> str:
 def entry_source(config: KernelConfig) -> str:
     """Return the CUDA C++ source of the entry function of one kernel.
 
-    The entry function passes its arguments, which come in TensorRT's order, to the code that all kernels share.
+    The entry function gets its arguments in TensorRT's order, and passes them to the code that all kernels share.
     """
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")

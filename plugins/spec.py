@@ -70,18 +70,18 @@ class Quantization:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """The properties that distinguish one cache-update kernel from the others.
+    """The properties in which cache-update kernels differ.
 
     Attributes:
         element_bits: bits of a cache element; without quantization, also of an element of the update. The kernel moves
-            bytes, not numbers, so types of one size share a kernel.
-        form: padded or packed updates.
+            bytes, not numbers, so types of the same size share a kernel.
+        form: layout of the updates: padded or packed.
         mode: linear or circular.
-        caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
-            head sizes may differ.
+        caches: number of caches in one launch: 1, or 2 for a layer's K and V. The two caches share B, N, S_max, write
+            indices and lengths; their head sizes may differ.
         index_type: type of the write indices ``[B]``.
         length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded updates.
-        quantization: quantize on write.
+        quantization: how the kernel quantizes on write; None: it does not.
     """
 
     element_bits: int
@@ -111,9 +111,10 @@ class KernelConfig:
 
     @property
     def name(self) -> str:
-        """The entry function's name, a C identifier. Configurations with one name have one source.
+        """The entry function's name, a C identifier. Configurations with the same name have the same source.
 
-        The name leaves out element size, integer types and number of scales, because these are arguments.
+        The name leaves out element size, integer types and number of scales, because the kernel gets these as
+        arguments.
         """
         parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
         if self.quantization is not None:
@@ -129,7 +130,7 @@ class Arguments:
     Attributes:
         inputs: pointers, named as the plugin's inputs: ``cache_0[, cache_1], update_0[, update_1], write_indices,
             [lengths,] [scale_0[, scale_1]]``.
-        scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` when packed),
+        scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` for a packed update),
             ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``), ``index_bytes``, with lengths ``length_bytes`` (of one
             integer), with quantization ``scale_step`` (0: one scale for the tensor, 1: one for each head).
         outputs: pointers: ``present_0[, present_1]``.
@@ -163,7 +164,7 @@ def arguments(config: KernelConfig) -> Arguments:
 class Shapes:
     """The sizes of the tensors in one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
 
-    The code uses only operators that both have.
+    Code that computes with sizes uses only operators that both types have.
 
     Attributes:
         length: tokens of the update: ``S_new``, or ``T`` if packed.

@@ -106,5 +106,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return all public names, loaded or not, without the modules."""
+    """Return all public names of the package, whether loaded or not, without the modules."""
     return sorted(__all__)

@@ -14,7 +14,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main() -> None:
-    """Run the command line on ``sys.argv``; never returns."""
+    """Run the command line on ``sys.argv``, and end the process."""
     if sys.stderr is None:  # stderr is closed; messages must not go to stdout, where `print` would put them
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _encode(stream: TextIO) -> None:
-    """Make a stream accept every character: those that it cannot encode become escapes. Windows files get UTF-8."""
+    """Make a stream accept every character: write an escape if it cannot encode one. Windows files get UTF-8."""
     if isinstance(stream, io.TextIOWrapper):
         if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
             stream.reconfigure(encoding="utf-8")  # as JSON requires; files on Windows allow 256 characters by default
@@ -62,7 +62,7 @@ def _encode(stream: TextIO) -> None:
 
 
 def _keep_stdout() -> None:
-    """Keep stdout for results: what libraries write without Python, such as TensorRT's logger, goes to stderr."""
+    """Keep stdout for results: send to stderr what native libraries, such as TensorRT's logger, write to stdout."""
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and os.name == "posix":
         line = 1 if stream.line_buffering else -1
@@ -71,7 +71,7 @@ def _keep_stdout() -> None:
 
 
 def _leave(status: int) -> None:
-    """End the process after all cleanup, without waiting for threads that still compute."""
+    """End the process after all cleanup. Do not wait for threads that still compute."""
     sys.stderr.flush()
     os._exit(status)
 

@@ -60,7 +60,7 @@ def as_switch(value: object, what: str) -> bool:
 
 
 def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
-    """Return a caller's path as a Path; raise `error` if it is not a path, or no file can have this path."""
+    """Return a caller's path as a Path; raise `error` if it is not a path, or is one that no file can have."""
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
         if isinstance(path, str) and path and b"\0" not in os.fsencode(path):
@@ -71,7 +71,7 @@ def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError
 
 
 def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
-    """Return a caller's list, from any iterable except text and mappings; raise `error` for other values."""
+    """Return a list from a caller's iterable; raise `error` for texts, mappings and other values."""
     try:
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
             return list(value)

@@ -55,7 +55,7 @@ _Answer = TypeVar("_Answer")
 
 
 class ChildError(Exception):
-    """Raised if a child process gave no answer. The text gives the user the reason."""
+    """Raised if a child process gave no answer. The message gives the user the reason."""
 
 
 class ChildLateError(ChildError):
@@ -95,7 +95,7 @@ def _write(stream: IO[bytes], kind: int, *parts: bytes) -> None:
 
 
 def _read(stream: IO[bytes]) -> _Frame | None:
-    """Return the next frame of a stream; None at its end. Other lines are skipped: Python printed them at its start."""
+    """Return the next message of a stream; None at its end. Skip other lines, which Python printed when it started."""
     for line in stream:
         if match := _HEAD.fullmatch(line):
             parts = []
@@ -112,9 +112,9 @@ class Child:
 
     Args:
         command: arguments of the interpreter, for a module that calls `serve`.
-        memory: bytes of address space that the child may use; 0: no limit. It is appended to the command.
-        stderr: file for the child's stderr. None: its output is dropped.
-        environment: environment of the process; None: this process's.
+        memory: bytes of address space that the child may use; 0: no limit. The number is appended to the command.
+        stderr: file for the child's stderr. None: the output is dropped.
+        environment: environment variables of the child; None: those of this process.
         grace: seconds in which the child may end by itself.
     """
 
@@ -143,7 +143,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """True if the child can take a request; False in a fork of the parent, which has no child."""
+        """True if the child can take a request. A fork of the parent has no child, so there it is False."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
@@ -186,10 +186,10 @@ class Child:
 
         Args:
             kind: type of the answer.
-            seconds: limit of the child's processor time; then it is ended. On a busy machine it is ended after five
-                times as many seconds of real time. None: no limit.
-            told: called with the JSON of the news that come before the answer.
-            asked: answers questions.
+            seconds: limit of the child's processor time. The child is ended after this time, or after five times as
+                many seconds of real time. None: no limit.
+            told: called with the JSON of each progress message that comes before the answer.
+            asked: called to answer each question of the child.
 
         Raises:
             ChildError: the child takes longer, needs more memory, or died.
@@ -235,7 +235,7 @@ class Child:
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
-        """Return the next frame of the child; raise queue.Empty if it took too long."""
+        """Return the next message of the child; raise queue.Empty if it took too long."""
         if seconds is None:
             return self._frames.get()
         wait = seconds - (time.monotonic() - begun.at)
@@ -256,7 +256,7 @@ class Child:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End the child. For `grace` seconds, it may end by itself."""
+        """End the child. It has `grace` seconds to end by itself."""
         if self._owner == os.getpid():
             assert self._process.stdin is not None
             if self._grace:
@@ -283,7 +283,7 @@ def how_ended(status: int) -> str:
 
 
 class Caller:
-    """The process that started this child, as the child sees it."""
+    """Represents, in a child process, the process that started it."""
 
     def __init__(self, abandoned: Callable[[], None]) -> None:
         self._out = os.fdopen(os.dup(1), "wb")
@@ -307,16 +307,16 @@ class Caller:
         return self._frames.get()
 
     def send(self, kind: int, content: Any) -> None:
-        """Write a frame to the caller, which may have ended."""
+        """Write a message to the caller, which may have ended."""
         with self._lock, _unless_ended():
             _write(self._out, kind, msgspec.json.encode(content))
 
     def tell(self, news: Any) -> None:
-        """Send news, such as progress, to the caller before the answer."""
+        """Send a progress message or the like to the caller, before the answer."""
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
-        """Ask the caller for the data that belong to a name, and return them."""
+        """Ask the caller for the data with a certain name, and return the data."""
         self.send(_QUESTION, question)
         return self.next().parts[0]
 
@@ -331,8 +331,8 @@ def serve(
     Args:
         work: computes the answer from a request, the bytes that follow it, and the caller.
         requests: type of a request.
-        abandoned: called in another thread when the caller's process ends, unless the caller keeps the child's files.
-            The child's process ends after it.
+        abandoned: called in another thread when the caller's process ends, unless the caller wants to keep the child's
+            files. After this call, the child's process ends.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))
@@ -367,13 +367,13 @@ def _limit(size: int) -> None:
 
 
 def is_broken(error: OSError) -> bool:
-    """Return True if writing failed because the process at the other end of the pipe has ended."""
+    """Return True if writing failed because the process that reads the pipe has ended."""
     return error.errno == errno.EPIPE or (sys.platform == "win32" and error.errno == errno.EINVAL)
 
 
 @contextmanager
 def _unless_ended() -> Iterator[None]:
-    """A block that writes to the other process. If that process has ended, the block ends without an error."""
+    """A ``with`` block that writes to the other process. If that process has ended, the block raises no error."""
     try:
         yield
     except OSError as error:

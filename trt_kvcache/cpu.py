@@ -29,7 +29,7 @@ SECONDS = 1800.0
 
 
 class RunError(Exception):
-    """Raised if a model or a step cannot run. The text is ONNX Runtime's or ONNX's own error, on one line."""
+    """Raised if a model or a step cannot run. The message is the error of ONNX Runtime or ONNX, on one line."""
 
 
 def one_line(error: Exception) -> str:
@@ -40,14 +40,14 @@ def one_line(error: Exception) -> str:
 
 
 def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Open a session of ONNX Runtime on the CPU that prints nothing: errors come as exceptions."""
+    """Open a session of ONNX Runtime on the CPU that prints nothing; errors are raised as exceptions."""
     options.log_severity_level = 4
     ort.set_default_logger_severity(4)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], **more)
 
 
 def quiet_run() -> ort.RunOptions:
-    """Return options for a run that prints nothing: a run with options ignores those of its session."""
+    """Return options for a run that prints nothing. A run with its own options ignores those of its session."""
     options = ort.RunOptions()
     options.log_severity_level = 4
     return options
@@ -102,7 +102,7 @@ class UnfusedSession:
     """Runs a model in ONNX Runtime node by node, without fusions, which would hide differences.
 
     Attributes:
-        backend: name and version.
+        backend: name and version of ONNX Runtime.
     """
 
     backend = f"ONNX Runtime {ort.__version__}"

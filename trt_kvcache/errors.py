@@ -57,7 +57,7 @@ class TrtKvCacheError(Exception):
 
     @property
     def message(self) -> str:
-        """The text with options as flags, as commands print it."""
+        """The message in the form that commands print, with options as flags."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -65,23 +65,23 @@ class TrtKvCacheError(Exception):
 
 
 class ModelError(TrtKvCacheError):
-    """The model cannot be used, as a file or as a graph."""
+    """The model cannot be used: something is wrong with its file or its graph."""
 
 
 class InvalidModelError(ModelError):
-    """Not readable as ONNX, or in conflict with the ONNX operator definitions."""
+    """The model is not readable as ONNX, or conflicts with the ONNX operator definitions."""
 
 
 class UnsupportedModelError(ModelError):
-    """Legal ONNX whose meaning cannot be preserved on the target."""
+    """The model is legal ONNX, but its meaning cannot be preserved on the target."""
 
 
 class AmbiguousRoleError(ModelError):
-    """An input fits several roles, or a role fits several inputs."""
+    """An input of the model fits several roles, or a role fits several inputs."""
 
 
 class OptionError(TrtKvCacheError):
-    """An option's value is illegal, alone or for this model."""
+    """The value of an option is illegal, either always or for this model."""
 
 
 class OutputError(TrtKvCacheError):
@@ -89,11 +89,11 @@ class OutputError(TrtKvCacheError):
 
 
 class BackendError(TrtKvCacheError):
-    """The TensorRT backend is missing, too old, or failed."""
+    """The TensorRT backend is missing or too old, or it failed."""
 
 
 class BuildError(BackendError):
-    """Parsing or building failed. The message carries TensorRT's own words."""
+    """Parsing a model or building an engine failed. The message has TensorRT's own words."""
 
 
 class ManifestError(TrtKvCacheError):
@@ -113,7 +113,7 @@ class PromptError(SessionError):
 
 
 class CapacityError(SessionError):
-    """A sequence would outgrow its cache, or a cache no longer holds what was asked for. Nothing was written."""
+    """A sequence would outgrow its cache, or a cache no longer has the requested contents. Nothing was written."""
 
 
 class SlotError(SessionError):
@@ -121,4 +121,4 @@ class SlotError(SessionError):
 
 
 class CacheFileError(SessionError):
-    """A saved cache cannot be read, or belongs to another model."""
+    """A file of saved cache contents cannot be read, or belongs to another model."""

@@ -53,7 +53,7 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
 
     Raises:
         OSError: the file cannot be read.
-        InterruptedError: `cancelled` was set meanwhile.
+        InterruptedError: `cancelled` was set while the file was read.
     """
     digest, size = blake3(), 0
     buffer = memoryview(bytearray(_BLOCK))
@@ -84,7 +84,7 @@ def read_file(path: Path, limit: int = SETTINGS) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; raise `OSError` for others, such as pipes. `strerror` gives the reason."""
+    """Open a regular file for reading; raise `OSError` for pipes and the like. `strerror` gives the reason."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
     descriptor = os.open(path, flags)
     try:
@@ -119,7 +119,7 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 def stamp(file: Path | int) -> tuple[int, ...]:
     """Return values by which a later change of a file is noticed: device, inode, size, and times in ns.
 
-    The times are those of the content and of the inode; the latter also changes if a file is moved away and back.
+    The times are the content's and the inode's; the inode's time also changes if a file is moved away and back.
 
     Args:
         file: path of the file, or the descriptor of the open file.
@@ -132,7 +132,7 @@ def stamp(file: Path | int) -> tuple[int, ...]:
 
 
 def is_text(path: Path) -> bool:
-    """Return True if the path itself can be written as UTF-8, as manifests, models and ONNX Runtime require."""
+    """Return True if the path can be written as UTF-8 text, as manifests, models and ONNX Runtime require."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
 
 
@@ -174,12 +174,12 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def temporary_file(final: Path) -> Iterator[Path]:
-    """Create an empty temporary file in the folder of `final`; the block fills it and moves it there.
+    """Create an empty temporary file in the folder of `final`. The ``with`` block fills it and moves it to `final`.
 
-    The file is in the same folder, because a file can be moved in one step only within a file system. If it still
-    exists at the end, it is removed. It is locked as long as this process lives; unlocked ones, left behind by killed
-    processes, are removed. On Windows, where an open file cannot be moved, it is neither kept open nor locked, and
-    files of killed processes stay.
+    The file is in the same folder, because a file can be moved in one step only within a file system. If the temporary
+    file still exists after the block, it is removed. It is locked as long as this process lives. Unlocked temporary
+    files, left behind by killed processes, are removed. On Windows an open file cannot be moved. There the temporary
+    file is neither kept open nor locked, and files of killed processes stay.
 
     Raises:
         OutputError: the file cannot be created.
@@ -203,7 +203,7 @@ def temporary_file(final: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(descriptor: int) -> Iterator[None]:
-    """Lock an open file within the block, if the system can, and close it at the end."""
+    """Lock an open file during the ``with`` block, if the system can lock files. Close the file at the end."""
     if sys.platform == "win32":
         os.close(descriptor)
         yield
@@ -217,7 +217,7 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove temporary files that ended processes left behind. On Windows, do nothing: it cannot be known there."""
+    """Remove temporary files that ended processes left behind. Do nothing on Windows, where files are not locked."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
         if sys.platform != "win32":
             with suppress(OSError):
@@ -232,7 +232,7 @@ def _remove_abandoned(final: Path) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a binary file that replaces `path` when the block ends without an exception.
+    """Yield a binary file that replaces `path` if the ``with`` block ends without an exception.
 
     Raises `OutputError` if the file cannot be written.
     """
@@ -254,9 +254,9 @@ def sync(file: BinaryIO) -> None:
 
 
 def publish(files: Sequence[tuple[Path, Path]]) -> None:
-    """Move finished temporary files to their final names, in order; if one fails, restore the former files.
+    """Move finished temporary files to their final names, in order; if one move fails, restore the former files.
 
-    Ctrl-C waits until all are moved.
+    Ctrl-C takes effect after all files are moved.
 
     Raises:
         OutputError: a file cannot be moved.
@@ -279,7 +279,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
 
 
 def _keep_aside(path: Path) -> Path | None:
-    """Give a file a second name, under which it can be restored; None if there is no file."""
+    """Give a file a second name, from which it can be restored; return this name, or None if there is no file."""
     if not path.exists():
         return None
     former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

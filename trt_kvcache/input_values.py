@@ -39,11 +39,12 @@ def axis_sizes(rows: int, length: int) -> dict[str, int]:
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
     """Return the values of an input that follow from the lengths of the rows: positions, write indices, valid lengths.
 
-    None if the role of the input is another.
+    Return None if the input has another role.
 
     Args:
         role: role of the input.
-        starts: int64 ``[R]``: tokens of each row before the step, not wrapped for circular caches.
+        starts: int64 ``[R]``: number of tokens in each row before the step; for circular caches too, it counts all
+            tokens so far.
         length: new tokens of each row.
         most: largest valid length: the capacity.
     """
@@ -61,10 +62,10 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
 
 
 def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
-    """Return the tokens from which a mask follows: in each cache row after a step, and the new ones.
+    """Return the token index of each cache row after a step, and that of each new token; a mask follows from the two.
 
-    The first array is ``[R, 1, keys]``. Cache rows without a token hold -1 or less, or a token that is yet to come. The
-    second array is ``[R, S, 1]``. A new token sees a cache row whose token is from 0 up to itself.
+    The first array is ``[R, 1, keys]``. A cache row without a token has -1 or less, or the index of a later token. The
+    second array is ``[R, S, 1]``. A new token sees the cache rows whose token index is from 0 up to its own.
 
     Args:
         starts: int64 ``[R]``: tokens of each row before the step.
@@ -81,14 +82,14 @@ def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = No
 
 
 def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
-    """Return the caches that attention reads with input `name`, lengths or a mask; empty if the plan does not tell."""
+    """Return the caches that attention reads with the lengths or mask input `name`; empty if the plan does not tell."""
     geometries = {g.name for g in plan.masks if name in (g.lengths, g.mask)}
     read = {past for a in plan.attention if a.mask in geometries for past in a.caches}
     return [c for c in plan.caches if c.past in read]
 
 
 def by_token(values: Array, tensor: TensorRole) -> Named:
-    """Name the axes of values ``[R, S, ...]`` for a tensor. If it has one axis for all tokens, join R and S."""
+    """Return values ``[R, S, ...]`` and the names of their axes. Join R and S if `tensor` has one axis for both."""
     if "tokens" in tensor.axes:
         return values.reshape(-1, *values.shape[2:]), ("tokens",)
     return values, ("batch", "sequence")
@@ -132,13 +133,13 @@ def fixed_rows(plan: CachePlan) -> int | None:
 
 
 def fixed_length(plan: CachePlan) -> int | None:
-    """Return the number of tokens per row and step at which the model's updates are fixed; None if it is dynamic."""
+    """Return the number of tokens per row and step that the model's updates fix; None if the number is dynamic."""
     lengths = {c.update_length for c in plan.caches if c.carried and isinstance(c.update_length, int)}
     return min(lengths, default=None)
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with a name for each axis whose size is the plan's fixed batch or update length, except 1."""
+    """Return the tensor with a name for each axis that has the plan's fixed batch or update length, unless it is 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width
@@ -159,7 +160,7 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
 
 
 def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
-    """Return the axes of a positions input ``[planes, B, S]`` or ``[B, planes, S]``, with "planes" as a name."""
+    """Return the axes of a positions input ``[planes, B, S]`` or ``[B, planes, S]``; planes: positions per token."""
     fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
     planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # the smaller fixed axis is a batch of 1
     return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

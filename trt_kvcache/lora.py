@@ -52,7 +52,7 @@ class LoraModule:
         name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
         rank: columns of A, and rows of B.
         inputs, outputs: sizes of the module.
-        scale: factor of the product.
+        scale: factor by which the product of A and B is multiplied.
     """
 
     name: str
@@ -88,7 +88,10 @@ class LoraFolder:
         return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
 
     def read(self, module: LoraModule) -> tuple[Array, Array]:
-        """Read A ``[inputs, rank]`` and B ``[rank, outputs]`` of a module, both float32; B includes the scale."""
+        """Return matrices A ``[inputs, rank]`` and B ``[rank, outputs]`` of a module, in float32.
+
+        B includes the scale.
+        """
         a, b = (self._tensors.read(name) for name in self._names[module.name])
         return a.astype(np.float32).T, b.astype(np.float32).T * np.float32(module.scale)
 
@@ -120,7 +123,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
 
 
 def module_key(name: str) -> tuple[str, ...] | None:
-    """Return a key of a module's place in a decoder, equal for all spellings; None if it is not in a decoder layer.
+    """Return a key for a module that is equal for all spellings of its name; None if it is not in a decoder layer.
 
     ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
     """
@@ -155,7 +158,7 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of the tensors A and B of each module."""
+    """Return the names of the tensors A and B of each module that a LoRA adapter changes."""
     sides: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         match = _MODULE.fullmatch(tensor)
@@ -188,7 +191,7 @@ def _module(
 
 
 def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any], path: Path) -> float:
-    """Return a setting of a module, such as its rank: of the first pattern that fits its name, else `default`."""
+    """Return a module's setting, such as its rank: that of the first pattern that matches its name, else `default`."""
     import re2
 
     quiet = re2.Options()
@@ -220,6 +223,6 @@ def _digest(modules: tuple[LoraModule, ...], names: Mapping[str, tuple[str, str]
 
 
 def list_names(names: list[str]) -> str:
-    """Return a few of these names as text for a message."""
+    """Return a few of these names joined as text for a message."""
     more = f" and {len(names) - _ENDS} more" if len(names) > _ENDS else ""
     return ", ".join(f"'{name}'" for name in names[:_ENDS]) + more

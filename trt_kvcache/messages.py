@@ -37,7 +37,7 @@ _FLAG = re.compile(
 
 
 def as_arguments(message: str) -> str:
-    """Return a message with its flags as arguments of Python: ``--capacity 256`` becomes ``capacity=256``.
+    """Return a message with flags replaced by arguments of Python: ``--capacity 256`` becomes ``capacity=256``.
 
     Commands in quotes are not changed.
     """
@@ -66,8 +66,8 @@ def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
 
     Args:
         message: one line.
-        flags: by argument: the flag and its negative flag; "" instead of a flag that does not exist; None as negative
-            flag if the flag takes a value.
+        flags: maps an argument to its flag and its negative flag. A flag that does not exist is "". The negative flag
+            is None if the flag takes a value.
     """
     if re.match(r"\S*\.json: ", message) or not flags:
         return message

@@ -41,7 +41,7 @@ def engine_in(path: Path) -> Path:
 
 
 def is_model(path: Path) -> bool:
-    """Return True for an ``.onnx`` file, or its folder. Every other path counts as an engine."""
+    """Return True for an ``.onnx`` file, or for its folder. Every other path counts as an engine."""
     return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
 
 
@@ -76,17 +76,17 @@ def model_named(path: Path) -> Path:
 
 
 def runnable_named(path: Path) -> Path:
-    """Return the path of the engine or model that an argument ENGINE|MODEL means; errors as in `model_named`."""
+    """Return the path of the engine or model that an argument ENGINE|MODEL means; raise what `model_named` raises."""
     return _checked(path, to_run=True)
 
 
 def checkpoint_named(path: Path) -> Path:
-    """Return the path of the checkpoint that an argument CHECKPOINT means; errors as in `model_named`."""
+    """Return the path of the checkpoint that an argument CHECKPOINT means; raise what `model_named` raises."""
     return _checked(path, to_run=False)
 
 
 def engine_named(path: Path) -> Path:
-    """Return the path of the engine that an argument ENGINE means; errors as in `model_named`."""
+    """Return the path of the engine that an argument ENGINE means; raise what `model_named` raises."""
     path = _checked(path, to_run=True)
     if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(
@@ -111,9 +111,9 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """Return the folder in the local cache for a name on the hub; raise `InvalidModelError` if it is not there.
+    """Return the local cache folder of a model name on the hub; raise `InvalidModelError` if there is none.
 
-    Any other path is returned unchanged.
+    Return any other path unchanged.
     """
     name = typed.as_posix()
     local = typed.exists() or typed.parent.exists() or typed.suffix.lower() in _OWN
@@ -190,7 +190,7 @@ def _foreign(path: Path) -> str | None:
 
 
 def _below(path: Path) -> str | None:
-    """Describe the models one folder below `path`, for an error message; None if there are none."""
+    """Describe, for an error message, the models in the folders directly below `path`; None if there are none."""
     if not path.is_dir() or models_in(path) or (path / ENGINE).exists() or is_checkpoint(path):
         return None
     inner = sorted((path / "onnx").glob("*.onnx"))

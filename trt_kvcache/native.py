@@ -27,10 +27,10 @@ _ending: list[bool] = []
 
 
 class Endable:
-    """A call into native code that another thread can end: use ``with endable:`` around it, one call at a time.
+    """A call into native code that another thread can end. Put the call in a ``with`` block; one call at a time.
 
     Args:
-        stop: makes the call return soon; another thread calls it.
+        stop: function that makes the call return soon; another thread calls it.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -52,7 +52,7 @@ def calls_under_way() -> dict[Endable, int]:
 
 
 def end_calls(calls: dict[Endable, int]) -> None:
-    """Make those of these calls return soon that are still running."""
+    """Make calls that are still running in native code return soon."""
     for call, number in calls.items():
         if _calls.get(call) == number:
             call.stop()
@@ -60,7 +60,7 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all calls before the interpreter ends. Threads for which Python waits have ended already."""
+    """End all calls to native code before the interpreter ends. Threads for which Python waits have ended already."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:
@@ -75,7 +75,7 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "S
 class HeldSignals:
     """Delays signals within a ``with`` block of the main thread, the only thread in which Python handles them.
 
-    Use it for changes that an exception between two lines would leave half done. Blocks nest.
+    Use the block for changes that an exception between two lines would leave half done. Blocks may be nested.
     """
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class HeldSignals:
         self._depth += 1
 
     def release(self) -> None:
-        """Handle the delayed signals, at the end of the outermost block."""
+        """Handle the delayed signals if this is the end of the outermost block."""
         if threading.current_thread() is threading.main_thread():
             self._depth -= 1
             if self._depth == 0:

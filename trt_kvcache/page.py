@@ -87,7 +87,10 @@ def _breaking(cell: object) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Return an HTML table. Long names in it break at their parts; a table that is too wide can be scrolled."""
+    """Return an HTML table.
+
+    Long names in the table may break between their parts; a table that is too wide can be scrolled.
+    """
     head = tag("tr", *(tag("th", column) for column in columns))
     body = [tag("tr", *(tag("td", _breaking(cell)) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
@@ -119,7 +122,7 @@ def chart(
         x_label: label of the x axis.
         lines: names and points; all numbers are positive.
         y_text: returns a value as text.
-        binary: put the ticks of the values at powers of two.
+        binary: if True, put the ticks of the values at powers of two.
         marks: names and values that get a horizontal line, if they lie within the range of the points.
     """
     points = [point for _, line in lines for point in line]
@@ -164,7 +167,7 @@ def _line(x1: float, y1: float, x2: float, y2: float, color: str = "currentColor
 
 
 def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
-    """Return a function from values to coordinates on a logarithmic axis; a single value lies in the middle."""
+    """Return a function from values to coordinates on a logarithmic axis. A single value is put in the middle."""
     span = math.log(high / low)
     return lambda value: (start + end) / 2 if span == 0 else start + (end - start) * math.log(value / low) / span
 

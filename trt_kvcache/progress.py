@@ -24,7 +24,7 @@ class ProgressEvent:
         phase: name of the phase. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
         parent: the phase that contains it, or None.
         step, steps: `step` of `steps` steps are done.
-        finished: the phase is over, even if some steps were not needed.
+        finished: True if the phase is over, even if some steps were not needed.
     """
 
     phase: str
@@ -46,7 +46,7 @@ def listener() -> Listener | None:
 
 @contextmanager
 def listening(heard: Listener) -> Iterator[None]:
-    """Within the block, call `heard` with the progress events of all phases."""
+    """Within the ``with`` block, call `heard` with the progress events of all phases."""
     token = _listener.set(heard)
     try:
         yield
@@ -55,13 +55,16 @@ def listening(heard: Listener) -> Iterator[None]:
 
 
 def tell(event: ProgressEvent) -> None:
-    """Report a progress event of another process or library. Without a parent, its phase belongs to the running one."""
+    """Report a progress event of another process or library.
+
+    If the event names no parent, its phase becomes part of the running phase.
+    """
     _send(event if event.parent else replace(event, parent=_parent.get()))
 
 
 @contextmanager
 def phase(name: str, steps: int = 1) -> Iterator[Callable[[], None]]:
-    """Announce a phase that lasts as long as the block.
+    """Announce a phase of work that lasts as long as the ``with`` block.
 
     Args:
         name: name for the user, such as ``"loading weights"``.

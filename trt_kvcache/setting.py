@@ -23,7 +23,7 @@ _MANY = 10_000
 
 @dataclass(frozen=True)
 class Setting:
-    """The text, the limits and the flag of a field, in its ``Annotated``.
+    """Metadata in the ``Annotated`` type of an options field: its text, its limits and its flag.
 
     Attributes:
         help: text of the flag, and the beginning of the text in the reference.
@@ -32,15 +32,16 @@ class Setting:
         least: smallest number.
         most: largest number.
         unit: what a whole number counts, such as ``"tokens"``.
-        choices: legal texts; those of an enum follow from its type. A switch whose flag takes a value has ``("on",
-            "off")``.
-        flag: name of the flag without dashes, if it differs from the field's; two names with a slash: yes and no.
+        choices: legal texts. The choices of an enum follow from its type. A switch whose flag takes a value has
+            ``("on", "off")``.
+        flag: name of the flag without dashes, if it differs from the field's; two names with a slash: the flags for
+            True and False.
         short: letter of the flag's short name.
         group: title of the flags in the help of a command.
-        is_path: the text is the path of a file or folder.
+        is_path: True if the text is the path of a file or folder.
         read: converts the text of the flag to a value; callers in Python may give that text, too.
         flag_type: type of the flag, if it differs from the field's, such as ``list[int]`` for a repeatable flag.
-        has_flag: commands have a flag for this setting.
+        has_flag: True if commands have a flag for this setting.
     """
 
     help: str = ""
@@ -76,7 +77,7 @@ def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
 
 
 def described(options: _Class) -> _Class:
-    """Write the texts of a dataclass's settings into its docstring, in the section Attributes; return the class."""
+    """Add the texts of a dataclass's settings to its docstring, in the section Attributes; return the class."""
     lines = [
         f"    {name}: {as_arguments(f'{setting.help} {setting.more}'.strip())}"
         for name, (_, _, setting) in settings_of(options).items()

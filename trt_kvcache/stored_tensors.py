@@ -31,8 +31,8 @@ class StoredTensors:
 
     Args:
         path: path of the file.
-        mapped: map the tensors from the file instead of reading all of it. The file must not change meanwhile: if it
-            becomes shorter, the process crashes.
+        mapped: map the tensors from the file instead of reading all of it. The file must not change while it is mapped:
+            if it becomes shorter, the process crashes.
 
     Attributes:
         shapes: shapes of all tensors, by name.

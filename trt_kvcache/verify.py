@@ -81,13 +81,14 @@ def verify_model(
     verify: VerifyOptions = _VERIFY,
     rewritten: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
-    """Decode the same texts at every station (below), and report how far their logits are apart.
+    """Decode the same texts with several forms of the model (stations), and report how far the logits are apart.
 
-    The model as exported decodes each text alone in ONNX Runtime: its presents become its pasts by name, unchanged. It
-    computes in float32, and continues the texts greedily. Then other stations decode the same tokens:
+    The model as exported decodes each text alone in ONNX Runtime: each present output becomes the past input of the
+    next step, unchanged. The model computes in float32, and continues the texts greedily. Then other stations decode
+    the same tokens:
 
-    - ``rewritten``: the rewritten model in float32, the texts in one batch at different places, with tight, bucketed
-      and full spans, and with garbage in all cache rows without a token;
+    - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
+      the cache rows in use, a few more, or all. All cache rows without a token have garbage;
     - ``quantized``: with `PlanOptions.cache_dtype`, the model with quantized caches, against the rewritten model with
       rows that standard operators round in the same way;
     - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
@@ -132,7 +133,7 @@ def verify_model(
 def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
-    """Verify a model. If `file` is given, it is the rewritten model to compare."""
+    """Verify a model. If `file` is given, compare it as the rewritten model."""
     options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None
@@ -155,9 +156,9 @@ def verify_import(
     Args:
         imported: the model and its rewritten form.
         verify: options of the verification.
-        quantized: the same, rewritten with quantized caches.
+        quantized: the same model, rewritten with quantized caches; or None.
         folder: folder of the rewritten model's own external data, if it has any.
-        written: the rewritten model was read from a file; sessions and builds cannot use such a file.
+        written: True if the rewritten model was read from a file; sessions and builds cannot use such a file.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -177,7 +178,7 @@ def verify_import(
 
 @dataclass
 class _Verification:
-    """One verification: the decode of the model as exported, the stations that repeat it, and data that they share."""
+    """One verification: the model as exported decodes texts, and other forms of the model are compared with it."""
 
     imported: ImportedModel
     verify: VerifyOptions
@@ -217,7 +218,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Run one station. If it cannot run on this machine, its note says why, and it counts as passed."""
+        """Compare one form of the model. If it cannot run on this machine, note why, and count the form as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -256,17 +257,20 @@ class _Verification:
 
     @cached_property
     def limits(self) -> IndexLimits:
-        """Limits of the token ids and positions that the texts may use."""
+        """Limits of the token ids and positions in the texts that the verification decodes."""
         return index_limits(self.imported.model, self.imported.plan)
 
     @cached_property
     def table(self) -> Array | None:
-        """The embeddings that stand for token ids, for a model that takes embeddings; None for other models."""
+        """The table with the embeddings of token ids, for a model that takes embeddings; None for other models."""
         return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property
     def given(self) -> dict[str, Array]:
-        """Values of the inputs that do not follow from the text. They are the same at all stations."""
+        """Values of the inputs that do not follow from the tokens.
+
+        They are the same for all models that are compared.
+        """
         plan, values = self.imported.plan, load_inputs(self.verify.inputs)
         check_values(values, plan)
         return draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed) | values
@@ -325,7 +329,7 @@ class _Verification:
         return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
 
     def _measured(self, unit: float) -> float:
-        """Return how much rounding to `unit` changes the logits of the model as exported on the same texts, at most."""
+        """Return the largest change of the exported model's logits, on the same texts, by rounding to `unit`."""
         runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
         steps = self._counted(self.decode.steps(runner), "what rounding makes")
         return compare(self.decode, steps, np.inf).largest
@@ -339,7 +343,7 @@ class _Verification:
         )
 
     def _first_layer(self, found: Difference) -> str:
-        """Return text that names the first layer of the rewritten model that differs, where `found` differs; or ""."""
+        """Return text that names the first layer whose results differ where the logits differ (`found`); or ""."""
         model, folder = self.wide
         names = {name for node in model.graph.node for name in node.output}
         wanted, had = dict[str, Array](), dict[str, Array]()
@@ -370,7 +374,7 @@ class _Verification:
 
     @cached_property
     def rounded(self) -> Decode:
-        """The decode of the rewritten model with cache rows rounded as in quantized caches, on the same texts."""
+        """The results of the rewritten model on the same texts, with cache rows rounded as in quantized caches."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
@@ -379,7 +383,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """Difference between the logits of `rounded` and those of the rewritten model without rounding."""
+        """Difference between the logits of the rewritten model with rounding (`rounded`) and without."""
         return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:
@@ -443,7 +447,7 @@ class _Verification:
         self, name: str, runner: Runner, decode: Decode, floor: float, unit: float, against: str,
         where: Callable[[Difference], str] = lambda _: "",
     ) -> Station:  # fmt: skip
-        """Compare a station with `decode`. Rounding is measured only if there is a difference to explain."""
+        """Compare one form of the model with `decode`. Measure rounding only if there is a difference to explain."""
         given, outliers = self.verify.tolerance, _CHOSEN if chooses_experts(self.imported.source.proto) else 0.0
         results, again = tee(self._counted(decode.steps(runner)))
 
@@ -486,13 +490,13 @@ def _finite(value: float) -> float | None:
 
 
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
-    """Return the parts of a tensor, in two models, that belong to one text; None if they cannot be compared.
+    """Return the values of one sequence from a tensor in two models; None if the two arrays cannot be compared.
 
     Args:
-        values: the tensor in the model as exported, whose batch holds the text `batch` times.
-        batch: how many times the batch of `values` holds the text.
+        values: the tensor in the model as exported, whose batch repeats the sequence `batch` times.
+        batch: how many times the batch of `values` repeats the sequence.
         others: the same tensor of the rewritten model.
-        place: index of the text in the rewritten model's step, and the number of texts there.
+        place: index of the sequence in the rewritten model's step, and the number of sequences in that step.
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:

@@ -48,7 +48,10 @@ def batch(
         typer.Option(min=1, metavar="N", help="Workers of --ray. Default: one for each GPU, or one on the CPU."),
     ] = None,
 ) -> None:
-    """Answer a file of requests, in its order. After a kill, the same command continues with the rows that are left."""
+    """Answer a file of requests, in its order.
+
+    After a kill, the same command continues with the requests that are left.
+    """
     named = name or model.resolve().name
     options = running.options() | adapters.options(named) | planning.session_options(model) | {"tokenizer": tokenizer}
     fields = json_object(defaults, "--defaults", '{"max_tokens": 200}')

@@ -70,7 +70,7 @@ def bench(
 ) -> None:
     """Time prefill by length, decode by position and by batch: medians in a table, or as JSON (--json).
 
-    A RESULT.json in the place of the model is shown, not measured again.
+    If a RESULT.json is given instead of a model, its results are shown; nothing is measured.
     """
     options = {} if model.suffix == ".json" else planning.session_options(model)
     import msgspec
@@ -113,7 +113,10 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure a model; return the report, and True if Ctrl-C ended the run. With `rows`, print each row at once."""
+    """Measure a model; return the report, and True if Ctrl-C ended the run.
+
+    If `rows` is set, print each row as soon as it is measured.
+    """
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.measure import bench_session, default_sizes, report

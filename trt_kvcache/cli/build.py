@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @flags_of(BuildOptions)
 class BuildFlags(Flags):
-    """The flags of a build, one for each setting of `BuildOptions`."""
+    """The flags of a build: one flag for each setting of `BuildOptions`."""
 
     def options(self) -> BuildOptions:
         """Return the `BuildOptions` that the flags ask for; raise `OptionError` if a value is illegal."""
@@ -47,7 +47,7 @@ def build(
     verbose: Annotated[bool, typer.Option("-v", "--verbose", help="Print TensorRT's log on stderr.")] = False,
     json: JsonOption = False,
 ) -> None:
-    """Build an engine whose caches are updated in place, and its manifest beside it."""
+    """Build an engine whose caches are updated in place, and write it together with its manifest."""
     plan, options = flags.options_for(model), engine.options()
     if verbose and options.log is None:
         options = replace(options, log="-")

@@ -27,9 +27,9 @@ def check(
     every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Replay the engine's proof on the GPU: a decode of the rewritten model in float32, recorded when it was built.
+    """Replay the engine's proof on the GPU: the rewritten model's results in float32, recorded at the build.
 
-    The model as exported gave the same logits for its first steps.
+    In the first recorded steps, the model as exported gave the same logits.
     """
     from trt_kvcache.cli.output import print_json
     from trt_kvcache.model_paths import engine_in

@@ -32,7 +32,7 @@ class Command(TyperCommand):
             return super().invoke(ctx)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the flags; planning flags, which most commands have, come last."""
+        """Write the help on the command's flags. Planning flags, which most commands have, come last."""
         sections: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if parameter.param_type_name == "option":

@@ -58,7 +58,7 @@ def deploy(
         typer.Option(metavar="NAME=FOLDER", help="Adapter (LoRA) that requests may choose. It is copied."),
     ] = None,
 ) -> None:
-    """Write a model repository for Triton: streams, cancelling, one session for all requests."""
+    """Write a model repository for Triton: it streams and cancels, and one session runs all requests."""
     from trt_kvcache.cli.options import named_folders
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next

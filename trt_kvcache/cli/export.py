@@ -14,7 +14,7 @@ from trt_kvcache.model_paths import checkpoint_named
 
 
 class ExporterChoice(str, Enum):
-    """The exporter that `export` runs; auto tries several."""
+    """The exporter that `export` runs. The choice ``auto`` tries several exporters."""
 
     AUTO = "auto"
     MOBIUS = "mobius"

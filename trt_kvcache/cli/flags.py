@@ -54,7 +54,7 @@ def flags_of(
         options: the dataclass of options, see `Setting`.
         names: names of the settings; empty: all settings that have a flag.
         leave: names of settings to leave out.
-        unset: flags whose default is None, so that a command can tell whether they are given; None: all.
+        unset: flags whose default is None, so that a command can tell whether the user gave them; None: all flags.
         group: title of these flags in the help of a command. None: the group of each setting.
     """
 
@@ -79,7 +79,7 @@ def flags_of(
 
 
 def _as_text(default: Any, setting: Setting) -> Any:
-    """Return the default of a setting in the form of its flag: a tuple as one text, a switch as ``on`` or ``off``."""
+    """Return a setting's default as its flag takes it: a tuple as one text, a switch as ``on`` or ``off``."""
     if isinstance(default, bool) and setting.choices:
         return "on" if default else "off"
     if isinstance(default, tuple):

@@ -58,7 +58,7 @@ class GenerationFlags(Flags):
     def config(
         self, model: Path, tokenizer: Tokenizer | None, sampling: Mapping[str, Any] | None = None
     ) -> GenerationConfig:
-        """Return the settings of a generation: flags override the config file, or else the model's end tokens.
+        """Return the settings of a generation: from flags, then a config file, then the model's end tokens.
 
         Args:
             model: path of the model or engine, as typed.
@@ -112,7 +112,7 @@ class GenerationFlags(Flags):
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return a text that names the default sampling of a session and where it comes from."""
+    """Return a text that names the default sampling settings of a session and says where they come from."""
     from trt_kvcache.runtime.open import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
@@ -122,7 +122,7 @@ def sampling_text(session: DecodeSession) -> str:
 
 @flags_of(GenerationConfig, *_FOR_BATCHES, unset=None)
 class BatchGenerationFlags(GenerationFlags):
-    """The flags of a generation in `generate`, including those that `chat` does not have."""
+    """The flags of a generation in the command `generate`, including flags that `chat` does not have."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class GrammarFlags:
 
 @dataclass(frozen=True)
 class RunFlags(Flags):
-    """The flags of a session, for parameters of `DecodeSession.open`."""
+    """The flags for opening a session; they become parameters of `DecodeSession.open`."""
 
     device: DeviceOption = "auto"
     check: CheckOption = "first"
@@ -229,11 +229,11 @@ class AdapterFlags:
     adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 
     def options(self) -> dict[str, Any]:
-        """Return the adapter, if given, as keyword arguments of `DecodeSession.open`."""
+        """Return keyword arguments of `DecodeSession.open` for the adapter, if one is given."""
         return {"adapters": named_folders([self.adapter], "--adapter")} if self.adapter else {}
 
     def config(self, config: GenerationConfig) -> GenerationConfig:
-        """Return `config` with the adapter's name, if an adapter is given."""
+        """Return `config` with the adapter's name, if the user gives an adapter."""
         return replace(config, adapter=next(iter(self.options()["adapters"]))) if self.adapter else config
 
 
@@ -247,7 +247,7 @@ class LoraFlags:
     ] = None
 
     def options(self, model: str) -> dict[str, Any]:
-        """Return the adapters as keyword arguments of `DecodeSession.open`. None may have the name of the model."""
+        """Return the adapters as keyword arguments of `DecodeSession.open`. No adapter may have the model's name."""
         folders = named_folders(self.lora or [], "--lora")
         if model in folders:
             raise OptionError(f"--lora {model}=...: the model has this name; give another one, or --name")

@@ -30,10 +30,10 @@ class Run:
         capacity: tokens per sequence; None: unlimited.
         config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
-        opening: seconds until the session was open.
-        first: seconds from then to the first token.
-        total: seconds from then to the last token.
-        speculation: counts of drafts, over all sequences; None without a draft.
+        opening: seconds until the session was opened.
+        first: seconds from the opened session to the first token.
+        total: seconds from the opened session to the last token.
+        speculation: counts of guessed tokens, over all sequences; None without guesses.
         prefixes: counts of the prefix cache; None without a prefix cache.
     """
 
@@ -54,7 +54,10 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """New tokens per second after the first token; None without tokens. Beam search gives all tokens at its end."""
+        """New tokens per second after the first token; None without tokens.
+
+        Beam search returns all tokens at its end.
+        """
         if self.config.num_beams > 1:
             return self.count / self.total if self.total else None
         later = self.total - (self.first or 0.0)
@@ -73,11 +76,11 @@ def run(
 
     Args:
         open_session: opens the session that runs the prompts.
-        prompts: token ids of each.
+        prompts: token ids of each prompt.
         config: settings of the generation.
         view: shows the tokens to the user.
-        beside: makes the other arguments of `DecodeSession.stream`.
-        grammar: makes the grammar of the texts from the session; None: no grammar.
+        beside: function that returns the other arguments of `DecodeSession.stream`.
+        grammar: function of the session that returns the grammar of the texts; None: no grammar.
 
     Returns:
         True if Ctrl-C ended the run early. The tokens until then have been shown.
@@ -168,7 +171,7 @@ class JsonView:
 
 
 class LiveView:
-    """Shows a run as text, or token ids, as they come. Of several prompts, each is shown when it ends.
+    """Shows the text or the token ids of a run as they come. If there are several prompts, each is shown when it ends.
 
     Args:
         text: True if there is a tokenizer.
@@ -189,7 +192,7 @@ class LiveView:
             self._whole(event.sequence, sequence)
 
     def end(self, run: Run) -> None:
-        """Print the sequences that Ctrl-C cut off, and a summary on stderr."""
+        """Print which sequences Ctrl-C cut off, and a summary, on stderr."""
         if len(run.sequences) == 1:
             self._write("\n")
         else:

@@ -172,7 +172,7 @@ _SPELLED = {
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line; values in other tools' spelling get the spelling of this one."""
+    """Return the arguments of a command line; replace other tools' spelling of values by that of this tool."""
     changed = list(args)
     for at, arg in enumerate(changed):
         flag, equals, value = arg.partition("=")
@@ -185,7 +185,7 @@ def translated(args: Sequence[str]) -> list[str]:
 
 
 def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
-    """Return what to type instead of an unknown command; "" without advice.
+    """Return advice on what to type instead of an unknown command; "" if there is no advice.
 
     Args:
         args: arguments after the program's name.
@@ -201,7 +201,7 @@ def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
 
 
 def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
-    """Return what to type after an argument too many, or after an illegal value; "" without advice.
+    """Return advice on what to type if there is one argument too many, or an illegal value; "" if there is no advice.
 
     Args:
         command: name of the command.
@@ -220,18 +220,18 @@ def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
 
 
 def advice_on_address(args: Sequence[str]) -> str:
-    """Return what to type if the first argument is a web address; "" otherwise."""
+    """Return advice on what to type if the first argument is a web address; "" otherwise."""
     match = re.match(r"(?:https?://)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)|https?://", args[0]) if args else None
     name = "NAME" if match is None else match[1] or "NAME"
     return (match and f"{args[0]} is an address: give hf download {name}, and then the name or the folder") or ""
 
 
 def advice_on_flags(args: Sequence[str], own: Collection[str]) -> str:
-    """Return what to type instead of a flag of another tool; "" without advice.
+    """Return advice on what to type instead of a flag of another tool; "" if there is no advice.
 
     Args:
         args: arguments after the command.
-        own: flags of the command.
+        own: flags that the command has.
     """
     for arg, following in zip(args, [*args[1:], ""], strict=False):
         flag, equals, value = arg.partition("=")

@@ -12,7 +12,7 @@ def inspect(
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Show an engine's manifest and check it: the hash, and with a GPU the engine's inputs, outputs and aliases."""
+    """Show an engine's manifest and check the engine: its hash, and with a GPU its inputs, outputs and aliases."""
     from trt_kvcache import inspect_engine
     from trt_kvcache.cli.output import console, print_json
     from trt_kvcache.cli.plan_view import batch_of, manifest_lines, print_manifest, print_plan

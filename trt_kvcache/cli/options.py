@@ -76,7 +76,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now, for a model on the CPU; no effect for an engine."""
+    """Return a context that limits memory to what is free now, for a model on the CPU.
+
+    It does nothing for an engine.
+    """
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
@@ -110,7 +113,7 @@ class SessionPlanFlags(Flags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another one."""
+        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another flag."""
         if self.window_chunk is not None and self.sliding is not Sliding.CIRCULAR:
             raise OptionError(
                 f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
@@ -126,7 +129,7 @@ class SessionPlanFlags(Flags):
         """Return the `PlanOptions` that the flags ask for. A missing model file is reported here, before slow imports.
 
         Raises:
-            OptionError: a flag has no effect without another.
+            OptionError: a flag has no effect without another flag.
             InvalidModelError: the file does not exist.
             TrtKvCacheError: see `calibrate_caches`.
         """
@@ -147,8 +150,8 @@ class SessionPlanFlags(Flags):
         """Return the `PlanOptions` that the flags ask for if `path` is a model; None if it is an engine.
 
         Raises:
-            OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
-                without another.
+            OptionError: flags are given for an engine, which was planned when it was built; or a flag has no effect
+                without another flag.
             InvalidModelError: the model does not exist.
         """
         if is_model(path):
@@ -200,13 +203,13 @@ class TensorRTPlanFlags(BuildPlanFlags):
 
 @flags_of(PlanOptions, "target", group=PLANNED)
 class PlanFlags(TensorRTPlanFlags):
-    """Flags that plan a model for the builder that one of them chooses. The builder need not be installed."""
+    """The flags that plan a model. One of them chooses the builder, which need not be installed."""
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Return the folders in texts ``NAME=FOLDER`` or ``FOLDER`` by name; without a name, it is the folder's last part.
+    """Return a mapping from names to folders, for texts ``NAME=FOLDER``, or ``FOLDER`` whose last part is the name.
 
-    Raises `OptionError` if a name is missing, or comes twice.
+    Raises `OptionError` if a name is missing, or occurs twice.
     """
     folders: dict[str, Path] = {}
     for text in values:

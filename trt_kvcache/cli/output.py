@@ -36,7 +36,7 @@ uncovered: list[Callable[[], AbstractContextManager[None]]] = [nullcontext]
 def console(stream: IO[str] | None = None) -> Console:
     """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors.
 
-    It is as wide as the window, or as COLUMNS says. Piped output is never folded.
+    The console is as wide as the window, or as the variable COLUMNS says. Piped output is never folded.
     """
     from rich.console import Console
 
@@ -53,7 +53,10 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """Return an empty table: a line under its header. Cells that are too long are folded as by `wrapped`, never cut."""
+    """Return an empty table with a line under its header.
+
+    Cells that are too long are folded by `wrapped`, never cut.
+    """
     from rich import box
     from rich.containers import Lines
     from rich.table import Table
@@ -82,7 +85,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width` columns. A longer name breaks at a dot, slash or underscore."""
+    """Break a text into lines of at most `width` columns. Break a longer name at a dot, slash or underscore."""
     words = []
     for word in text.split():
         while len(word) > width:
@@ -106,7 +109,7 @@ def print_json(data: Any) -> None:
 
 
 def json_text(encoded: str) -> str:
-    """Return JSON with all control characters as JSON's escapes; encoders write those from U+007F on as they are."""
+    """Return JSON in which all control characters are escaped. Encoders do not escape those from U+007F on."""
     return CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
 
 
@@ -127,7 +130,7 @@ def one_line(message: str) -> str:
 
 
 def shape_text(shape: Iterable[int | str]) -> str:
-    """Return a shape as ``[batch, 8, 256, 64]``."""
+    """Return a shape as text, such as ``[batch, 8, 256, 64]``."""
     return f"[{', '.join(map(str, shape))}]"
 
 
@@ -159,7 +162,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Merge rows of the same form into one row; None if the first number in which they differ occurs twice."""
+    """Merge table rows that differ only in numbers; None if the first number that differs occurs twice."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first
@@ -175,7 +178,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Return numbers as text: ``0..3,8,10..11``; three or more with one step of at least 2: ``0..30 step 2``."""
+    """Return numbers as text: ``0..3,8,10..11``; three or more at equal distances of at least 2: ``0..30 step 2``."""
     ordered = sorted(set(numbers))
     step = ordered[1] - ordered[0] if len(ordered) > 2 else 1
     if step > 1 and all(b - a == step for a, b in pairwise(ordered)):

@@ -68,7 +68,7 @@ def inspect_page(report: EngineReport, lines: Lines) -> Html:
 
 
 def verify_page(model: str, report: VerifyReport) -> Html:
-    """Return the page of a verification, with the largest difference at each station (runner)."""
+    """Return the page of a verification, with the largest difference for each station (runner of the model)."""
     verdict = f"{'gives' if report.passed else 'does not give'} the original's numbers"
     said = [(s.name, text) for s in report.stations for text in (s.failure, s.note) if text]
     notes = [*said, *(("note", note) for note in report.notes)]
@@ -86,7 +86,7 @@ def verify_page(model: str, report: VerifyReport) -> Html:
 
 
 def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
-    """Return the page with charts and tables of these measurements, each with its name."""
+    """Return the page with charts and tables of these measurements, each under its name."""
     from trt_kvcache.runtime.measure import COLUMNS
 
     rows = [
@@ -158,7 +158,7 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """Return the plan with another `capacity` for those linear caches whose capacity is `most`."""
+    """Return the plan with the new `capacity` for all linear caches whose capacity is `most`."""
 
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis
@@ -171,7 +171,7 @@ def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
 
 
 def _around(plan: CachePlan) -> Iterable[Html]:
-    """Draw the graph around the caches, before and after the rewrite; caches of different layers share a drawing."""
+    """Draw the graph around the caches, before and after the rewrite. Layers with equal graphs share a drawing."""
     before = {tensor.name: tensor for tensor in plan.original}
     masks = {mask.name: mask_text(mask) for mask in plan.masks}
     readers: dict[str, list[AttentionPlan]] = {}
@@ -315,7 +315,7 @@ PANELS = (
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """Draw the difference in a row of the table as a bar: its share of the allowed difference."""
+    """Draw the difference in a row of the table as a bar: its length is the share of the allowed difference."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

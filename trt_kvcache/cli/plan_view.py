@@ -44,13 +44,13 @@ def print_parts(out: Console, parts: Iterable[Part]) -> None:
 
 
 def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth: float | None = None) -> None:
-    """Print a plan: changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
+    """Print a plan: changes for the caller, caches, states, attention, masks, inputs, outputs, bytes.
 
     Args:
         out: the console.
         model: the model's name, for the first line.
         plan: the plan.
-        batch: batch size for the memory estimate, and of a step.
+        batch: batch size of a step, also for the memory estimate.
         bandwidth: see `cost_parts`.
     """
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
@@ -66,7 +66,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth:
 
 
 def plan_parts(plan: CachePlan) -> Iterator[Part]:
-    """Yield the parts that describe a plan, such as the tables of caches and attentions; empty ones are left out."""
+    """Yield the parts that describe a plan, such as the tables of caches and attentions; empty parts are left out."""
     changes = [{"old": c.old or "-", "new": c.new or "-", "why": c.why, "io": c.io} for c in plan.changes]
     columns = {"": "{io}", "as exported": "{old}", "here": "{new}", "why": "{why}"}
     yield from _part("What changes for the caller", columns, changes, ("old", "new", "why"))
@@ -122,7 +122,8 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
     Args:
         plan: the plan.
         batch: number of sequences in the step.
-        bandwidth: bandwidth of a GPU's memory in GB/s: adds the limit that it sets. None: no limit.
+        bandwidth: bandwidth of a GPU's memory in GB/s, from which the table shows the highest speed; None: leave this
+            out.
     """
     costs = [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
     if not costs:
@@ -141,14 +142,14 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
 
 
 def limit_text(bandwidth: float) -> str:
-    """Return a note that explains the column with the limit in tokens per second."""
+    """Return a note that explains the table's column with the limit in tokens per second."""
     return (
         f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's L2"
     )
 
 
 def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
-    """Return a line with the bytes of a decode step with full caches; empty if they were not counted."""
+    """Return a line with the bytes that a decode step with full caches moves; empty if they were not counted."""
     cost = step_cost(plan, usual_tokens(plan)[-1], batch)
     if cost is None:
         return ""
@@ -169,7 +170,8 @@ def _part(
 
     Args:
         title: title of the table.
-        columns: by title, the template of the cells: names of facts in braces, ``{many}`` for the number of layers.
+        columns: maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number
+            of layers.
         facts: the facts of each item; without items, nothing is yielded.
         names: names of the facts that may contain the number of a layer.
         kind: first words of the notes that give the fact ``why``; empty: no such notes.
@@ -192,7 +194,7 @@ def _part(
 
 
 def plan_data(plan: CachePlan, batch: int, bandwidth: float | None = None) -> dict[str, Any]:
-    """Return a plan as plain data for JSON, which decodes as `CachePlan`. Bytes of caches and steps are added."""
+    """Return a plan as plain data for JSON that can be decoded as `CachePlan`. Add the bytes of caches and steps."""
     import msgspec
 
     costs = [step_cost(plan, tokens, batch) for tokens in usual_tokens(plan)]
@@ -216,7 +218,7 @@ def _step_data(cost: StepCost, bandwidth: float | None) -> dict[str, float]:
 
 
 def batch_of(plan: CachePlan, asked: int) -> int:
-    """Return the batch size that the model fixes, otherwise `asked`."""
+    """Return the batch size that the model fixes; if it fixes none, return `asked`."""
     fixed = [c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)]
     return fixed[0] if fixed and len(fixed) == len(plan.caches) else asked
 
@@ -271,7 +273,7 @@ def attention_facts(node: AttentionPlan) -> dict[str, str]:
 
 
 def mask_text(mask: Mask) -> str:
-    """Return in words which keys j a query i sees under this mask."""
+    """Return a text that says which keys j a query i sees under this mask."""
     offset = f" + {mask.lengths} - S_q" if mask.lengths else ""
     terms = [f"j < {mask.lengths}"] if mask.lengths else []
     terms += [f"j <= i{offset}"] if mask.causal else []
@@ -353,7 +355,7 @@ def _few(tokens: object) -> str:
 
 
 def profile_parts(manifest: Manifest) -> Iterator[Part]:
-    """Yield one table of all profiles: the shapes of each input that has a dynamic dimension."""
+    """Yield one table for all profiles: the shapes of each input that has a dynamic dimension."""
     profiles_of: dict[tuple[str, ...], list[str]] = {}
     for profile in manifest.profiles:
         for name, shapes in profile.shapes.items():

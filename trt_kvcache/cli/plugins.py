@@ -27,7 +27,7 @@ def plugins(
     ] = "*",
     json: JsonOption = False,
 ) -> None:
-    """List the model's kernels for caches and for choosing tokens; --arch compiles them: registers, spills, sizes."""
+    """List the model's kernels for caches and for choosing tokens; --arch shows registers, spills and sizes."""
     from fnmatch import fnmatchcase
 
     from trt_kvcache.cli.output import console, print_json

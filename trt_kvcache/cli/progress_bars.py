@@ -19,7 +19,7 @@ _USUAL = {"building the engine": ", usually a minute"}
 
 @contextmanager
 def show_progress() -> Iterator[None]:
-    """Show the running phases of the block, if stderr is a terminal that can redraw lines."""
+    """Show the progress of phases during the ``with`` block, if stderr is a terminal that can redraw lines."""
     out = console(sys.stderr)
     if not out.is_interactive:
         yield
@@ -35,7 +35,7 @@ def show_progress() -> Iterator[None]:
 
 
 class ProgressBars:
-    """Progress bars: one for each running phase, indented under its parent phase. Between phases, none is drawn.
+    """Progress bars: one for each running phase, indented under its parent phase. No bar is drawn between phases.
 
     Attributes:
         progress: the drawn bars; None while no phase runs.
@@ -48,7 +48,7 @@ class ProgressBars:
         self._lock = threading.Lock()
 
     def show(self, event: ProgressEvent) -> None:
-        """Draw an event: start, move or remove the bar of its phase."""
+        """Show a progress event: start, move or remove the bar of its phase."""
         with self._lock:
             if not event.finished:
                 self._move(self.progress or self._start(), event)
@@ -59,7 +59,7 @@ class ProgressBars:
 
     @contextmanager
     def removed(self) -> Iterator[None]:
-        """Remove all bars from the terminal within the block."""
+        """Remove all bars from the terminal within the ``with`` block."""
         with self._lock:
             if self.progress is not None:
                 self.progress.stop()

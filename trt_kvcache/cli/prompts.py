@@ -41,7 +41,7 @@ class EmbeddedPrompt:
     Attributes:
         ids: token ids, with placeholders at the places of images.
         embeds: ``[S, H]``.
-        positions: ``[S]`` or ``[planes, S]``, or None.
+        positions: ``[S]``; or ``[planes, S]`` if a token has several positions; or None.
     """
 
     ids: list[int]
@@ -103,17 +103,17 @@ class PromptFlags:
             raise OptionError("--chat-template-kwargs are for a chat; add --chat")
 
     def or_stdin(self) -> PromptFlags:
-        """Return these flags; if they give no prompt, the text that is piped to stdin becomes the prompt."""
+        """Return these flags; if no flag gives a prompt, the text that is piped to stdin becomes the prompt."""
         if self.prompt or self.prompt_file or self.tokens or self.inputs_embeds or sys.stdin.isatty():
             return self
         piped = sys.stdin.read().removesuffix("\n")
         return replace(self, prompt=[piped]) if piped else self
 
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
-        """Return the tokenizer of the flag, or else the one beside the model; None if there is no text to encode.
+        """Return the tokenizer that the flag names, or else the model's own; None if there is no text to encode.
 
         Raises:
-            OptionError: text needs a tokenizer that is missing, or the model does not exist.
+            OptionError: a text needs a tokenizer, but there is none, or the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None
@@ -127,7 +127,7 @@ class PromptFlags:
         return Tokenizer.load(file)
 
     def embedded(self) -> list[EmbeddedPrompt]:
-        """Return the prompts that are given as embeddings; raise `OptionError` if a file cannot be used."""
+        """Return the prompts that the user gives as embeddings; raise `OptionError` if a file cannot be used."""
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
@@ -155,7 +155,7 @@ class PromptFlags:
         return prompts + ids + [prompt.ids for prompt in embedded]
 
     def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> ConstantsAll:
-        """Return the constants of each prompt (inputs that stay the same in all steps): from files, or from `encoded`.
+        """Return the constants (inputs that stay the same in all steps) of each prompt, from files or from `encoded`.
 
         Raises:
             OptionError: a file cannot be read; or there are several files, but not one for each prompt.
@@ -171,7 +171,7 @@ class PromptFlags:
 
 @dataclass(frozen=True)
 class SourceFlags:
-    """Flags that give sources for the encoder of an encoder-decoder."""
+    """Flags that give inputs (sources) for the encoder of an encoder-decoder."""
 
     source: Annotated[
         list[str] | None,
@@ -199,13 +199,13 @@ class SourceFlags:
     ] = None
 
     def read(self) -> list[Source]:
-        """Return all sources: texts, then ids, then arrays; raise `OptionError` if one cannot be read."""
+        """Return all sources (inputs of the encoder): texts, ids, arrays; raise `OptionError` if one cannot be read."""
         arrays = [read_arrays(file) for file in self.source_inputs or []]
         ids = [token_ids(text, "--source-tokens") for text in self.source_tokens or []]
         return [*(self.source or []), *ids, *arrays]
 
     def start(self, model: Path) -> list[int]:
-        """Return the prompt with which all texts of an encoder-decoder start: the token `decoder_start_token_id`.
+        """Return the prompt with which an encoder-decoder starts each text: the token `decoder_start_token_id`.
 
         Raises:
             OptionError: no config names the token.
@@ -221,10 +221,10 @@ class SourceFlags:
         )
 
     def for_each(self, prompts: list[list[int]], sources: int, *, constants: bool) -> list[list[int]]:
-        """Return one prompt for each source; a single prompt is used for all sources.
+        """Return one prompt for each source (an input of the encoder); a single prompt is used for all sources.
 
         Raises:
-            OptionError: the numbers differ, constants are given as well, or there is no source.
+            OptionError: the numbers of prompts and sources differ, constants are given as well, or there is no source.
         """
         if not sources:
             if self.encoder is not None:
@@ -256,7 +256,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Run the encoder on every source; return the results. Warnings, such as that it runs on the CPU, go to stderr."""
+    """Run the encoder on each source; return the results. Warnings go to stderr, such as that it runs on the CPU."""
     import warnings
 
     from trt_kvcache.cli.output import print_warnings
@@ -319,7 +319,7 @@ def read_text(file: Path, option: str = "--prompt-file") -> str:
 def read_prompts(file: Path, option: str) -> list[Prompt]:
     """Return the prompts in a file, one in each line that is not empty: a text, or JSON in a ``.jsonl`` file.
 
-    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is a text or a list.
+    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is a text or a list of token ids.
 
     Raises:
         OptionError: the file cannot be read, has no prompt, or a line is malformed.

@@ -73,7 +73,7 @@ def report(
 
 
 def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
-    """Plan a model. Return what happened, as plain data: the plan, the refusal, or the trace of a bug."""
+    """Plan a model. Return the plan, the reason of a refusal, or the stack trace of a bug, as plain data."""
     from trt_kvcache import plan_model
     from trt_kvcache.cli.plan_view import plan_data
     from trt_kvcache.errors import TrtKvCacheError
@@ -91,7 +91,7 @@ def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
 
 
 def _outcome_of(model: ModelProto, folder: Path, options: PlanOptions) -> dict[str, Any]:
-    """Plan the model without weights, as the maintainer will, and return what happened."""
+    """Plan the model without weights, as the maintainer will, and return the plan, the refusal or the trace."""
     import tempfile
 
     from trt_kvcache.importer.files.stripped import pack, unpacked
@@ -108,7 +108,7 @@ def _without_path(message: str, path: Path) -> str:
 
 
 def _alike(result: dict[str, Any]) -> Any:
-    """Return the part of an outcome that must not depend on weights: no names, no numbers from weights."""
+    """Return the outcome (plan, refusal or trace) without names, and without numbers that depend on weights."""
     if result["kind"] == "plan":
         plan = result["plan"]
         caches = [(c["past"], c["route"], c["physical_shape"]) for c in plan["caches"]]
@@ -117,5 +117,5 @@ def _alike(result: dict[str, Any]) -> Any:
 
 
 def _anonymous(message: str, names: dict[str, str], model: Path) -> str:
-    """Return a message in which the names of the model's tensors and nodes are replaced by those in the report."""
+    """Return a message in which the model's names of tensors and nodes are replaced by the names in the report."""
     return _QUOTED.sub(lambda quoted: f"'{names.get(quoted[1], '...')}'", _without_path(message, model))

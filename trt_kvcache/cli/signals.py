@@ -39,7 +39,7 @@ class Ended(KeyboardInterrupt):
 
 
 def end_by_unwinding() -> None:
-    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended` if they would end the process at once."""
+    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended` where they would otherwise end the process at once."""
     for number in _NUMBERS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup makes its command ignore SIGHUP
             signal.signal(number, _end)
@@ -52,7 +52,7 @@ def end_by_unwinding() -> None:
 
 
 def _watch(arrived: socket.socket) -> None:
-    """After each signal, end long calls into native code: the main thread can handle the signal only after them."""
+    """After each signal, end long calls into native code, because the main thread handles signals only after calls."""
     while arrived.recv(64):
         calls = calls_under_way()
         time.sleep(_PATIENCE)
@@ -60,7 +60,7 @@ def _watch(arrived: socket.socket) -> None:
 
 
 def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
-    """Return the message about an interrupt, and the exit code of a process that it ends."""
+    """Return the message about a signal that ends a process, and the exit code of the process."""
     if isinstance(error, Ended):
         return f"ended by {signal.Signals(error.number).name}", INTERRUPTED + error.number
     return "interrupted", INTERRUPTED + signal.SIGINT
@@ -68,7 +68,7 @@ def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
 
 @contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Let a running step end: Ctrl-C sets the yielded event. A second Ctrl-C interrupts at once, as usual."""
+    """Make Ctrl-C only set the yielded event, so that a running step can end. A second Ctrl-C interrupts at once."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked
@@ -116,7 +116,10 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again a little later. Others until then count as the same, so that none disturbs cleanup."""
+    """Send a signal again a little later.
+
+    Further signals until then are merged with it, so that none interrupts the cleanup.
+    """
     if number in _later:
         return
     _later.add(number)

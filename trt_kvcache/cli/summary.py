@@ -29,7 +29,7 @@ _LABEL = 11
 
 
 def print_lines(out: Console, title: str, lines: Lines) -> None:
-    """Print a title and labelled lines; with the next command, at most 20 lines of 80 columns.
+    """Print a title and labelled lines. Together with the next command they take at most 20 lines of 80 columns.
 
     If there is too little room, texts are cut, and some lines labelled ``note`` are left out.
 
@@ -70,17 +70,17 @@ def _shorten(lines: list[str], most: int) -> list[str]:
 
 
 def print_next(out: Console, command: str) -> None:
-    """Print the next command that the user may want, if there is one, on one line that can be copied."""
+    """Print the command that the user may want to run next, if there is one, on one line that can be copied."""
     if command:
         out.print(f"{'next':{_LABEL}}{command}", soft_wrap=True)
 
 
 def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
-    """Return the `generate` command for a model or engine; with token ids if no tokenizer lies beside it.
+    """Return the `generate` command for a model or engine; with token ids as prompt if its folder has no tokenizer.
 
     Args:
         path: path of the model or engine.
-        flags: a dataclass of flags that the user gave.
+        flags: a dataclass with the flags that the user gave.
         leave: fields of `flags` that the command does not have.
     """
     folder = path if path.is_dir() else path.parent
@@ -89,14 +89,15 @@ def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
 
 
 def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
-    """Print the command that comes next to stderr, if stderr is a terminal.
+    """Print to stderr the command that comes next, if stderr is a terminal.
 
-    For a model, this is the build, if this machine can build and there is no engine yet under the proposed name.
+    For a model, this is the build command, if this machine can build and there is no engine yet under the proposed
+    name.
 
     Args:
         path: path of the model or engine.
         command: the command to propose for an engine.
-        flags: flags that planned the model.
+        flags: flags with which the model was planned.
     """
     if sys.stderr.isatty():
         planned = command_line(command, path, flags=flags)
@@ -115,7 +116,7 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
     Args:
         command: such as ``"build"``.
         arguments: words after the command.
-        flags: a dataclass of flags that the user gave.
+        flags: a dataclass with the flags that the user gave.
         leave: fields of `flags` that the command does not have.
     """
     words = ["trt-kvcache", command, *map(str, arguments)]
@@ -137,8 +138,8 @@ def next_line(
         model: path of the model, as the user wrote it.
         flags: flags of the plan.
         max_batch: batch size of the memory estimate.
-        tensorrt: the plan is for TensorRT, not for TensorRT for RTX.
-        or_else: the other command; None: generate on the CPU.
+        tensorrt: True if the plan is for TensorRT; False for TensorRT for RTX.
+        or_else: the command to return if this machine cannot build; None: generate on the CPU.
     """
     if not can_build(Target.TENSORRT if tensorrt else None):
         known = {field.name for field in fields(SessionPlanFlags)}
@@ -164,7 +165,7 @@ def plan_lines(
     Args:
         plan: the plan.
         batch: number of sequences in the memory estimate.
-        built: the engine exists: leave out advice on the export, and add `cost_line`.
+        built: True if the engine exists. Then leave out advice on the export, and add `cost_line`.
         chosen: text about a default capacity, from `chosen_capacity`.
         bandwidth: bandwidth of a GPU's memory in GB/s; if it is given, `cost_line` is added.
     """
@@ -199,7 +200,7 @@ def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
 
     Args:
         capacity: capacity in the plan's options.
-        flags: flags that the model was planned with.
+        flags: flags with which the model was planned.
     """
     return "" if capacity is None or flags.capacity is not None else f"{capacity} tokens (default; --capacity)"
 

@@ -41,7 +41,7 @@ def verify(
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Decode the same texts at each station, from the model as exported to TensorRT's network, and compare logits."""
+    """Decode the same texts with each form of the model, from the export to TensorRT's network; compare the logits."""
     plan, options = flags.options_for(model), verification.options()
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import console, print_json
@@ -71,9 +71,10 @@ def verify(
 
 
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
-    """Let TensorRT's parser read a model without a rewrite. Return a text that compares its network with the model.
+    """Let TensorRT's parser read a model without a rewrite.
 
-    Raises `BackendError` if TensorRT's package is not installed.
+    Return a text that compares TensorRT's network to the model. Raises `BackendError` if TensorRT's package is not
+    installed.
     """
     from trt_kvcache.engine.parsing import parse_as_exported
     from trt_kvcache.errors import BuildError
@@ -112,7 +113,7 @@ def _print(out: Console, model: str, report: VerifyReport) -> None:
 
 
 def station_rows(report: VerifyReport) -> list[tuple[str, ...]]:
-    """Return a table row for each station (runner) of a verification: name, runtime, difference, verdict and so on."""
+    """Return a table row for each runner (station) of a verification: name, runtime, difference, verdict and so on."""
     rows: list[tuple[str, ...]] = []
     for s in report.stations:
         if not s.compared:

@@ -15,7 +15,7 @@ from trt_kvcache.errors import OptionError
 
 
 class WorkerEngine(str, Enum):
-    """The distributed server that the worker belongs to."""
+    """The distributed server to which the worker belongs."""
 
     DYNAMO = "dynamo"
 
@@ -31,7 +31,7 @@ def worker(
     name: NameOption = None,
     tokenizer: TokenizerOption = None,
 ) -> None:
-    """Answer requests of NVIDIA Dynamo's frontend until SIGTERM or Ctrl-C. Its DYN_... variables configure it."""
+    """Answer requests of NVIDIA Dynamo's frontend until SIGTERM or Ctrl-C. Dynamo's DYN_... variables configure it."""
     options = planning.session_options(model)
     try:
         from trt_kvcache.serve.dynamo import Engine, run, write_texts

@@ -25,7 +25,9 @@ _LINE = 80  # characters of a line of output that are shown as progress
 
 
 class Interpreter:
-    """The interpreter of an environment with exporters. Use it in a ``with`` block; it starts with the first program.
+    """The interpreter of an environment with exporters.
+
+    Use it in a ``with`` block; the interpreter starts with the first program.
 
     Args:
         python: path of the interpreter.
@@ -46,7 +48,7 @@ class Interpreter:
         self._stderr.close()
 
     def run(self, words: Sequence[str], title: str, seconds: float | None = None) -> tuple[int, str]:
-        """Run a Python program; meanwhile show the newest line of its stdout as progress.
+        """Run a Python program, and show the newest line of its stdout as progress while it runs.
 
         Args:
             words: the interpreter's arguments, such as ``["-m", "module", "argument"]``.
@@ -54,7 +56,7 @@ class Interpreter:
             seconds: time limit; None: no limit.
 
         Returns:
-            The exit code and stderr. After the time limit, stderr says only that.
+            The exit code and stderr. If the time limit ended the program, stderr says only this.
         """
         late = threading.Event()
 
@@ -78,7 +80,7 @@ class Interpreter:
         return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else self._stderr.read()
 
     def _code_of(self, words: Sequence[str]) -> int:
-        """Send a program to the process that forks. Return the program's exit code; if the process ends, its own."""
+        """Run a program in the process that forks. Return the program's exit code, or that process's own if it ends."""
         if self._child is not None and self._child.poll() is not None:
             self._end()
         child = self._child = self._child or self._start()

@@ -21,8 +21,8 @@ _MOST = 5  # warnings that are returned
 def failure_reason(stderr: str) -> str:
     """Find in the stderr of a Python program why it ended with an error. Return the reason on one line.
 
-    In a chain of errors, the first one is the reason: of torch.onnx's three errors, it names the missing function. For
-    an error without a message, the reason is the line of code that raised it.
+    In a chain of errors, the first error is the reason; for example, torch.onnx raises three errors, and the first one
+    names the missing function. For an error without a message, the reason is the line of code that raised it.
 
     Args:
         stderr: everything that the program wrote to stderr.
@@ -60,7 +60,7 @@ def warnings_in(stderr: str) -> list[str]:
         stderr: everything that the program wrote to stderr.
 
     Returns:
-        Lines, each once; if there are many, the first ones and the number of the others.
+        The warnings, each once. If there are many, the first lines, and the number of lines that were left out.
     """
     told: dict[str, None] = {}
     source = False  # Python shows the line of code after a warning

@@ -47,9 +47,9 @@ class Exporter:
 
     Attributes:
         modules: modules that must be importable.
-        command: returns the arguments of the interpreter, from checkpoint, folder, dtype and int4.
+        command: function of checkpoint, folder, dtype and int4 that returns the arguments for the Python interpreter.
         dtypes: dtypes that the exporter can write on a CPU.
-        int4: whether it can quantize weights to 4 bits.
+        int4: True if it can quantize weights to 4 bits.
         install: the command that installs it.
     """
 
@@ -164,8 +164,8 @@ def export_checkpoint(
     Args:
         checkpoint: folder with ``config.json`` and weights; or a GGUF file, which transformers dequantizes first.
         output: folder of the model; new or empty.
-        exporter: a name in `EXPORTERS`. ``"auto"``: try the installed exporters that fit, fastest first; keep the
-            first model that can be planned and computes the same as the checkpoint.
+        exporter: a name in `EXPORTERS`. ``"auto"``: try the installed exporters that support the checkpoint, fastest
+            first; keep the first model that can be planned and computes the same as the checkpoint.
         dtype: dtype of weights, activations and caches, one of `DTYPES`.
         int4: quantize weights to 4 bits.
         capacity: tokens per sequence, for caches that grow; None: see `PlanOptions`.
@@ -177,7 +177,7 @@ def export_checkpoint(
 
     Raises:
         InvalidModelError: there is no checkpoint, or transformers cannot read the GGUF file.
-        OptionError: no exporter fits, or none is installed; the message says what to install.
+        OptionError: no exporter supports this, or no exporter is installed; the message says what to install.
         OutputError: the folder cannot be written, or is not empty.
         UnsupportedModelError: the exporters fail on this checkpoint, or write another model than the checkpoint.
     """
@@ -231,7 +231,10 @@ def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> 
 
 
 class _Job:
-    """The export of one checkpoint. Within its ``with`` block, a twin exists: a small checkpoint with its settings."""
+    """The export of one checkpoint.
+
+    Within its ``with`` block, it has a twin: a small random checkpoint with the same settings.
+    """
 
     def __init__(
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
@@ -252,7 +255,10 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with this exporter. Keep a model that cannot be planned; delete one that computes other numbers."""
+        """Export with this exporter.
+
+        Keep a model that cannot be planned; delete a model that computes wrong numbers.
+        """
         made = self._folder / name
         try:
             self._export(name)
@@ -270,7 +276,7 @@ class _Job:
         return Export(name, plan)
 
     def first(self, names: Sequence[str]) -> Export:
-        """Try these exporters in turn; return the first export that can be planned, has caches, and is correct."""
+        """Try these exporters in turn. Return the first export that can be planned, has caches, and is correct."""
         failures: list[str] = []
         for name, following in zip(names, [*names[1:], ""], strict=True):
             try:
@@ -291,9 +297,9 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint if the exporter is right on the small twin.
+        """Export the checkpoint if the exporter is correct on the twin, a small random model with the same settings.
 
-        Raises UnsupportedModelError if the exporter fails, or writes another model.
+        Raises UnsupportedModelError if the exporter fails, or the exported model is wrong.
         """
         verdict = self._judge(name)
         if verdict.is_right is False:
@@ -317,7 +323,7 @@ class _Job:
         return self._interpreter.run(words, "comparing with transformers", seconds)
 
     def _run_exporter(self, name: str, checkpoint: Path, folder: Path, seconds: float) -> None:
-        """Run an exporter, and report its warnings; not for the twin, because the checkpoint's export repeats them."""
+        """Run an exporter, and report its warnings, but not for the small test model, whose warnings would repeat."""
         command = EXPORTERS[name].command(str(checkpoint), str(folder), self._dtype, self._int4)
         tell = self._told if checkpoint == self._checkpoint else lambda _: None
         tell(f"running {name}: {shlex.join([self._interpreter.python, *command])}")
@@ -348,7 +354,7 @@ class _Job:
                 self._told(f"the weights are not compared with the checkpoint's: {verdict.said}")
 
     def _right_others(self, name: str) -> list[str]:
-        """Return the names of the other exporters that support this dtype and export the twin correctly."""
+        """Return the names of the other exporters that support this dtype and export a small random model correctly."""
         fits = _chosen("auto", self._dtype, self._interpreter.python, int4=self._int4)
         with phase("trying other exporters on a small twin"):
             verdicts = {other: self._judge(other) for other in fits if other != name}
@@ -427,7 +433,7 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
 
 @contextmanager
 def _emptied(folder: Path) -> Iterator[Callable[[], None]]:
-    """Empty a folder when the block ends, unless the block calls the function that it receives to keep the files."""
+    """Empty a folder when the ``with`` block ends, unless the block calls the yielded function to keep the files."""
     calls = []
     try:
         yield lambda: calls.append(True)

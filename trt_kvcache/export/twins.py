@@ -45,7 +45,7 @@ class Verdict:
 
     Attributes:
         is_right: whether the exported model is correct; None if nothing was compared.
-        said: the size of the difference, or why nothing was compared.
+        said: text with the size of the difference, or the reason why nothing was compared.
         logits: logits ``[S, V]`` of the exported model for each text.
     """
 
@@ -55,7 +55,7 @@ class Verdict:
 
 
 class Twin:
-    """The twin of a checkpoint: the same settings with small sizes and random weights. Exporters are compared on it.
+    """The twin of a checkpoint: a small model with the same settings and random weights, on which exporters are tested.
 
     Args:
         checkpoint: folder of the checkpoint.
@@ -63,7 +63,7 @@ class Twin:
         run: runs the exporters' interpreter with arguments and a time limit in seconds; returns the exit code and
             stderr.
         capacity: tokens per sequence; None: the default. If it is below a position from which the checkpoint computes
-            differently, the twin's texts end before such a position, too.
+            differently, the texts for the twin also end before such a position.
     """
 
     def __init__(
@@ -82,12 +82,12 @@ class Twin:
         self._capacity = None if reached else twin_script.THRESHOLD
 
     def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
-        """Export the twin, decode texts with the result, and compare the logits with transformers'.
+        """Export the small random twin, decode texts with the result, and compare the logits to transformers'.
 
         Args:
             name: name of the exporter.
-            export: exports the folder of a checkpoint to a new folder, with a time limit in seconds; raises
-                UnsupportedModelError if it fails.
+            export: function that exports a checkpoint's folder to a new folder, with a time limit in seconds; it raises
+                UnsupportedModelError if the exporter fails.
         """
         if not self._made:
             self._made = True
@@ -116,7 +116,7 @@ class Twin:
         return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
-        """Return the settings that a wrong exporter ignores: without one of them, transformers has the same logits."""
+        """Return the settings that the exporter ignores: without one of them, transformers gives the same logits."""
         if not verdict.logits:
             return []
         file = self._folder.with_name(f"{name}.npz")
@@ -140,7 +140,7 @@ def judge_weights(
         model: folder of the exported model.
         plan: plan of the exported model.
         folder: folder for temporary files.
-        run: see `Twin`.
+        run: runs the exporters' interpreter, see `Twin`.
         seconds: time limit of transformers.
     """
     runner = Exported(model, plan)
@@ -156,7 +156,7 @@ def judge_weights(
 
 
 def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Array]:
-    """Decode texts with an exported model, in steps of the lengths in `cuts`; return each text's logits ``[S, V]``."""
+    """Decode texts with an exported model, in steps whose lengths are `cuts`; return logits ``[S, V]`` by text."""
     runner.start(len(texts))
     logits = []
     for number, (text, steps) in enumerate(zip(texts, cuts, strict=True)):
@@ -169,7 +169,7 @@ def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequ
 
 
 def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:
-    """Describe how the logits of two decodes of the same texts differ; None if they agree within the tolerance."""
+    """Describe how the logits differ in two decodes of the same sequences; None if they agree within the tolerance."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"logits of text {number} have shape {list(ours.shape)}, and transformers' {list(theirs.shape)}"

@@ -32,8 +32,8 @@ class Adapter:
     Attributes:
         name: the name under which it was loaded.
         rank: the largest rank of its modules.
-        digest: digest of its contents: cache rows depend on the model and on this digest.
-        arrays: the factors by the name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the
+        digest: digest of its contents; cache rows belong to a model and an adapter with this digest.
+        arrays: the matrices, by name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the
             model's dtype. Inputs that the adapter does not change are left out.
     """
 
@@ -49,7 +49,7 @@ class Adapter:
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: a mapping from names to ranks. Any thread may call any method at any time.
+    """The adapters of a session: a mapping from adapter names to ranks. Any thread may call any method at any time.
 
     Args:
         plan: plan of the model.
@@ -75,7 +75,7 @@ class Adapters(Mapping[str, int]):
 
     @property
     def digests(self) -> dict[str, str]:
-        """Digests of the contents of the loaded adapters, by adapter name."""
+        """A mapping from each adapter's name to the digest of its contents."""
         return {name: self._known[name].digest for name in sorted(self._known)}
 
     def load(self, name: str, folder: str | os.PathLike[str] | LoraFolder) -> None:
@@ -111,7 +111,10 @@ class Adapters(Mapping[str, int]):
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter with this name, None if `name` is None; raise `OptionError` if there is none."""
+        """Return the adapter with this name; None if `name` is None.
+
+        Raise `OptionError` if there is no such adapter.
+        """
         if name is None:
             return None
         adapter = self._known.get(name) if isinstance(name, str) else None
@@ -128,7 +131,7 @@ class Adapters(Mapping[str, int]):
 
 
 def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
-    """Open adapter folders, given as a mapping from adapter names to paths; return them by name.
+    """Open adapter folders, given as a mapping from adapter names to paths; return the opened folders by name.
 
     Raises `OptionError` if `adapters` is not a mapping, or a folder holds no adapter.
     """
@@ -140,7 +143,7 @@ def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
 
 
 def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
-    """Return `options` with a LoRA rank and modules that fit all these adapters. A rank in `options` is kept."""
+    """Return `options` with a LoRA rank and modules that fit all these adapters. If `options` has a rank, keep it."""
     options = options or PlanOptions()
     if options.lora_rank is not None or not folders:
         return options
@@ -162,11 +165,13 @@ class AdapterSlots:
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
-        """Reserve adapter slots for running sequences: `adapters` holds the adapter of each, the most important first.
+        """Reserve adapter slots for running sequences.
+
+        `adapters` has each sequence's adapter, the most important first.
 
         Returns:
-            The adapters that have a slot or will get one, at most as many as there are slots; and None, for sequences
-            without an adapter. Sequences with other adapters wait.
+            The adapters that have an adapter slot or will get one; and None, for sequences without an adapter.
+                Sequences with other adapters wait.
         """
         most = 0 if self._plan is None else self._plan.slots
         self._needed = set()
@@ -176,12 +181,12 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Load the adapters of a step into adapter slots. Return the slot of each row; 0 for a row without an adapter.
+        """Load the adapters of a step into adapter slots. Return each row's adapter slot; 0 if it has no adapter.
 
         If no row has an adapter, return None.
 
         Raises:
-            SlotError: all slots hold adapters of running sequences.
+            SlotError: all adapter slots hold adapters of running sequences.
         """
         asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
         if not asked:
@@ -213,7 +218,7 @@ class AdapterSlots:
 
 
 def read_adapter(name: str, folder: LoraFolder, plan: AdapterPlan | None) -> Adapter:
-    """Convert an adapter to the LoRA inputs of the model; raise `OptionError` if the model cannot take it."""
+    """Convert an adapter to LoRA inputs of the model; raise `OptionError` if the model cannot take the adapter."""
     if plan is None:
         raise OptionError(
             f"adapter '{name}': the model takes no adapters; plan the model with --lora-rank {folder.rank} or more"
@@ -239,7 +244,7 @@ _Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class _Piece:
-    """Columns `start` to `stop - 1` of an adapter's B. They change the model's module `key`."""
+    """Columns `start` to `stop - 1` of an adapter's matrix B. They change the model's module `key`."""
 
     module: LoraModule
     key: _Key
@@ -248,7 +253,7 @@ class _Piece:
 
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
-    """Return the range of a product's output columns that each of its modules computes, by module."""
+    """Return a mapping from each module that a MatMul computes to its range of output columns."""
     ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
         ranges[module_key(product.whole)] = 0, product.outputs
@@ -258,7 +263,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Yield the parts of an adapter's module: one for each module of the model that it changes."""
+    """Yield the columns of B of an adapter's module: one range for each module of the model that it changes."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:
@@ -290,7 +295,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one product of the model. If it fuses several modules, their ranks follow one after another."""
+    """Return A and B of one MatMul of the model. If it fuses several modules, their ranks follow one after another."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):

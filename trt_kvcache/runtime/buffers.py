@@ -48,7 +48,7 @@ class Carried:
         shape: physical shape, batch first.
         axis: index of the sequence axis in `shape`; None for state.
         capacity: tokens along `axis`; 1 for state.
-        in_place: past and present are one buffer; else a step reads one buffer and writes another.
+        in_place: True if past and present are one buffer; otherwise a step reads one buffer and writes another.
     """
 
     past: str
@@ -61,7 +61,7 @@ class Carried:
 
     @property
     def is_state(self) -> bool:
-        """True for state, False for a cache."""
+        """True if this is the buffer of a state, False if it is that of a cache."""
         return self.axis is None
 
     @cached_property
@@ -76,7 +76,7 @@ class Carried:
 
     @cached_property
     def width(self) -> int:
-        """Number of elements in one cache row of one plane."""
+        """Number of elements in one cache row of one head (or other separate part of a batch row)."""
         return prod(map(int, self.shape[(self.axis or 0) + 1 :]))
 
     @property
@@ -87,7 +87,7 @@ class Carried:
     def places(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first index along `axis` of tokens ``start .. stop - 1``, and the index after their last one.
 
-        For state, return everything (0, 1) if `start` is 0, and an empty range otherwise.
+        For state, return the whole range (0, 1) if `start` is 0, and an empty range otherwise.
         """
         if self.axis is None:
             return 0, int(start == 0)
@@ -107,7 +107,7 @@ class Carried:
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return a `Carried` for each cache that the caller keeps from step to step, and then for each state."""
+    """Return a `Carried` for each cache that the caller keeps from step to step, followed by one for each state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)
@@ -117,7 +117,7 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 
 
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
-    """Return why a sequence of this model cannot drop its latest tokens and continue before them; empty if it can.
+    """Return why a sequence of this model cannot drop its latest tokens and continue without them; empty if it can.
 
     Args:
         plan: plan of the model.

@@ -25,10 +25,10 @@ from trt_kvcache.runtime.token_inputs import read_ids
 class KVCache:
     """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
 
-    A *slot* is the name of a sequence. It has a *row* in every cache buffer, unless it was offloaded.
+    A *slot* is the number that names a sequence. A slot has a batch row in every cache buffer, unless it was offloaded.
 
     Args:
-        runner: owns the buffers.
+        runner: the runner that owns the buffers.
         rows: the sequences.
         guard: the lock of the session.
         adapters: adapters of the session.
@@ -58,7 +58,7 @@ class KVCache:
 
     @property
     def lengths(self) -> dict[int, int]:
-        """Number of tokens of each slot that are in the cache, by slot."""
+        """A mapping from each slot to the number of its tokens that are in the cache."""
         with self._guard.lock, self._guard.open:
             return {name: slot.length for name, slot in self._rows.slots.items()}
 
@@ -70,13 +70,13 @@ class KVCache:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Slots whose cache contents were moved to host memory or to a file, so that they have no row now."""
+        """Slots whose cache contents were moved to host memory or to a file, so that they have no batch row now."""
         with self._guard.lock, self._guard.open:
             return tuple(name for name, slot in self._rows.slots.items() if slot.row < 0)
 
     @property
     def max_sequences(self) -> int:
-        """Largest number of slots at a time. It exceeds `rows` only if slots that do not run give up their rows."""
+        """Largest number of slots at a time. It exceeds `rows` only if idle slots may give up their batch rows."""
         return self._rows.max_sequences or self.rows
 
     @property
@@ -88,19 +88,19 @@ class KVCache:
     def capacity(self) -> int | None:
         """Most tokens of one sequence; None if there is no limit, because all caches are circular.
 
-        The limit is the smallest linear cache, or the model's position table if it is shorter. A sequence that brings
-        its own positions may need fewer positions than it has tokens.
+        The limit is the capacity of the smallest linear cache, or the length of the model's position table if this is
+        shorter. A sequence with positions from the caller may need fewer positions than it has tokens.
         """
         return self._rows.capacity
 
     @property
     def window(self) -> int | None:
-        """Number of rows of the smallest circular cache, which is the sliding window; None if all caches are linear."""
+        """Number of cache rows in the smallest circular cache: the sliding window. None if all caches are linear."""
         return min(self._rows.rings, default=None)
 
     @property
     def bytes(self) -> int:
-        """Bytes of all buffers of caches and state."""
+        """Number of bytes that all buffers of caches and state take."""
         return self._runner.plan.cache_bytes(self.rows)
 
     @property
@@ -131,7 +131,7 @@ class KVCache:
         """Return the whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
 
         The buffer is a NumPy array on the CPU and an object with ``__dlpack__`` on a GPU. On a GPU, a bfloat16 or
-        float8 cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's row.
+        float8 cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's batch row in it.
 
         Raises:
             OptionError: there is no such cache.
@@ -148,12 +148,12 @@ class KVCache:
         constants: Mapping[str, Array] | Constants | None = None,
         adapter: str | None = None,
     ) -> int:
-        """Return a new slot. Its row is zeroed. Its tokens are not written to the cache yet.
+        """Return a new slot. Its batch row is zeroed. Its tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
-            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: an array
-                ``[1, ...]`` by input name.
+            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: a mapping
+                from input names to arrays ``[1, ...]``.
             adapter: name of the adapter that computes the sequence; None: no adapter.
 
         Raises:
@@ -169,12 +169,12 @@ class KVCache:
         """Check inputs that stay the same in all steps of a sequence (see `acquire`), and return them.
 
         Raises:
-            PromptError: they do not fit the model's inputs.
+            PromptError: the values do not fit the model's inputs.
         """
         return self._constants.read(constants)
 
     def release(self, slot: int) -> None:
-        """Free a slot and its row.
+        """Free a slot and its batch row.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
@@ -184,7 +184,7 @@ class KVCache:
             self._rows.drop(slot)
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row of every cache. Its constants and its adapter stay.
+        """Empty a slot: remove its tokens, and zero its row in every cache. Its constants and its adapter stay.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
@@ -196,7 +196,7 @@ class KVCache:
     def fork(self, source: int) -> int:
         """Copy a slot: return a new slot with the same tokens and cache contents.
 
-        Sequences that share a prefix then compute it only once.
+        With a fork, sequences that share a prefix compute the prefix only once.
 
         Raises:
             SlotError: the slot is not in use, or no slot is free.
@@ -225,7 +225,7 @@ class KVCache:
         """Give each slot the present contents of another slot, as beam search does between two steps.
 
         Args:
-            indices: the k-th slot gets the contents of ``slots[indices[k]]``.
+            indices: for each slot an index into `slots`: the k-th slot gets the contents of ``slots[indices[k]]``.
             slots: the slots to reorder; None: all slots, in the order of the property `slots`.
 
         Raises:
@@ -249,7 +249,7 @@ class KVCache:
             self._rows.reorder(indices, names)
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a row that no slot uses.
+        """Move a slot to a batch row that no slot uses.
 
         Raises:
             SlotError: the slot is not in use; or the row is in use or does not exist.
@@ -262,7 +262,7 @@ class KVCache:
                 self._rows.move(slot, row)
 
     def compact(self) -> None:
-        """Move the n slots that have rows to rows 0 to n - 1: one step computes neighbouring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1, because a step computes neighbouring rows together."""
         with self._guard.lock, self._guard.idle:
             self._rows.compact()
 
@@ -289,7 +289,7 @@ class KVCache:
 
         Raises:
             CacheFileError: the file is unreadable or damaged, or was saved with another model or other caches.
-            SlotError: there are fewer free rows than saved slots. Nothing was loaded.
+            SlotError: there are fewer free batch rows than saved slots. Nothing was loaded.
         """
         from trt_kvcache.runtime.cache_file import load_slots
 
@@ -297,10 +297,11 @@ class KVCache:
             return load_slots(path, self._runner, self._rows, self._adapters)
 
     def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
-        """Move the cache contents of a slot to host memory or to a file, and free its row; the slot stays.
+        """Move the cache contents of a slot to host memory or to a file, and free its batch row. The slot still exists.
 
-        Host memory is page-locked if the caches lie on a GPU. `load` can read the file of an offloaded slot, too, and
-        the file stays when the slot is restored. If the slot is already offloaded, a path moves its contents there.
+        Host memory is page-locked if the caches lie on a GPU. `load` can read the file of an offloaded slot, too. The
+        file stays when the slot is restored. If the slot is already offloaded and a path is given, its contents move
+        there.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
@@ -318,11 +319,11 @@ class KVCache:
             entry.close()
 
     def restore(self, slot: int) -> None:
-        """Bring an offloaded slot back to a row. Methods that need the row do this themselves.
+        """Bring an offloaded slot back to a batch row. Methods that need the row do this themselves.
 
         Raises:
-            SlotError: the slot is not in use; or no row can be freed.
-            CacheFileError: the file is gone or damaged, or holds another cache. The slot stays offloaded.
+            SlotError: the slot is not in use; or no batch row can be freed.
+            CacheFileError: the file is gone or damaged, or has the contents of another cache. The slot stays offloaded.
         """
         with self._guard.lock, self._guard.idle:
             self._rows.with_row(slot)

@@ -52,8 +52,8 @@ class SavedSlots:
 
     Attributes:
         path: path of the file.
-        slots: the saved slots, by the numbers that they had when they were saved; they have no rows.
-        adapters: digests of the adapters of slots that have one, by slot.
+        slots: the saved slots, by the numbers that they had when they were saved; they have no batch rows.
+        adapters: maps a slot that has an adapter to the adapter's digest.
         digest: digest of the file's contents, as saved; None if the file lacks it.
     """
 
@@ -69,7 +69,7 @@ class SavedSlots:
         return name in self._names
 
     def contents(self, slot: int) -> dict[str, Array]:
-        """Return the saved contents of a slot by past input; raise `CacheFileError` if a tensor is missing or wrong."""
+        """Return a slot's saved contents, by past input's name; raise `CacheFileError` if one is missing or wrong."""
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
@@ -175,7 +175,7 @@ class FileRows:
 
     Args:
         path: path of the file.
-        runner: runner of the caches.
+        runner: the runner that has the caches.
         name: name of the slot.
         slot: state of the slot.
 
@@ -207,7 +207,7 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """Do nothing: the file belongs to the caller, and stays."""
+        """Do nothing: the file belongs to the caller, and is not removed."""
 
 
 def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
@@ -216,7 +216,7 @@ def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
-    """Return the cache contents of a slot by the name of the past input, from its row, host memory or a file."""
+    """Return a slot's cache contents by name of the past input, from its batch row, from host memory or from a file."""
     if slot.offloaded is not None:
         return slot.offloaded.arrays()
     if slot.row < 0:
@@ -232,7 +232,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
     Args:
         path: path of the file.
         runner: runner of the model.
-        adapters: adapters that slots may have; None: do not look adapters up.
+        adapters: the loaded adapters, in which the slots' adapters are looked up; None: do not look them up.
 
     Raises:
         CacheFileError: the file is unreadable, or was saved with another model or with caches of another kind.
@@ -371,7 +371,10 @@ def _layout(runner: Runner) -> str:
 
 
 def _plain(data: Array) -> Array:
-    """Return the array as a dtype that safetensors has for NumPy; small floats become unsigned integers (same bits)."""
+    """Return the array in a dtype that safetensors has for NumPy.
+
+    Small floats become unsigned ints with the same bits.
+    """
     return data.view(_plain_dtype(data.dtype))
 
 

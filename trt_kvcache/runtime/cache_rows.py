@@ -21,18 +21,18 @@ from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 
 
 class CacheRows:
-    """The sequences in caches of fixed capacity, and their rows. Callers must hold the lock of the session.
+    """The sequences in caches of fixed capacity, and their batch rows. Callers must hold the lock of the session.
 
     A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
-    sequence gets it, because one NaN in a masked row would poison attention (0 * NaN is NaN).
+    sequence gets it, because one NaN in a masked row would make the whole result of attention NaN (0 * NaN is NaN).
 
-    A slot that was offloaded has no row; it gets one before it is used. If no row is free and the cache has more
+    A slot that was offloaded has no row; it gets a row before it is used. If no row is free and the cache has more
     sequences than rows, the least recently used slot is offloaded. Slots that do not run are offloaded first.
 
     Args:
         runner: owns the buffers.
-        max_sequences: most slots; slots that do not run give up their rows to others. None: as many slots as rows, not
-            counting slots that were offloaded.
+        max_sequences: most slots; slots that do not run give their batch rows to others. None: as many slots as batch
+            rows; slots that were offloaded do not count.
         prefix_cache: size in bytes of the prefix cache, which keeps cache rows for sequences with the same beginning;
             None: no prefix cache.
 
@@ -83,7 +83,7 @@ class CacheRows:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed; raise `SlotError` if it is not in use, or generating."""
+        """Return the state of a slot that may be changed; raise `SlotError` if the slot is not in use or generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
@@ -99,14 +99,14 @@ class CacheRows:
         *,
         queue: bool = False,
     ) -> int:
-        """Return a new slot. Its row is zeroed. Its tokens are not written to the cache yet.
+        """Return a new slot. Its batch row is zeroed. Its tokens are not written to the cache yet.
 
         Args:
             tokens: token ids.
             constants: inputs that stay the same in all steps of the sequence.
             adapter: LoRA adapter of the sequence, or None.
-            queue: the slot may get its row later. This happens if sequences run in all rows, and no `max_sequences`
-                limits their number.
+            queue: True if the slot may get its batch row later. This happens if sequences run in all rows, and no
+                `max_sequences` limits the number of sequences.
 
         Raises:
             SlotError: no slot is `free`.
@@ -142,13 +142,13 @@ class CacheRows:
         self.slots[slot] = entry
 
     def drop(self, slot: int) -> None:
-        """Free a slot and its row, if it is in use."""
+        """Free a slot and its batch row, if the slot is in use."""
         entry = self.slots.pop(slot, None)
         if entry is not None:
             entry.close()
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row. Its constants and its adapter stay."""
+        """Empty a slot: remove its tokens, and zero its row in the caches. Its constants and its adapter stay."""
         entry = self.slot(slot)
         self.slots[slot] = Slot(entry.row, constants=entry.constants, adapter=entry.adapter, used=entry.used)
         if entry.row >= 0:
@@ -159,8 +159,8 @@ class CacheRows:
         """Shorten a slot to its first `length` tokens. The cache rows of the other tokens are zeroed.
 
         Raises:
-            CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or
-                tokens of one step see each other.
+            CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or in
+                this model a token sees later tokens of the same step.
         """
         entry = self.slot(slot)
         self._check_crop(slot, entry, length)
@@ -175,7 +175,7 @@ class CacheRows:
     def reorder(self, indices: Sequence[int], names: Sequence[int]) -> None:
         """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``.
 
-        The first slot that continues a row takes over the row itself; only further ones get a copy.
+        The first slot that continues a batch row takes over the row itself; only further slots get a copy of it.
         """
         entries = [self.with_row(name, names) for name in names]
         dropped = sorted(set(range(len(names))) - set(indices))
@@ -227,14 +227,14 @@ class CacheRows:
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that one step may write to a slot with the same results as single steps."""
+        """Return the most tokens that one step may write to a slot so that the results are those of single steps."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
         """Return the largest number of tokens that one step may write to a sequence of `length` tokens.
 
-        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a row
-        that earlier tokens of the same update still see.
+        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a
+        cache row that earlier tokens of the same update still see.
         """
         return min([self._runner.max_chunk, *(rows - length if length < rows else 1 for rows in self.rings)])
 
@@ -243,7 +243,7 @@ class CacheRows:
         return self.free_after(self.slot(slot))
 
     def free_after(self, slot: Slot) -> int | None:
-        """Like `free_tokens`, for the state of a slot; negative if it already has too many tokens."""
+        """Like `free_tokens`, but for the state of a slot; negative if the slot already has too many tokens."""
         used = (self._most, len(slot.tokens)), (self._runner.max_positions, slot.next_position)
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
@@ -255,8 +255,8 @@ class CacheRows:
             what: name of the sequence in messages.
 
         Raises:
-            CapacityError: the sequence is too long; or all its waiting tokens must be written in one step, and a step
-                takes fewer.
+            CapacityError: the sequence is too long; or all its tokens that are not in the cache must be written in one
+                step, and a step takes fewer.
         """
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
@@ -278,11 +278,11 @@ class CacheRows:
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Record that a step is about to write cache rows before `stop`, so that they are zeroed before reuse."""
+        """Record that a step is about to write cache rows before `stop`, which must be zeroed before reuse."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """Record that a step wrote `tokens` waiting tokens of a slot to the cache, and then `guesses` guesses."""
+        """Record that a step wrote `tokens` waiting tokens of a slot, followed by `guesses` guesses, to the cache."""
         entry = self.slots[slot]
         length = entry.length + tokens
         self.slots[slot] = replace(
@@ -296,7 +296,8 @@ class CacheRows:
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
         """Append the tokens that were chosen after a step to a slot, and zero the rows of its `rejected` guesses.
 
-        `tokens` are correct guesses, which the cache already holds. `after` is the last chosen token, which waits.
+        `tokens` are correct guesses, which the cache already holds. `after` is the last chosen token, which is not in
+        the cache yet.
         """
         entry = self.slots[slot]
         length = entry.length + len(tokens)
@@ -310,11 +311,12 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Fill the beginning of an empty slot from the prefix cache: copy the rows of all first tokens that it holds.
+        """Fill the beginning of an empty slot from the prefix cache: copy the cache rows of the first tokens.
 
         Args:
-            slot: a slot that has a row, to which nothing was written before.
-            keep: number of last tokens whose logits are needed; the model computes these tokens, and at least one.
+            slot: a slot that has a batch row, to which nothing was written before.
+            keep: number of last tokens whose logits are needed; these tokens, at least one, are not copied, because the
+                model must compute them.
         """
         entry = self.slots[slot]
         if self.prefixes is None or entry.length or not entry.pending:
@@ -329,7 +331,7 @@ class CacheRows:
         self.slots[slot] = replace(entry, length=length, written=written, remembered=length)
 
     def remember(self, slot: int) -> None:
-        """Copy the cache rows of a slot to the prefix cache, if a new block of tokens is complete."""
+        """Copy the cache rows of a slot to the prefix cache, if one more block of tokens is complete."""
         entry = self.slots[slot]
         if self.prefixes is None or entry.row < 0:
             return
@@ -341,10 +343,13 @@ class CacheRows:
     # --- rows
 
     def give_row(self, slot: int) -> bool:
-        """Give a slot a row. If no row is free, offload a slot that does not run. Return False if the slot must wait.
+        """Give a slot a batch row.
+
+        If none is free, offload a slot that does not run. Return False if the slot must wait.
 
         Raises:
-            SlotError: the slot is not in use; or all rows hold sequences that do not run, so no row will become free.
+            SlotError: the slot is not in use; or all batch rows hold sequences that do not run, so that no row will
+                become free.
         """
         if self.slot(slot).row < 0:
             idle = any(s.row >= 0 and not s.running for s in self.slots.values())
@@ -355,11 +360,13 @@ class CacheRows:
         return True
 
     def with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
-        """Give a slot a row if it has none; return its state. To free a row, a slot that is not in `keep` is offloaded.
+        """Give a slot a batch row if it has none; return its state.
+
+        To free a row, offload a slot that is not in `keep`.
 
         Raises:
-            SlotError: the slot is not in use; or no row can be freed.
-            CacheFileError: the file that the slot was offloaded to is gone or damaged.
+            SlotError: the slot is not in use; or no batch row can be freed.
+            CacheFileError: the file to which the slot was offloaded is gone or damaged.
         """
         entry = self.slot(slot)
         if entry.row < 0:
@@ -370,20 +377,20 @@ class CacheRows:
         return self.slots[slot]
 
     def host_copy(self, entry: Slot) -> HostRows | None:
-        """Copy the cache contents of a slot to host memory; None if nothing was written to its row.
+        """Copy the cache contents of a slot to host memory; None if nothing was written to its batch row.
 
         Raises `SessionError` if too little memory is free.
         """
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a row that no slot uses."""
+        """Move a slot to a batch row that no slot uses."""
         entry = self.with_row(slot)
         self._copy(entry.row, row)
         entry.row = row
 
     def compact(self) -> None:
-        """Move the n slots that have rows to rows 0 to n - 1: one step computes neighbouring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1, because a step computes neighbouring rows together."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():
@@ -413,14 +420,14 @@ class CacheRows:
         self._dirty[row] = max(length, written)
 
     def _copy(self, source: int, row: int) -> None:
-        """Replace the contents of `row` by those of row `source`."""
+        """Replace the contents of batch row `row` by those of batch row `source`."""
         length = self._dirty[source]
         self._clean(row, length)
         self.touch(row, length)
         self._runner.copy_rows(source, row, length)
 
     def _fill(self, entry: Slot, row: int) -> None:
-        """Write the contents of an offloaded or new slot to a batch row, and zeros after them."""
+        """Write the contents of an offloaded or new slot to a batch row, and zero the cache rows after them."""
         self._clean(row, entry.written)
         self.touch(row, entry.written)
         if entry.offloaded is not None:
@@ -430,7 +437,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a row. That row will become free."""
+        """Return True if a running sequence has a batch row. That row will become free."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:
@@ -438,7 +445,7 @@ class CacheRows:
         return next((row for row in range(self.count) if row not in used), None)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
-        """Return a row that no slot has. If there is no such row, offload a slot."""
+        """Return a batch row that no slot has. If there is none, offload a slot to get one."""
         row = self._first_free()
         if row is not None:
             return row
@@ -451,7 +458,7 @@ class CacheRows:
 
 
 def _digest(slot: Slot) -> bytes:
-    """Return the digest of a slot's adapter. With the tokens, it identifies cache rows in the prefix cache."""
+    """Return the digest of a slot's adapter. Digest and tokens identify cache rows in the prefix cache."""
     return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
 
 

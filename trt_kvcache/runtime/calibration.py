@@ -28,7 +28,7 @@ def calibrate_caches(
 
     Args:
         model: path of an ONNX decoder, or of its folder.
-        prompts: typical prompts: texts, if a tokenizer lies beside the model, or token ids.
+        prompts: typical prompts: texts, if there is a tokenizer in the model's folder, or token ids.
         options: how the model is planned; the dtype of the caches is ignored.
 
     Returns:

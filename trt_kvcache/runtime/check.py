@@ -30,10 +30,10 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 @dataclass(frozen=True)
 class PassedCheck:
-    """The record that an engine repeated its proof on a GPU.
+    """The record that an engine gave the results in its proof on a GPU.
 
     Attributes:
-        engine, proof: BLAKE3 (hex) of both files.
+        engine, proof: BLAKE3 (hex) of the engine's file and of the proof's file.
         gpu: name and compute capability of the GPU.
         driver: CUDA version of the driver, and the driver's own version if known.
         backend: name and version of TensorRT.
@@ -50,7 +50,7 @@ class PassedCheck:
     largest: float = 0.0
 
     def differs(self, now: PassedCheck) -> str:
-        """Return, as text, what changed since this record was written; empty if nothing changed."""
+        """Return a text that says what changed since this record was written; empty if nothing changed."""
         changes = [
             f"{name.replace('_', ' ')} was {getattr(self, name)}, and is {getattr(now, name)}"
             for name in ("gpu", "driver", "backend", "checked_by")
@@ -62,16 +62,17 @@ class PassedCheck:
 
 
 def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
-    """Return the path of an engine's passed check on this kind of GPU, such as ``model.engine.NVIDIA-L4.passed_check``.
+    """Return the path of the file that records that an engine passed its check on this kind of GPU.
 
-    The file lies in `folder`, or beside the engine if `folder` is None.
+    An example is ``model.engine.NVIDIA-L4.passed_check``. The file lies in `folder`, or in the engine's folder if
+    `folder` is None.
     """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") or "GPU"
     return (folder or engine.parent) / f"{engine.name}.{name}.passed_check"
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Return why a passed check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
+    """Return why a recorded check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
 
     Args:
         path: path of the file.
@@ -88,7 +89,10 @@ def read_passed_check(path: Path, now: PassedCheck) -> str:
 
 
 def write_passed_check(path: Path, passed: PassedCheck) -> None:
-    """Write a passed check. If the folder cannot be written, warn: the next start checks again."""
+    """Record in a file that an engine passed its check. If the folder cannot be written, warn.
+
+    Without the file, the next start checks the engine again.
+    """
     try:
         with atomic_file(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(passed), indent=2) + b"\n")
@@ -103,15 +107,15 @@ class CheckReport:
     """The result of checking an engine.
 
     Attributes:
-        ran_on: TensorRT and GPU.
+        ran_on: name of TensorRT and of the GPU.
         recorded_on: the runtime that recorded the proof.
         steps: steps of the proof that were run.
         outputs: the largest difference of each output.
-        findings: outputs that disagree with the proof.
+        findings: the places where outputs disagree with the proof.
         passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees with its
             proof.
         notes: other remarks for the reader.
-        layer: description of the first layer that differs, if one was searched for.
+        layer: description of the first layer that differs, if it was searched for.
     """
 
     engine: str
@@ -127,7 +131,7 @@ class CheckReport:
     layer: str = ""
 
     def check(self) -> None:
-        """Raise an error unless the engine passed.
+        """Raise an error if the engine did not pass its check.
 
         Raises:
             VerificationError: the engine did not pass; the message names output, step, row and difference.
@@ -143,12 +147,13 @@ class CheckReport:
 
 
 def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
-    """Check an engine against its proof before a session opens it.
+    """Compare an engine with its proof (its recorded results) before a session opens it.
 
     Args:
         engine: path of the engine.
-        check: ``"first"`` (only without a passed check for this GPU, driver and TensorRT), ``"always"`` or ``"off"``.
-        options: options of `TensorRTRunner`; the replay uses its own sizes instead of the session's.
+        check: ``"first"`` (only if no passed check is recorded for this GPU, driver and TensorRT), ``"always"`` or
+            ``"off"``.
+        options: options of `TensorRTRunner`; sizes in them are not used, because the check has its own.
 
     Raises:
         VerificationError: the engine's results differ from its proof.
@@ -163,12 +168,14 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 
 
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
-    """Run the recorded steps of an engine's proof on the GPU, and compare. If all agree, write a passed check.
+    """Run the recorded steps of an engine's proof on the GPU, and compare the results with the recorded ones.
+
+    If all agree, record in a file that the engine passed.
 
     Args:
         engine: path of the engine.
         options: options of `TensorRTRunner`; sizes are ignored.
-        again: run the steps even if the engine has a passed check for this GPU.
+        again: run the steps even if a file records that the engine passed on this GPU.
 
     Raises:
         ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.
@@ -221,10 +228,10 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
 
 
 def load_proof(manifest: Manifest, engine: Path) -> Proof:
-    """Read the proof that was built with an engine.
+    """Read the proof that was recorded when an engine was built.
 
     Raises:
-        ManifestError: there is no proof, it is not the one that the manifest names, or it belongs to another engine.
+        ManifestError: there is no proof, it is not the proof that the manifest names, or it belongs to another engine.
     """
     path = proof_path(engine)
     if manifest.proof is None:

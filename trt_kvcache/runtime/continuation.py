@@ -22,7 +22,8 @@ Tokens = npt.NDArray[np.int64]
 class Continuation:
     """Continues one prompt: chooses tokens from the model's scores, makes the events, and decides when to end.
 
-    It never touches a cache: the decode loop feeds the last token (and a draft) to the model and passes logits back.
+    A `Continuation` never touches a cache: the decode loop runs the model on the last token (and guesses), and passes
+    the logits to the `Continuation`.
 
     Attributes:
         assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
@@ -40,16 +41,16 @@ class Continuation:
         """Start the continuation of a prompt.
 
         Args:
-            sequence: the sequence number in its events.
+            sequence: number of the sequence in its events.
             prompt: token ids, at least one; the caller has checked them against the vocabulary.
             config: the settings.
             tokenizer: makes the text of events, and finds stop strings.
-            index: number of its stream of random numbers, which differs between sequences with the same seed; None:
-                `sequence`.
+            index: number of the sequence's stream of random numbers. Sequences with the same seed, but different
+                indices, draw different random numbers. None: `sequence`.
 
         Raises:
             PromptError: the prompt is empty.
-            OptionError: stop strings without a tokenizer.
+            OptionError: there are stop strings, but no tokenizer.
         """
         if not len(prompt):
             raise PromptError(f"the prompt of sequence {sequence} is empty; it needs at least one token")
@@ -91,7 +92,7 @@ class Continuation:
             The token's event; the last one has a finish reason.
 
         Raises:
-            SessionError: NaN or infinity in the logits, or the settings forbid every token.
+            SessionError: the logits have NaN or infinity, or the settings forbid every token.
             OptionError: the grammar forbids every token.
         """
         token, logprob = self._sampler.choose(logits, self.tokens, self._length - self._prompt_length)
@@ -113,7 +114,7 @@ class Continuation:
         return self._sampler.masked
 
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
-        """Return bit masks of the tokens that the grammar allows next, and of those that it allows after each guess.
+        """Return bit masks: the tokens that the grammar allows next, and the tokens that it allows after each guess.
 
         Returns:
             int32 ``[D + 1, words]`` for D guesses: bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set
@@ -131,7 +132,10 @@ class Continuation:
         return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
-        """End the sequence at the caller's request. The event has no token, but it has the text that was held back."""
+        """End the sequence at the caller's request.
+
+        The event has no token, but has the text that was not returned yet.
+        """
         self.finish_reason = reason
         text = self._rest()
         return self._event(None, text, None)
@@ -160,7 +164,7 @@ class Continuation:
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
-        """Return a copy that a draft model continues by at most `count` tokens: same text, rules, random numbers."""
+        """Return a copy that the draft model continues by at most `count` tokens, with the same text and settings."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
         draft = copy(self)
@@ -170,11 +174,11 @@ class Continuation:
         return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
-        """Choose tokens as long as they equal the guesses in `draft`, and one more.
+        """Choose tokens as long as they equal the guesses in `draft`, and one token more.
 
-        Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens equal those
-        of single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches; the
-        caller removes the other tokens from the caches.
+        Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens are the same
+        as in single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches;
+        the caller removes the other tokens from the caches.
 
         Args:
             draft: int64 ``[D]``, the guesses.
@@ -208,7 +212,7 @@ class Continuation:
         self._length += 1
 
     def _rest(self) -> str:
-        """Return the text that becomes certain at the end of the sequence; empty before the end."""
+        """Return the text that was held back until the end of the sequence; empty before the end."""
         if self.finish_reason is None or self._text is None:
             return ""
         rest = self._text.flush()
@@ -227,7 +231,7 @@ def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.ND
     Args:
         tokens: int64 ``[T]``: the prompt and the generated tokens.
         count: most tokens to propose.
-        max_ngram: longest suffix to search, in tokens.
+        max_ngram: most tokens in the suffix.
 
     Returns:
         int64 ``[0 .. count]``.

@@ -54,12 +54,12 @@ class Conversation:
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
-        """Yield the events of another answer to the last message. The new answer replaces the present one.
+        """Yield the events of another answer to the last message. The new answer replaces the last one.
 
         If tokens are drawn, the random numbers differ from those of earlier answers.
 
         Raises:
-            CapacityError, OptionError, PromptError, SessionError: as in `say`; the last message is dropped then.
+            CapacityError, OptionError, PromptError, SessionError: see `say`. The last message is dropped then.
         """
         said = self.messages[-2]["content"]
         del self.messages[-2:]
@@ -102,7 +102,7 @@ class Conversation:
         self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=self._again)
 
     def _keep(self, tokens: list[int]) -> int:
-        """Crop the slot to the tokens that it shares with the beginning of `tokens`; return their number."""
+        """Crop the slot to the tokens that it shares with the beginning of `tokens`; return how many these are."""
         cache = self._session.cache
         if self._slot not in cache:
             return 0

@@ -23,14 +23,14 @@ from trt_kvcache.runtime.token_inputs import common_length
 class DraftModel:
     """A smaller model that guesses tokens. It has its own cache slot for each sequence that it guessed for recently.
 
-    It chooses tokens as the model does, with the same settings and random numbers, but from its own scores.
+    It chooses tokens as the main model does, with the same settings and random numbers, but from its own scores.
 
     Args:
-        runner: runner of the draft; `close` closes it.
-        embeddings: embeddings of token ids, for a draft that takes embeddings.
+        runner: runner of the draft model; `close` closes it.
+        embeddings: embeddings of token ids, for a draft model that takes embeddings.
 
     Raises:
-        OptionError: the model cannot be a draft.
+        OptionError: the runner's model cannot be a draft model.
     """
 
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
@@ -54,11 +54,11 @@ class DraftModel:
 
     @property
     def name(self) -> str:
-        """Runtime and device of the draft, as text."""
+        """Runtime and device of the draft model, as text."""
         return self._runner.name
 
     def check(self, runner: Runner) -> None:
-        """Refuse a model that the draft cannot guess for.
+        """Refuse a model for which the draft model cannot guess tokens.
 
         Raises:
             OptionError: the model has another vocabulary, or cannot check guesses.
@@ -71,13 +71,14 @@ class DraftModel:
             )
 
     def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
-        """Guess the next tokens of several sequences together. Return the guesses by slot of the model.
+        """Guess the next tokens of several sequences together. Return the guesses by slot of the main model.
 
-        If the draft fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the reason.
+        If the draft model fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the
+        reason.
 
         Args:
-            asked: for each slot of the model: its continuation, and how many tokens to guess at most.
-            alive: slots that the model still has.
+            asked: maps a slot of the main model to its continuation, and to the most tokens to guess.
+            alive: slots that the main model still has.
         """
         outcomes: Outcomes = []
         guesses: dict[int, list[int]] = {slot: [] for slot in asked}
@@ -111,7 +112,7 @@ class DraftModel:
     def _begin(
         self, slot: int, continuation: Continuation, count: int, keep: Collection[int], outcomes: Outcomes
     ) -> None:
-        """Copy the text of a sequence to the draft's slot for it, and let the draft continue that slot."""
+        """Copy a sequence's tokens to the draft model's slot for it, and let the draft model continue that slot."""
         if slot not in self._slots:
             if not self._cache.free:
                 others = [other for other in self._slots if other not in keep]
@@ -141,18 +142,18 @@ class DraftModel:
 
 
 def check_target(runner: Runner) -> None:
-    """Raise `OptionError` if the model cannot check the guesses of a draft."""
+    """Raise `OptionError` if the model cannot check the guesses of a draft model."""
     if why := why_no_drafts(runner):
         raise OptionError(f"a draft cannot help this model: {why}; leave draft out")
 
 
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
-    """Open a model or an engine as a draft. If the draft does not fix its capacity, it gets the capacity of the model.
+    """Open a model or an engine as a draft model. Unless the file fixes its capacity, it gets that of the main model.
 
     Args:
-        path: path of the draft.
-        runner: runner of the model.
-        options: options of the model's runner. The draft uses those that concern the machine.
+        path: path of the draft model or its engine.
+        runner: runner of the main model.
+        options: options of the main model's runner. The draft model uses the options that concern the machine.
 
     Raises:
         See `DecodeSession.open`.

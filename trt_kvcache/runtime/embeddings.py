@@ -36,7 +36,7 @@ class Embeddings:
 
     Args:
         table: ``[V, H]`` of any float type, scaled as the decoder expects.
-        tensor: the decoder's input.
+        tensor: the decoder's input for embeddings.
         name: name of the table, for messages.
 
     Raises:
@@ -55,7 +55,7 @@ class Embeddings:
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """Return the first token that has no embedding of its own; None if all have one.
+        """Return the first token that has no embedding in the table; None if all tokens have one.
 
         Such a token is an unknown id, or a placeholder for an image or sound.
         """
@@ -81,7 +81,7 @@ class Embeddings:
         return rows
 
     def _places(self, tokens: Indices) -> Indices:
-        """Return those of the known ids that are placeholders for images or sound, and therefore have no embedding."""
+        """Return those token ids that are placeholders for images or sound, and therefore have no embedding."""
         return tokens[:0].ravel()
 
 
@@ -96,7 +96,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     Raises:
         OptionError: the model takes embeddings and there is no source, or it takes ids and there is a source; or the
             source does not fit the model.
-        ModelError: `source` is a model that cannot be used for this.
+        ModelError: `source` is a model that cannot embed token ids.
     """
     tensor = embedded_input(plan)
     if tensor is None:
@@ -130,7 +130,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
 
 
 def embedded_input(plan: CachePlan) -> TensorRole | None:
-    """Return the model's input of embeddings if it takes embeddings instead of token ids; else None."""
+    """Return the model's input for embeddings if it takes embeddings instead of token ids; else None."""
     return next((t for t in plan.tensors if t.io == "input" and t.embedded), None)
 
 
@@ -138,10 +138,10 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     """Return the embeddings of a step ``[R, S, H]``: those that the caller gave, and the table's for all other tokens.
 
     Args:
-        embeddings: looks ids up.
+        embeddings: returns the embeddings of ids.
         tokens: int64 ``[R, S]``.
         starts: index of the first token of each row in its sequence.
-        waiting: the caller's embeddings, by row.
+        waiting: for each row, the caller's embeddings of tokens that are not in the cache yet.
     """
     if not any(len(part.at) for part in waiting):
         return embeddings.look_up(tokens)
@@ -161,7 +161,7 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
-    """Raise `OptionError` if embeddings have another width than the decoder takes. `what` names them."""
+    """Raise `OptionError` if embeddings have another width than the decoder takes. `what` names the embeddings."""
     if width != tensor.shape[-1]:
         raise OptionError(
             f"{what}: the embeddings have width {width}, but the model's input '{tensor.name}' {list(tensor.shape)} "
@@ -214,7 +214,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
 
 
 def find_embeddings(model: Path) -> Path | None:
-    """Find the embedding model of a decoder or engine in its folder. Return its path, or None."""
+    """Return the path of the embedding model in the folder of a decoder or engine, or None."""
     return next((path for path in _candidates(model) if path.is_file()), None)
 
 
@@ -242,8 +242,9 @@ def _named_by_genai(folder: Path) -> Iterator[Path]:
 def scaled_by(checkpoint: Path) -> str | None:
     """Return the setting in the ``config.json`` of a checkpoint that scales embeddings; None if there is none.
 
-    Models scale at different places: in transformers 5.23, Gemma, MiniCPM3 and BART scale when they look tokens up,
-    Granite scales later. So the setting does not tell whether an exported decoder takes scaled embeddings.
+    Models scale embeddings at different places. In transformers 5.23, Gemma, MiniCPM3 and BART scale when they look
+    tokens up, while Granite scales them later. So the setting does not tell whether an exported decoder takes scaled
+    embeddings.
     """
     try:
         config = read_object(checkpoint.parent / "config.json")
@@ -271,18 +272,18 @@ _SAME = 1e-3  # relative to the scale: a normalization of rows may round differe
 class ModelEmbeddings(Embeddings):
     """A table of embeddings that is filled by running an exporter's embedding model in ONNX Runtime.
 
-    The model's other inputs, such as features of images, are empty here. For placeholder ids, which mark where such
-    features go, some models return zeros. A placeholder has no embedding here; the caller must give one.
+    The model's other inputs, such as features of images, get empty arrays. For placeholder ids, which mark where such
+    features go, some models return zeros. This table has no embedding for a placeholder; the caller must give one.
 
     Args:
         path: path of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
-        tensor: the decoder's input.
+        tensor: the decoder's input for embeddings.
         vocab: token ids are at most ``vocab - 1``.
 
     Raises:
         InvalidModelError, UnsupportedModelError: the model cannot be read, has other inputs or outputs, or does not
             embed each token alone.
-        OptionError: its embeddings have another width than the decoder takes.
+        OptionError: the model's embeddings have another width than the decoder takes.
     """
 
     def __init__(self, path: Path, tensor: TensorRole, vocab: int) -> None:
@@ -340,7 +341,7 @@ class ModelEmbeddings(Embeddings):
         return {v.name: self._features(v, count) for v in self._others}
 
     def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
-        """Run the embedding model, and return its embeddings; raise `SessionError` if it fails."""
+        """Run the embedding model, and return the embeddings; raise `SessionError` if the model fails."""
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):
@@ -381,7 +382,7 @@ class ModelEmbeddings(Embeddings):
         return np.full(sizes, np.nan if elem_type_of(value) in _FLOATS else 0, dtype)
 
     def _find_output(self, model: onnx.ModelProto, tensor: TensorRole) -> onnx.ValueInfoProto:
-        """Return the output of embeddings: the only float output ``[B, S, H]``, or the one named ``inputs_embeds``."""
+        """Return the output for embeddings: the only float output ``[B, S, H]``, or the one named ``inputs_embeds``."""
         fitting = [v for v in model.graph.output if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3]
         named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:

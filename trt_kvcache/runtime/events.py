@@ -57,10 +57,10 @@ class TokenEvent:
     Attributes:
         sequence: index of the prompt in its list. If the sequence was added with `DecodeSession.add`: its slot.
         token: the chosen id; None in an event that only ends the sequence.
-        text: new text that is certain now: empty while a character or a possible stop string is incomplete, and always
-            empty without a tokenizer. The joined texts of all events are the text of the sequence. One exception: after
-            bytes that are not UTF-8, a tokenizer with byte fallback may decode all tokens to fewer characters than it
-            did step by step.
+        text: the new text that can no longer change. It is empty while a character or a possible stop string is
+            incomplete, and always empty without a tokenizer. The joined texts of all events are the text of the
+            sequence. One exception: after bytes that are not UTF-8, a tokenizer with byte fallback may decode all
+            tokens to fewer characters than it did step by step.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
         top_logprobs: tokens and their log-probabilities, the most probable first; their number is

@@ -14,13 +14,13 @@ class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
     While a session changes, Ctrl-C waits for the end of the block: an exception between two lines would leave half of a
-    change. The lock is a separate context manager, because its own methods are not Python code, which Ctrl-C can
-    interrupt at any line.
+    change. The lock is a separate context manager, because the methods of a lock are not Python code, so Ctrl-C cannot
+    interrupt them.
 
     Attributes:
         open: refuses calls after the session is closed.
         idle: refuses calls after the session is closed, and calls from code that a step runs; delays signals.
-        stepping: locked while a step runs.
+        stepping: a lock that is held while a step runs.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,8 @@ class Guard:
         """The lock of the session; a thread that holds it may take it again.
 
         Raises:
-            SessionError: in a forked process. There the lock may be held by a thread that the fork does not have, and
-                the threads of ONNX Runtime and the GPU are missing, too.
+            SessionError: this is a forked process. There the lock may be held by a thread that the fork does not have.
+                The threads of ONNX Runtime and the GPU are missing, too.
         """
         if self.elsewhere:
             raise SessionError(
@@ -52,7 +52,7 @@ class Guard:
         return os.getpid() != self._process
 
     def pause(self) -> None:
-        """Between two steps of a long change, handle a waiting signal, such as Ctrl-C. This may raise an error."""
+        """Handle a waiting signal, such as Ctrl-C, between two steps of a long change. This may raise an error."""
         self._signals.deliver()
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ class Guard:
 
 
 class _Open:
-    """A context manager that refuses to enter once the session is closed."""
+    """A context manager that raises an error if the session is closed."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -81,9 +81,9 @@ class _Open:
 
 
 class _Idle:
-    """A context manager for changes of a session. It delays signals until the end of the block.
+    """A context manager for changes of a session. It delays signals until the end of the ``with`` block.
 
-    It refuses to enter once the session is closed, and in code that a step runs.
+    It raises an error if the session is closed, or if a running step executes this code.
 
     Args:
         open_: tells whether the session is closed.

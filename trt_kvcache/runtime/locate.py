@@ -43,16 +43,16 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BF
 
 
 def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[str, Any] | None = None) -> CheckReport:
-    """Find the first wrong layer of an engine that failed its check, and return `report` with it.
+    """Find the first wrong layer of an engine that failed its check. Return `report` with this layer added.
 
     The engine is built once more, with the results of its layers as outputs. TensorRT may then fuse fewer layers, so
-    that the fault disappears.
+    that the error may disappear.
 
     Args:
         report: report of the engine.
         engine: path of the engine.
-        model: path of the model that it was built from.
-        options: options of `TensorRTRunner`, without sizes.
+        model: path of the model from which the engine was built.
+        options: options of `TensorRTRunner`, except sizes.
 
     Raises:
         ManifestError: the engine was built from another model.
@@ -132,7 +132,7 @@ class _ComparedRunner:
 
 
 def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
-    """Return the outputs of those layers that can be compared, in the order of the graph."""
+    """Return the outputs of all layers that can be compared, in the order of the graph."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     layers = []
@@ -151,10 +151,10 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
 def build_with_outputs(
     imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path
 ) -> Path:
-    """Build an engine again with more outputs, and write it with its manifest. Return the engine's path.
+    """Build an engine again with more outputs, and write the new engine and its manifest. Return the new path.
 
     Args:
-        imported: the model that the engine was built from.
+        imported: the model from which the engine was built.
         manifest: manifest of the engine, with its build options.
         values: values of the rewritten model that become outputs, with their types.
         folder: folder for both files.

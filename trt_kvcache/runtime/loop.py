@@ -56,7 +56,7 @@ class _Piece:
     """Consecutive tokens of one slot that one step writes.
 
     Attributes:
-        tokens: waiting tokens of the slot, then guesses of a draft.
+        tokens: tokens of the slot that are not in the cache yet, then guesses.
         guesses: number of guesses at the end of `tokens`.
         keep: number of last positions whose logits are needed.
     """
@@ -79,9 +79,9 @@ class Run:
     """A sequence that the decode loop continues.
 
     Attributes:
-        outcomes: the list to which each outcome of the sequence is appended at once, so that an interrupt cannot lose
-            it.
-        client: the owner of the sequence; waiting clients get rows in turn.
+        outcomes: the list to which each event or error of the sequence is appended at once, so that an interrupt cannot
+            lose it.
+        client: the owner of the sequence; waiting clients get batch rows in turn.
     """
 
     slot: int
@@ -98,8 +98,8 @@ class DecodeLoop:
         runner: executes the steps.
         rows: the sequences in the caches of this runner.
         embeddings: embeddings of token ids; None for models that take the ids.
-        draft: guesses tokens.
-        prefill_budget: most prompt tokens in a step in which other sequences decode.
+        draft: the draft model, which guesses tokens; or None.
+        prefill_budget: most prompt tokens in a step that also decodes other sequences.
         pause: called between two steps of a long `update`; it may raise an error.
     """
 
@@ -125,17 +125,17 @@ class DecodeLoop:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Slots of the sequences that run."""
+        """Slots whose sequences the loop is continuing."""
         return tuple(self._runs)
 
     def add(
         self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
         client: Hashable = None,
     ) -> None:  # fmt: skip
-        """Set the state of a slot to `entry`, and continue it. At its end, release the slot unless `keep_slot`.
+        """Set the state of a slot to `entry`, and continue its sequence.
 
-        If more sequences wait than rows are free, clients get rows in turn. If `client` is None, the sequence is its
-        own client.
+        At the end of the sequence, free the slot unless `keep_slot`. If more sequences wait than batch rows are free,
+        clients get rows in turn. If `client` is None, the sequence is its own client.
         """
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
@@ -148,12 +148,15 @@ class DecodeLoop:
         self._cache.put(slot, replace(entry, running=True))
 
     def remove(self, slot: int) -> Run:
-        """Stop continuing a slot, and return its run. The slot itself stays."""
+        """Stop continuing a slot, and return its `Run`. The slot itself stays in use."""
         self._cache.slot(slot).running = False
         return self._runs.pop(slot)
 
     def give_row(self) -> None:
-        """Give free rows to waiting sequences. The client that has waited longest since its last row comes first."""
+        """Give free batch rows to waiting sequences.
+
+        The client that has waited longest since its last row comes first.
+        """
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
         waiting = [run for run in self._runs.values() if self._cache.slot(run.slot).row < 0]
@@ -169,12 +172,12 @@ class DecodeLoop:
         return max(self._turns.values(), default=0) + 1
 
     def step(self) -> None:
-        """Compute the next token of every decoding sequence (several if a draft was right), and a part of some prompts.
+        """Compute the next token of every decoding sequence (several if guesses were right), and parts of some prompts.
 
-        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Neighbouring rows
-        need the fewest steps of the runner.
+        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Sequences in
+        neighbouring batch rows need the fewest steps of the runner.
 
-        A sequence that fails ends with its error; the others continue.
+        A sequence that fails ends with its error; other sequences continue.
         """
         seated = self._with_adapters()
         for run in seated:
@@ -186,7 +189,7 @@ class DecodeLoop:
             self._advance(group)
 
     def _advance(self, group: list[_Piece]) -> None:
-        """Run one step for a group of rows, and choose their next tokens.
+        """Run one step for a group of batch rows, and choose their next tokens.
 
         If the step fails, repeat it for each row alone; only sequences whose own step fails end.
         """
@@ -211,30 +214,30 @@ class DecodeLoop:
 
     @contextmanager
     def _alone(self, slot: int) -> Iterator[None]:
-        """Run a block of code for one sequence; an error in it ends this sequence only."""
+        """Run the ``with`` block for one sequence; an error in it ends this sequence only."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - bugs, too: the caller of the sequence gets the error
             self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
-        """Return the sequences that can take part in the next step: with a row, and an adapter slot if needed.
+        """Return the sequences that can take part in the next step: with a batch row, and an adapter slot if needed.
 
-        Sequences that started earlier get adapter slots first; the others wait.
+        Sequences that started earlier get adapter slots first; if there are too few, later sequences wait.
         """
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
         placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
         return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
-        """Append tokens to slots that do not run, and write them to the cache in as many steps as needed.
+        """Append tokens to slots that are not generating, and write them to the cache in as many steps as needed.
 
         Returns:
-            By slot: logits of its last positions, float32 ``[min(keep, new tokens), V]``.
+            A mapping from slots to the logits of their last positions, float32 ``[min(keep, new tokens), V]``.
 
         Raises:
-            TrtKvCacheError: a step failed. The slots are as before, as far as their caches allow. If the model keeps
-                state and a slot's state is unknown, the slot is gone.
+            TrtKvCacheError: a step failed. The slots are restored, as far as their caches allow. If the model keeps
+                state and a slot's state is unknown, the slot is removed.
         """
         self._with_adapters()
         before = {name: self._cache.slot(name) for name in tokens}
@@ -273,7 +276,10 @@ class DecodeLoop:
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
-        """Guess the next tokens of decoding sequences by draft model or prompt lookup. Return the guesses by slot."""
+        """Guess the next tokens of decoding sequences with the draft model or prompt lookup.
+
+        Return the guesses by slot.
+        """
         guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
@@ -297,9 +303,9 @@ class DecodeLoop:
     def _rounds(self, runs: Sequence[Run], guesses: Mapping[int, list[int]]) -> Iterator[list[_Piece]]:
         """Yield the groups of tokens that the runner computes step by step: decoding sequences first, then prompts.
 
-        A prompt whose row lies between decoding rows joins their step with one token, which costs less than two steps.
-        After that, the budget limits the prompts; the least recently written prompt comes first. A prompt that the
-        model must see in one step is never split.
+        If the batch row of a prompt lies between decoding rows, their step also writes one token of the prompt, which
+        costs less than two steps. After that, the budget limits the tokens of prompts; the least recently written
+        prompt comes first. A prompt that the model must see in one step is never split.
         """
         prompts = [run.slot for run in runs if run.slot in self._runs and self._cache.slot(run.slot).pending > 1]
         decoding = [run.slot for run in runs if run.slot in self._runs and run.slot not in prompts]
@@ -320,7 +326,7 @@ class DecodeLoop:
                     yield [piece]
 
     def _pieces(self, slots: Iterable[int], most: int | None = None) -> list[_Piece]:
-        """Return the tokens of each of these prompts that the next step writes."""
+        """Return for each of these prompts the tokens that the next step writes."""
         pieces = []
         for slot in slots:
             with self._alone(slot):
@@ -328,12 +334,12 @@ class DecodeLoop:
         return pieces
 
     def _last_token(self, name: int, draft: list[int]) -> _Piece:
-        """Return the last chosen token of a slot and the guesses in `draft` as one piece."""
+        """Return the last chosen token of a slot, followed by the guesses in `draft`, to be written in one step."""
         slot = self._cache.slot(name)
         return _Piece(name, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int = 1, most: int | None = None) -> _Piece:
-        """Return the next waiting tokens of a slot, as many as fit into a step, with logits for the last `keep`."""
+        """Return a slot's next tokens to write, as many as fit into a step; the last `keep` need logits."""
         slot = self._cache.slot(name)
         unwanted = max(0, slot.pending - keep)
         count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits, most or slot.pending)
@@ -346,7 +352,10 @@ class DecodeLoop:
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-        """Group neighbouring rows that write the same number of tokens. The runner computes each group in one step."""
+        """Group neighbouring batch rows that write the same number of tokens.
+
+        The runner computes a group in one step.
+        """
         group: list[_Piece] = []
         for piece in sorted(pieces, key=lambda p: p.row):
             if group and not self._fits(group, piece):
@@ -367,7 +376,7 @@ class DecodeLoop:
         )
 
     def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """Return True if two pieces of the same number of tokens have the same positions."""
+        """Return True if two groups of equally many tokens have the same positions."""
         places = [self._cache.slot(p.slot).positions for p in (piece, other)]
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
@@ -378,7 +387,7 @@ class DecodeLoop:
         return 0 if 0 in counts else max(counts, default=0)
 
     def _masks(self, group: list[_Piece]) -> Masks | None:
-        """Return the masks of allowed tokens for each kept position; None if no sequence has a grammar."""
+        """Return the masks of allowed tokens for each position whose logits are needed; None if no grammar is used."""
         texts = [self._runs[piece.slot].continuation for piece in group]
         masked = [piece.keep > 0 and text.masked for piece, text in zip(group, texts, strict=True)]
         if not any(masked):
@@ -395,7 +404,7 @@ class DecodeLoop:
         return read
 
     def _batch(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> StepBatch:
-        """Return the inputs of a step for a group of rows."""
+        """Return the inputs of a step for a group of batch rows."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
@@ -417,7 +426,7 @@ class DecodeLoop:
         )
 
     def _write(self, group: list[_Piece], batch: StepBatch) -> Logits:
-        """Run a step. Return logits ``[R, most kept positions, V]``, or only the highest scores of each position."""
+        """Run a step. Return logits ``[R, positions needed, V]``, or only the highest scores of each position."""
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
         try:
@@ -436,7 +445,7 @@ class DecodeLoop:
         return logits
 
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
-        """Choose the next tokens of a sequence: its guesses as long as they are right, and one more.
+        """Choose the next tokens of a sequence: its guesses as long as they are right, and one more token.
 
         An error ends the sequence. If the error is not an `Exception` (such as KeyboardInterrupt), return it.
         """
@@ -468,14 +477,14 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens of these outcomes to the slot: correct guesses, then the last token. Return the latter."""
+        """Append the tokens of these events to the slot: correct guesses, then the last token. Return this token."""
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
         return tokens[-1] if tokens else -1
 
     def last(self, run: Run, reason: FinishReason) -> Outcome:
-        """End a sequence at its caller's request, and return its last outcome."""
+        """End a sequence at its caller's request, and return its last event or error."""
         try:
             return run.continuation.finish(reason)
         except Exception as error:  # noqa: BLE001 - such as the tokenizer's, in text that was held back
@@ -492,7 +501,7 @@ class DecodeLoop:
         self._finish(slot)
 
     def _finish(self, slot: int) -> None:
-        """Stop continuing a slot that has its last outcome. Release it unless the caller wants to keep it."""
+        """Stop continuing a slot whose sequence has ended. Free the slot unless the caller wants to keep it."""
         if not self.remove(slot).keep_slot:
             self._cache.drop(slot)
 
@@ -502,7 +511,10 @@ def _ends(outcome: Outcome) -> bool:
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
-    """Return the error to report for a sequence that ended with `error`; foreign errors become a `SessionError`."""
+    """Return the error to report for a sequence that ended with `error`.
+
+    Other packages' errors become a `SessionError`.
+    """
     if isinstance(error, TrtKvCacheError):
         return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -517,7 +529,10 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
 
 
 def why_no_drafts(runner: Runner) -> str:
-    """Return why a model cannot verify drafts (it needs logits of several positions of one step); empty if it can."""
+    """Return why a model cannot verify guessed tokens; empty if it can.
+
+    To verify, it must return logits of several positions of one step.
+    """
     if why := why_no_return(runner.plan, rings=False):
         return why
     if runner.max_logits == 1 and runner.plan.logits_span is None:

@@ -28,7 +28,7 @@ class Timing:
     """The measured times of one case, such as decoding with a batch of 4.
 
     Attributes:
-        phase: ``"prefill"``: a whole prompt of `tokens`; ``"decode"``: one token per sequence.
+        phase: ``"prefill"``: a whole prompt of `tokens` tokens; ``"decode"``: one token per sequence.
         batch: sequences per step.
         tokens: tokens of the prompt; for decoding, tokens in each cache at the first measured step.
         median_ms: median of the repeats.
@@ -84,7 +84,7 @@ class BenchReport:
 
     @property
     def title(self) -> str:
-        """Model, type and capacity: ``"model.onnx, float16, capacity 4096"``."""
+        """Model, type and capacity as text: ``"model.onnx, float16, capacity 4096"``."""
         capacity = "circular" if self.capacity is None else f"capacity {self.capacity}"
         return f"{self.model}, {self.dtype}, {capacity}"
 
@@ -93,7 +93,7 @@ class BenchReport:
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
-    """Return `most`, and before it all sizes below `most` that are `first` times a power of `factor`."""
+    """Return `most` and, before it, all numbers ``first * factor ** k`` below `most`, ascending."""
     sizes = []
     while first < most:
         sizes.append(first)
@@ -114,13 +114,14 @@ def bench_session(
     """Yield timings of a session: prefill by length, then decoding by position, then by batch at the first position.
 
     Args:
-        session: a session with all rows free.
+        session: a session in which all batch rows are free.
         lengths: numbers of tokens in prompts.
         positions: numbers of tokens in the cache before the first measured step.
         batches: numbers of sequences per step.
         repeats: measured steps.
         warmup: steps before the measured ones.
-        seconds: time limit of a case; it still measures at least three steps. None: no limit.
+        seconds: time limit for each length, position or batch; at least three steps are measured anyway. None: no
+            limit.
 
     Raises:
         OptionError: a size does not fit the session.
@@ -193,7 +194,7 @@ Tokens = Callable[[int], list[int]]
 
 @dataclass(frozen=True)
 class _Steps:
-    """How often to run a step: measured runs, warmup runs before them, and a limit in seconds."""
+    """How often to run a step: number of measured runs, warmup runs before these, and a time limit in seconds."""
 
     repeats: int
     warmup: int

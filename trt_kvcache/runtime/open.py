@@ -29,7 +29,7 @@ class Unread:
 
 
 def find_tokenizer(model: Path) -> Any:
-    """Return the tokenizer beside a model or engine, or in its folder; an `Unread` if there is no usable one."""
+    """Return the tokenizer in the folder of a model or engine; an `Unread` if there is no usable one."""
     file = (model if model.is_dir() else model.parent) / "tokenizer.json"
     if not file.is_file():
         return Unread(f"there is no {file}")
@@ -49,7 +49,7 @@ def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
         tokenizer: a tokenizer, which names the end token if no file does; or None.
 
     Raises:
-        OptionError: a file beside the model is unreadable, or has a value that is out of range.
+        OptionError: a file in the model's folder is unreadable, or has a value that is out of range.
         ManifestError: the manifest of the engine is unreadable.
     """
     config = GenerationConfig.for_model(model)
@@ -65,7 +65,7 @@ small models.
 def default_sampling(model: Path) -> dict[str, Any]:
     """Return the sampling settings of a model for servers and chats.
 
-    They come from ``generation_config.json`` beside the model; else `USUAL_SAMPLING`.
+    They come from ``generation_config.json`` in the model's folder. If there are none, return `USUAL_SAMPLING`.
 
     Raises:
         OptionError: the file is unreadable, or has a value that is out of range.
@@ -80,22 +80,22 @@ def default_sampling(model: Path) -> dict[str, Any]:
 
 
 def ended_by(config: GenerationConfig, tokenizer: Any) -> GenerationConfig:
-    """Return `config` with the tokenizer's end token as ``eos_token_id``; unchanged if the tokenizer names none."""
+    """Return `config` with the tokenizer's end token as ``eos_token_id``; unchanged if the tokenizer has none."""
     end = getattr(tokenizer, "eos_token_id", None)
     return replace(config, eos_token_id=end) if isinstance(end, int) else config
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Settings for many sequences in one session: how they share steps and rows of the caches.
+    """Settings for many sequences in one session: how they share steps and batch rows of the caches.
 
     Attributes:
-        max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that do not run move to
-            host memory when another sequence needs a row. Running sequences keep their rows; new ones wait. None: new
-            sequences wait for a row, and nothing is offloaded.
-        prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier one
-            reuses its rows, in blocks of 32 tokens. `KVCache.prefix_stats` counts the reused tokens. None: no prefix
-            cache.
+        max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that are not generating
+            move to host memory when another sequence needs a batch row. Running sequences keep their rows; new ones
+            wait. None: new sequences wait for a row, and nothing is offloaded.
+        prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier
+            text reuses the earlier text's rows, in blocks of 32 tokens. `KVCache.prefix_stats` counts the reused
+            tokens. None: no prefix cache.
         prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
             wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of one
             step see each other in this model, a prompt is written in one step.
@@ -129,7 +129,7 @@ class CpuOptions:
     Attributes:
         threads: number of threads; None: one per core.
         default_capacity: tokens per sequence of a model whose caches grow, if no capacity is given; models with a fixed
-            capacity ignore it. None: the maximum length that ``config.json`` beside the model names, at most 4096.
+            capacity ignore it. None: the maximum length in ``config.json`` in the model's folder, at most 4096.
 
     Raises:
         OptionError: `default_capacity` is less than 1.
@@ -188,11 +188,11 @@ class RunnerOptions:
 
 
 def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
-    """Open a file for running: an ``.onnx`` model with ONNX Runtime, or an engine on a GPU; or the folder of either.
+    """Open a model with ONNX Runtime, or an engine on a GPU. The path may be that of the file or of its folder.
 
     Raises:
-        OptionError: the file cannot run on that device, or the options are for the other device.
-        VerificationError: the engine's results on this GPU differ from its proof.
+        OptionError: the file cannot run on the requested device, or the options are for another device.
+        VerificationError: the engine's results on this GPU differ from the recorded results in its proof.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
     path = engine_in(as_path(path, "path"))
@@ -233,8 +233,8 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
     """Return the tokenizer for a session.
 
-    `tokenizer` may be the path of a ``tokenizer.json``; None for the file beside the model; False for no tokenizer; or
-    a tokenizer object, which is returned unchanged.
+    `tokenizer` may be the path of a ``tokenizer.json``; None for the file in the model's folder; False for no
+    tokenizer; or a tokenizer object, which is returned unchanged.
     """
     if tokenizer is None or tokenizer is False:
         return None if tokenizer is False else find_tokenizer(model)

@@ -31,8 +31,8 @@ class PrefixStats:
 
     Attributes:
         lookups: sequences that were looked up at their start.
-        hits: sequences of which the first tokens were found.
-        saved_tokens: tokens that were found: their rows were copied, not computed.
+        hits: sequences whose first tokens were found.
+        saved_tokens: tokens that were found; their cache rows were copied, not computed.
         blocks: blocks in the cache now, of `BLOCK` tokens each.
         dropped: blocks that were replaced.
     """
@@ -45,13 +45,14 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Copies of the cache rows of earlier texts. A row must depend only on the adapter and on the tokens up to it.
+    """Copies of the cache rows of earlier texts.
 
-    When a new block needs space, the least recently used block is dropped; among the blocks of one text, the last block
-    goes first, because a block is of no use without the blocks before it.
+    A cache row must depend only on the adapter and on the tokens up to its own. When a new block needs space, the least
+    recently used block is dropped; among the blocks of one text, the last block goes first, because a block is of no
+    use without the blocks before it.
 
     Args:
-        runner: runner of the caches.
+        runner: the runner that has the caches.
         size: bytes of host memory for all blocks; page-locked if the caches lie on a GPU.
 
     Attributes:
@@ -83,12 +84,12 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names of the leading blocks of a text that are in the cache, for `fill`.
+        """Return the names, for `fill`, of the blocks in the prefix cache that hold a sequence's first tokens.
 
         Args:
-            tokens: tokens of the text.
+            tokens: tokens of the sequence.
             most: largest number of tokens to find.
-            adapter: digest of the adapter that the rows are computed with; empty: no adapter.
+            adapter: digest of the adapter with which the cache rows are computed; empty: no adapter.
         """
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
@@ -98,12 +99,12 @@ class PrefixCache:
         return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
-        """Write the cache rows of these blocks, the first ones of a text, to batch row `row` of every cache."""
+        """Write the cache rows of these blocks (a text's first tokens) to batch row `row` of every cache."""
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
     def add(self, row: int, tokens: Sequence[int], blocks: int, adapter: bytes = b"") -> None:
-        """Copy the first blocks of a text from batch row `row` of every cache, unless the cache has them already."""
+        """Copy a text's first blocks from batch row `row` of every cache, unless the prefix cache has them already."""
         names = _names(tokens, blocks, adapter)
         for at, name in enumerate(names):
             if name in self._places:
@@ -126,7 +127,7 @@ class PrefixCache:
                 self._places.move_to_end(name)
 
     def _place(self, keep: Container[bytes]) -> int | None:
-        """Return the index of free memory for one more block; None if a block in `keep` would have to go."""
+        """Return the index of free memory for one more block; None if a block in `keep` would have to be dropped."""
         if self._free:
             return self._free.pop()
         oldest = next(iter(self._places))
@@ -140,7 +141,7 @@ class PrefixCache:
 
 
 def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
-    """Return the names of the first blocks of a text: digests of the adapter and all tokens up to each block's end."""
+    """Return the names of a text's first blocks: digests of the adapter and of all tokens up to each block's end."""
     names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()
@@ -149,7 +150,7 @@ def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
 
 
 def _check(plan: CachePlan) -> None:
-    """Raise `OptionError` if cache rows depend on more than the token ids up to them, or change later."""
+    """Raise `OptionError` if a cache row depends on more than the token ids up to its own, or changes later."""
     why = why_no_return(plan, rings=True)
     if not why and (constants := ConstantInputs(plan).tensors):
         why = f"each row also depends on an input other than the tokens ('{constants[0].name}')"

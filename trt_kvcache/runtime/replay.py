@@ -36,17 +36,17 @@ _CHOSEN = 0.25  # largest share of an output's rows that other chosen experts ma
 
 
 class SessionSteps(TextCaches):
-    """Decodes texts for comparisons with a session's runner: an adapter to `trt_kvcache.compare.decode.Runner`.
+    """Decodes sequences with a session's runner, to compare it; implements `trt_kvcache.compare.decode.Runner`.
 
-    A session with fewer rows than texts decodes some of the texts, and returns logits of these.
+    A session with fewer batch rows than sequences decodes and returns only some of the sequences.
 
     Args:
         runner: runner of an engine, or of a model on the CPU.
-        given: values of the model's constants, by name; each has a batch of 1, or a row for each text.
+        given: values of the model's constants, by name; each has a batch of 1, or one row for each sequence.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         garbage, seed: see `TextCaches`.
-        first: row of the caches that holds the first text.
-        spare: rows of the caches without a text, which are filled like the first text.
+        first: batch row that holds the first sequence.
+        spare: batch rows without a sequence, which get the same contents as the first sequence.
     """
 
     def __init__(
@@ -61,15 +61,18 @@ class SessionSteps(TextCaches):
         self._planes = PositionInput(runner.plan).planes
 
     def row(self, text: int) -> int:
-        """Return the row of the caches that holds a text."""
+        """Return the batch row of the caches that holds a sequence."""
         return self._first + text - self.texts.start
 
     def read(self, name: str, text: int) -> Array:
-        """Return the contents of a cache for one text, as in `TextCaches.read`."""
+        """Return the contents of a cache for one sequence, as in `TextCaches.read`."""
         return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """Replace the contents of a cache for some texts. The first call also starts all texts and fills spare rows."""
+        """Replace the contents of a cache for some texts.
+
+        The first call also starts all texts, and fills the batch rows without a text.
+        """
         if name not in self.buffers:
             return
         spare = self._spare if not self.ends.any() else ()
@@ -78,7 +81,7 @@ class SessionSteps(TextCaches):
             self.runner.write_row(name, row, contents.astype(self.buffers[name].array_dtype))
 
     def start(self, rows: int, texts: range | None = None) -> None:
-        """Start `rows` new texts without tokens. Only those in `texts` are decoded; None: all."""
+        """Start `rows` new sequences without tokens. Only the sequences in `texts` are decoded; None: all."""
         self.begin(rows, texts)
         self.fill()
         inputs = self._inputs.tensors
@@ -89,7 +92,7 @@ class SessionSteps(TextCaches):
         ]
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """Decode the next tokens of some texts and return their logits, as in `Runner.step`."""
+        """Decode the next tokens of some sequences and return their logits, as in `Runner.step`."""
         self.skip(piece)
         rows = [row for row in piece.rows if row in self.texts]
         batch = self._batch(piece, rows, tokens[[piece.rows.index(row) for row in rows]])
@@ -120,8 +123,9 @@ class Difference:
 
     Attributes:
         output: name of the logits, or of a cache's past.
-        found: the difference, as shares of a row; None: not comparable, such as a number that is not finite.
-        allowed: the allowed difference in the same part.
+        found: the difference, relative to the values in a row; None if it cannot be computed, because a number is not
+            finite.
+        allowed: the allowed difference in the same part of the decode.
     """
 
     output: str
@@ -138,12 +142,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Finding:
-    """A place where an engine disagrees with its proof.
+    """A place where an engine's results disagree with the recorded results in its proof.
 
     Attributes:
         step: number of the step, from 0.
-        part: part of the decode.
-        row: index of the text.
+        part: name of the part of the decode to which the step belongs.
+        row: index of the sequence.
         what: description.
     """
 
@@ -159,12 +163,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replay:
-    """The result of replaying an engine's proof.
+    """The result of running the recorded steps of an engine's proof again.
 
     Attributes:
-        steps: number of steps that were run; the first part with a disagreement is the last one.
+        steps: number of steps that were run. No further part of the decode runs after one with a disagreement.
         findings: each output that disagrees, once.
-        outputs: the largest difference of each output.
+        outputs: the largest difference for each output.
     """
 
     steps: int
@@ -173,22 +177,22 @@ class Replay:
 
     @property
     def passed(self) -> bool:
-        """True if the engine agrees with the proof."""
+        """True if the engine's results agree with the proof."""
         return not self.findings
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Return the number of batch rows for a replay: one for each text, and one that must not change, if possible."""
+    """Return the number of batch rows for a replay: one for each text and, if possible, one that must not change."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
 def _rows_aligned(plan: CachePlan) -> bool:
-    """Return True if every batch row of a cache starts at an address that TensorRT accepts; else texts run singly."""
+    """Return True if each batch row of a cache starts at an address that TensorRT accepts; if not, run texts singly."""
     return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
 def replay(runner: Runner, proof: Proof) -> Replay:
-    """Decode the tokens of a proof with a runner, and return how its results differ from the proof.
+    """Decode the tokens of a proof (recorded steps with their results), and return how the runner's results differ.
 
     Args:
         runner: runner of the engine with at least `rows_needed` rows; its cache contents are lost.
@@ -234,7 +238,7 @@ class _Replay:
         self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
 
     def _misfit(self) -> str:
-        """Return why a proof cannot belong to this engine, judged by lengths and cache names; empty if it can."""
+        """Return why a proof does not belong to this engine, by its lengths and cache names; empty if it may belong."""
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
@@ -291,13 +295,13 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _leave_out_choices(self) -> None:
-        """Drop findings that come from another choice of experts: few rows differ, where two experts scored alike."""
+        """Drop findings that another choice of experts explains: few rows differ, and two experts scored alike."""
         for name, (outliers, rows) in self._outliers.items():
             if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
                 self._findings.pop(name, None)
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows that may change in no other place than new tokens: rows without and with a text."""
+        """Return the batch rows in which nothing but new tokens' cache rows may change: with and without a sequence."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
@@ -315,7 +319,7 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, name: str) -> None:
-        """Compare the newest rows of a cache with the proof, within the allowed difference."""
+        """Compare the newest rows of a cache with the rows in the proof, within the allowed difference."""
         if name in self._facts.allowed[part]:
             for text in self._steps.texts:
                 wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])
@@ -326,7 +330,7 @@ class _Replay:
     def _compare_untouched(
         self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array
     ) -> None:
-        """Check that the cache rows that no token wrote have the same bits as before."""
+        """Check that the cache rows to which no token was written have the same bits as before."""
         changed = self._prints(buffer, row) != before
         if not changed.any():
             return
@@ -343,7 +347,7 @@ class _Replay:
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
         """Record a difference, and a finding if it is larger than allowed.
 
-        One row of a part may differ more. If there is only one row, one part of it may.
+        In each part of the decode, one row may differ more. If there is only one row, one part may differ more.
         """
         facts = self._facts
         limit = facts.allowed[part].get(name)

@@ -82,7 +82,8 @@ class ReadPrompt:
         tokens: token ids.
         embeds: ``[S, H]`` in the model's dtype, replacing the embeddings of all tokens; None: the session looks up the
             ids.
-        positions: int64 ``[planes, S]``; None: they follow the earlier tokens.
+        positions: int64 ``[planes, S]``, where each token has `planes` positions; None: the positions continue those of
+            the earlier tokens.
         constants: inputs of the model that stay the same in all steps of this prompt.
     """
 
@@ -92,7 +93,7 @@ class ReadPrompt:
     constants: Constants = NO_CONSTANTS
 
     def after(self, slot: Slot) -> Slot:
-        """Return a copy of `slot` with the tokens of this prompt appended. They wait to be written to the cache."""
+        """Return a copy of `slot` with the tokens of this prompt appended. These are not in the cache yet."""
         return slot.appended(self.tokens, self.embeds, self.positions)
 
 
@@ -132,10 +133,10 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Check several prompts with their inputs; return them in order. No prompt may be empty.
+        """Check several prompts and their other inputs; return them in order. No prompt may be empty.
 
         Raises:
-            PromptError: as in `read`; or there are more or fewer constants, embeddings or positions than prompts.
+            PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.
             CapacityError: a prompt is longer than the cache.
         """
         entries = "prompts, each a text or a list of token ids"
@@ -153,12 +154,12 @@ class PromptReader:
     def read_added(
         self, slot: int | None, prompt: Prompt, constants: Any, inputs_embeds: Any, positions: Any
     ) -> tuple[ReadPrompt, Slot]:
-        """Check a prompt that is appended to a slot (None: a new slot). Return it, and the slot's state with it.
+        """Check a prompt to append to a slot (None: a new slot). Return it, and the state of the slot after that.
 
         Raises:
-            PromptError: as in `read`; or there is nothing to run.
+            PromptError: see `read`; or there is nothing to run.
             CapacityError: slot and prompt together are longer than the cache.
-            SlotError: the slot is not in use, or runs.
+            SlotError: the slot is not in use, or is generating.
         """
         entry = Slot(-1) if slot is None else self._rows.idle(slot)
         new = self.read(prompt, inputs_embeds, positions)
@@ -171,12 +172,12 @@ class PromptReader:
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:
-        """Check the tokens that a caller wants to write to slots. Return them by slot.
+        """Check the tokens that a caller wants to write to slots. Return the tokens by slot.
 
         Raises:
-            PromptError: as in `read`; or there is nothing to write.
+            PromptError: see `read`; or there is nothing to write.
             CapacityError: slot and tokens together are longer than the cache.
-            SlotError: a slot is not in use, or runs.
+            SlotError: a slot is not in use, or is generating.
         """
         for name, mapping in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
             if not isinstance(mapping, Mapping):
@@ -193,18 +194,17 @@ class PromptReader:
         return checked
 
     def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """Return the state of a slot with a prompt appended; raise `CapacityError` if they do not fit the cache."""
+        """Return the state of a slot with a prompt appended; raise `CapacityError` if it exceeds the cache."""
         after = prompt.after(entry)
         self._rows.check(after, what)
         return after
 
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
-        """Check one prompt, which may be empty; return it as token ids with its inputs.
+        """Check one prompt, which may be empty. Return its token ids together with its other inputs.
 
         Raises:
-            PromptError: a text without a tokenizer, ids that are not a flat list of integers, or an id that the model
-                does not know; or embeddings or positions that are not one for each token, or that the model does not
-                take.
+            PromptError: there is no tokenizer for a text; ids are not a flat list of integers; the model does not know
+                an id; or the model takes no embeddings or positions, or there is not one for each token.
         """
         tokens = self._ids(prompt)
         if inputs_embeds is None:
@@ -230,7 +230,7 @@ class PromptReader:
         return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
-        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs it."""
+        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs a tokenizer."""
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
         return self._tokenizer
@@ -257,7 +257,7 @@ class PromptReader:
 
 
 def is_one(prompts: object) -> bool:
-    """Return True for one prompt, a text or a flat list of token ids; False for a list of prompts."""
+    """Return True for one prompt (a text or a flat list of token ids); False for a list of prompts."""
     if hasattr(prompts, "__array__"):  # arrays of NumPy and tensors of torch
         return np.ndim(np.asarray(prompts)) == 1 and np.asarray(prompts).dtype.kind in "iuf"
     if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
@@ -271,11 +271,11 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
     Args:
         config: the config to check.
         plan: plan of the model.
-        draft: there is a draft model.
+        draft: True if there is a draft model.
 
     Raises:
-        OptionError: `config` is not a GenerationConfig; or it guesses tokens, and the model has state that cannot go
-            back, or there is no draft model.
+        OptionError: `config` is not a GenerationConfig; or it asks for guessed tokens, and the model has state that
+            cannot go back, or there is no draft model.
     """
     if not isinstance(config, GenerationConfig):
         kind = type(config)
@@ -299,7 +299,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return one value for each prompt: those in `values`, or None for each if `values` is None.
+    """Return one value for each prompt: the items of `values`, or None for each prompt if `values` is None.
 
     Raises `PromptError` if there are more or fewer values than prompts.
     """

@@ -43,21 +43,23 @@ class HostMemory:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The inputs of one step: `S` new tokens for each of `R` neighbouring rows.
+    """The inputs of one step: `S` new tokens for each of `R` neighbouring batch rows.
 
     Attributes:
-        first_row: the step reads and writes rows ``first_row .. first_row + R - 1`` of every cache.
+        first_row: the step reads and writes batch rows ``first_row .. first_row + R - 1`` of every cache.
         tokens: int64 ``[R, S]``.
         starts: int64 ``[R]``: total number of tokens in each row before this step, not wrapped for circular caches.
         keep: number of last positions whose logits the caller wants: 0 to S.
-        constants: inputs of each row that stay the same in all steps, all of equal sizes; empty if the model has none.
+        constants: for each row, the inputs that stay the same in all steps, of equal sizes in all rows; empty if the
+            model has no such inputs.
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
-        positions: int64 ``[R, planes, S]``, or one plane for all; None: the position of each token is its cache row.
+        positions: int64 ``[R, planes, S]``, where `planes` is the number of positions of a token, or 1 if they are
+            equal; None: the position of each token is its cache row.
         highest: how many of the highest scores of each position the caller needs; scores equal to the lowest of these
             are needed, too. 1: only the first of the highest; 0: all scores.
-        masks: returns the tokens that may be among the `highest`; None: all. A runner should call it after the step has
-            started, so that both run at the same time.
-        adapters: int64 ``[R]``, the slot of each row's adapter, 0 for none; None: all 0.
+        masks: function that returns the tokens that may be among the `highest`; None: all tokens. A runner should call
+            it after the step has started, so that step and function run at the same time.
+        adapters: int64 ``[R]``, the slot of each row's adapter, 0 for no adapter; None: all 0.
     """
 
     first_row: int
@@ -73,12 +75,12 @@ class StepBatch:
 
     @cached_property
     def rows(self) -> int:
-        """Number of rows, R."""
+        """Number of batch rows in the step, R."""
         return int(self.tokens.shape[0])
 
     @cached_property
     def length(self) -> int:
-        """Tokens per row, S."""
+        """Number of new tokens in each batch row, S."""
         return int(self.tokens.shape[1])
 
     @cached_property
@@ -88,11 +90,11 @@ class StepBatch:
 
     @cached_property
     def longest(self) -> int:
-        """The largest number of tokens that any row holds after this step."""
+        """The largest number of tokens that any batch row holds after this step."""
         return int(self.starts.max()) + self.length
 
     def split(self) -> Iterator[StepBatch]:
-        """Yield the step of each row alone, in order."""
+        """Yield one step for each batch row alone, in order."""
         for i in range(self.rows):
             one = slice(i, i + 1)
             yield replace(
@@ -109,8 +111,8 @@ class Runner(Protocol):
     Attributes:
         name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
         plan: the plan of the rewritten model that is run.
-        home: the GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: host arrays only.
-        max_batch: rows of every cache buffer.
+        home: the GPU whose arrays a step can take as constants, see `DeviceArray.home`; None: only host arrays.
+        max_batch: batch rows of every cache buffer.
         max_chunk: most tokens per row in one step.
         max_logits: most positions per row whose logits a step returns (`StepBatch.keep`); None: all.
         vocab: size of the vocabulary: token ids are 0 to ``vocab - 1``.
@@ -129,7 +131,7 @@ class Runner(Protocol):
     def identity(self) -> str:
         """Return a digest of the source model's content, equal for a model and the engines built from it.
 
-        It may read whole files: call it only to save and load.
+        This may read whole files, so call it only to save and load.
         """
         ...
 
@@ -137,10 +139,11 @@ class Runner(Protocol):
         """Run one step to its end.
 
         Returns:
-            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory:
-                it is valid until the next call, including `close`. If the step needs few scores, a runner that chooses
-                tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R, keep, N]`` instead: at
-                least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
+            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory
+                of the result; it is valid until the next call, including `close`. If the step needs few scores, a
+                runner that chooses tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R,
+                keep, N]`` instead: at least the needed scores that the masks allow, in ascending order of tokens. Other
+                runners ignore masks.
 
         Raises:
             SessionError: the step failed. Cache rows below `starts` are unchanged.
@@ -148,7 +151,10 @@ class Runner(Protocol):
         ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` cache rows of batch row `source` to row `target` in every cache; and all state."""
+        """Copy the first `tokens` cache rows of batch row `source` to batch row `target`, in each cache.
+
+        Copy all state, too.
+        """
         ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
@@ -163,12 +169,12 @@ class Runner(Protocol):
 
         Args:
             name: name of the past tensor.
-            row: row of the batch.
+            row: batch row.
             tokens: number of cache rows, at most the capacity.
 
         Returns:
             An array in the engine's layout: `physical_shape` without its batch axis, with `tokens` entries on its
-                sequence axis. State is returned whole; `tokens` does not matter.
+                sequence axis. State is returned whole, whatever `tokens` is.
         """
         ...
 
@@ -177,13 +183,15 @@ class Runner(Protocol):
         ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot of a model input. Later steps that use the slot read it.
+        """Write matrix A or B of a LoRA adapter to one adapter slot of a model input.
+
+        Later steps that use the slot read this matrix.
 
         Args:
             name: name of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
             slot: number of the slot, from 1 on; slot 0 stays zero.
-            data: factors in the input's dtype, of the input's rank or less; the rest of the slot becomes 0. None: the
-                whole slot becomes 0.
+            data: the matrix in the input's dtype. Its rank may be less than that of the input; the rest of the slot
+                becomes 0. None: the whole slot becomes 0.
         """
         ...
 
@@ -199,23 +207,23 @@ class Runner(Protocol):
         """Copy the cache rows of tokens ``start .. stop - 1`` of one batch row to host memory, and wait for the end.
 
         Args:
-            row: row of the batch.
-            start: first token; the state is copied if it is 0.
+            row: batch row.
+            start: first token. If it is 0, the state is copied, too.
             stop: end of the tokens (exclusive).
-            into: memory from `host_memory`; gets the buffers one after the other, each as a contiguous array
-                ``[planes, tokens, width]``, see `Carried`.
+            into: memory from `host_memory`; gets the tokens of all buffers one after the other, each as a contiguous
+                array ``[planes, tokens, width]`` (planes: such as heads), see `Carried`.
         """
         ...
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
-        """Write data from `pack_rows` for the same tokens to a batch row."""
+        """Write data that `pack_rows` returned to a batch row, as the same range of tokens."""
         ...
 
     def view(self, name: str) -> Any:
         """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
 
-        On a GPU it is an object with ``__dlpack__``; a bfloat16 or float8 cache comes as unsigned integers with the
-        same bits. On the CPU it is a NumPy array.
+        On a GPU, the buffer is an object with ``__dlpack__``; a bfloat16 or float8 cache comes as unsigned integers
+        with the same bits. On the CPU, the buffer is a NumPy array.
         """
         ...
 

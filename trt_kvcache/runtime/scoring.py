@@ -24,7 +24,7 @@ class Score:
 
     Attributes:
         tokens: number of scored tokens: all except the first.
-        nats: mean of the negative natural logarithms of their probabilities.
+        nats: mean negative natural logarithm of the probabilities of the scored tokens.
     """
 
     tokens: int
@@ -39,11 +39,11 @@ class Score:
 def score(session: DecodeSession, text: str | Sequence[int], window: int | None = None) -> Score:
     """Score a text: how probable the model finds each token. A text longer than the caches is scored in windows.
 
-    Each window begins with the second half of the last one, which is not scored again. So each scored token sees at
-    least half a window of text before it, except in the first window.
+    Each window begins with the second half of the window before, whose tokens are not scored again. So each scored
+    token sees at least half a window of earlier tokens, except in the first window.
 
     Args:
-        session: a session with a free row.
+        session: a session with a free batch row.
         text: the text, for a session with a tokenizer; or its token ids. At least two tokens.
         window: tokens of a window; None: the capacity, at most 2,048.
 

@@ -70,25 +70,26 @@ class DecodeSession:
                 print(event.token)
 
     Any thread may call any method: one lock serializes the steps, and the sequences of all threads share the steps. A
-    forked process cannot use the session; open the model there. A sequence that fails or ends does not disturb the
-    others.
+    forked process cannot use the session; open the model there. A sequence that fails or ends does not disturb other
+    sequences.
 
     Args:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: turns token ids into embeddings, for a model that takes embeddings; see `open`.
-        encoder: opens the model's encoder at its first use; the session passes its lock.
-        config: the default for generations that bring no config.
-        schedule: how sequences share the rows of the caches.
+        encoder: function that opens the model's encoder at its first use; it gets the session's lock.
+        config: the default for generations without a config.
+        schedule: how sequences share the batch rows of the caches.
         adapters: folders of LoRA adapters, by name; see `open`.
-        draft: guesses tokens; the session closes it.
+        draft: the draft model, which guesses tokens; the session closes it.
         sampling: see the attribute `sampling`.
 
     Attributes:
         cache: the caches; its methods change them.
         adapters: the loaded adapters (LoRA); they can be loaded and unloaded at any time.
-        config: default config of generations: greedy, and the model's own end tokens end a text. A `GenerationConfig`
-            without ``eos_token_id`` takes that of this config; ``eos_token_id=()`` means no end token.
+        config: default config of generations: greedy decoding that ends at the model's own end tokens. A
+            `GenerationConfig` without ``eos_token_id`` takes the one of this config; ``eos_token_id=()`` means no end
+            token.
         sampling: sampling settings that the model's ``generation_config.json`` recommends, such as ``{"temperature":
             0.6, "top_p": 0.95}``; servers use them.
     """
@@ -159,21 +160,22 @@ class DecodeSession:
         cpu: CpuOptions | None = None,
         gpu: GpuOptions | None = None,
     ) -> DecodeSession:
-        """Open an engine or a model, with the tokenizer, end tokens, embeddings and encoder that lie beside it.
+        """Open an engine or a model, with the tokenizer, end tokens, embeddings and encoder in its folder.
 
         Args:
             path: an engine that ``trt-kvcache build`` wrote, or its folder; or an ``.onnx`` file or its folder, which
                 run on the CPU.
             device: ``"cpu"``, ``"cuda"``, or ``"auto"``: engines run on the GPU, models on the CPU.
             capacity: tokens per sequence, for a model whose caches grow or have a symbolic length.
-            max_batch: rows of each cache, and most sequences in a step; None: as many as the engine was built for, or
-                as fit into memory.
-            max_chunk: most tokens of one sequence per step; None: the engine's own, or 512.
+            max_batch: batch rows of each cache, and most sequences in a step; None: as many as the engine was built
+                for, or as fit into memory.
+            max_chunk: most tokens of one sequence per step; None: the number in the engine, or 512 for a model.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
                 `path`, if there is one; False: token ids only.
-            embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
-                the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
-                in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
+            embeddings: how token ids become embeddings, for a model that takes embeddings: an ``.onnx`` model, which
+                runs on the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a
+                tensor in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside
+                `path`.
             encoder: the encoder of an encoder-decoder, for `encode`: an engine; or an ``.onnx`` file or its folder,
                 which run on the CPU. None: the encoder engine that was built with the decoder's engine; without one,
                 the exporter's model beside `path`.
@@ -181,13 +183,15 @@ class DecodeSession:
                 An engine takes adapters that fit the rank and the targets that it was built for. A model is planned for
                 these adapters, unless `plan_options` has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
-                several in one step, and the tokens stay the same. See `GenerationConfig.num_assistant_tokens`.
+                several guesses in one step; the generated tokens do not change. See
+                `GenerationConfig.num_assistant_tokens`.
             check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded when
                 the engine was built. ``"first"``: once for each GPU, driver and TensorRT version; this takes some
                 seconds and writes a ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``:
                 each time; engines without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
             plan_options: how a model is planned; engines were planned when they were built.
-            schedule: how sequences share steps and rows: offloading, prefix cache, prompts beside generating sequences.
+            schedule: how sequences share steps and batch rows: offloading, prefix cache, and steps that serve prompts
+                and generating sequences together.
             cpu: how ONNX Runtime runs a model.
             gpu: how TensorRT runs an engine.
 
@@ -195,7 +199,7 @@ class DecodeSession:
             OptionError: the file cannot run on that device, an option is not for that device, or a file beside it
                 cannot be used.
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
-            VerificationError: the engine's results on this GPU differ from its proof.
+            VerificationError: the engine's results on this GPU differ from those in its proof.
         """
         model = engine_in(runnable_named(as_path(path, "path")))
         encoder_path = None if encoder is None else as_path(encoder, "encoder")
@@ -235,7 +239,7 @@ class DecodeSession:
 
     @property
     def name(self) -> str:
-        """Runtime and device of the decoder, and of encoder and draft if there are any, as text."""
+        """Runtime and device of the decoder, and of the encoder and the draft model if there are any, as one text."""
         draft = "" if self._draft is None else f"draft on {self._draft.name}"
         encoder = "" if self._encoder is None else self._encoder.where
         return ", ".join(part for part in (self._runner.name, encoder, draft) if part)
@@ -273,7 +277,7 @@ class DecodeSession:
 
     @property
     def max_chunk(self) -> int:
-        """Most tokens of one sequence in one step; longer prompts take several."""
+        """Most tokens of one sequence in one step. Longer prompts take several steps."""
         return self._runner.max_chunk
 
     @property
@@ -284,7 +288,7 @@ class DecodeSession:
     def encode(self, source: Source) -> dict[str, Any]:
         """Run the encoder of an encoder-decoder model for one sequence, and return its results for the decoder.
 
-        The encoder runs on the decoder's device, or on the CPU if it has no engine; `name` tells which.
+        The encoder runs on the decoder's device, or on the CPU if it has no engine; the session's `name` tells which.
 
         Args:
             source: one sequence without padding: text or token ids; or arrays by names of the encoder's inputs, such as
@@ -295,7 +299,7 @@ class DecodeSession:
                 memory, which is freed with the last reference; ``numpy.asarray`` copies them.
 
         Raises:
-            OptionError: the model takes no inputs from an encoder, or no encoder lies beside the model.
+            OptionError: the model takes no inputs from an encoder, or there is no encoder in the model's folder.
             ModelError, ManifestError: the encoder cannot be used.
             PromptError: the source does not fit the encoder.
             SessionError: the encoder failed, or the session is closed.
@@ -349,7 +353,7 @@ class DecodeSession:
 
         Args:
             prompts: one prompt or a list of prompts. A prompt is a text or a list of token ids. If there are more
-                prompts than free rows, the others wait.
+                prompts than free batch rows, the remaining prompts wait.
             config: settings for all prompts; None: `config` of the session.
             constants: other inputs of each prompt, see `ConstantValues`; for one prompt, give its constants without a
                 list.
@@ -359,14 +363,14 @@ class DecodeSession:
                 sampling turn ``do_sample`` on.
 
         Returns:
-            One result per prompt, in order; for one prompt, its result.
+            One result per prompt, in order; for one prompt that is not in a list, the result itself.
 
         Raises:
             PromptError: a prompt is empty, or has token ids that the model does not know; or constants, embeddings or
-                positions do not fit it.
+                positions do not fit the prompt or the model.
             CapacityError: a prompt is longer than the cache, or has positions that the model does not have.
             OptionError: the config does not fit the model.
-            SlotError: no row is free, and no running sequence will free one.
+            SlotError: no batch row is free, and no running sequence will free one.
             SessionError: the session is closed, or a step failed.
         """
         config = self._configured(config, settings)
@@ -391,7 +395,8 @@ class DecodeSession:
     ) -> Generation:
         """Answer the last message of a conversation.
 
-        Each call computes the whole conversation. To keep it in the cache, use `add` with `slot` and `keep`.
+        Each call computes the whole conversation. To keep the conversation in the cache between calls, use `add` with
+        `slot` and `keep`.
 
         Args:
             messages: ``{"role": "user", "content": "..."}`` and so on, as the tokenizer's chat template takes them.
@@ -505,27 +510,27 @@ class DecodeSession:
     ) -> int:
         """Add a sequence: each `step` advances it, and its slot is freed when it ends.
 
-        If other sequences run in all rows, the new one waits until one of them ends. Clients get free rows in turn; the
-        sequences of one client start in the order in which they were added. A session opened with `max_sequences`
-        refuses more sequences than that.
+        If other sequences run in all batch rows, the new sequence waits until one of them ends. Clients get free rows
+        in turn; the sequences of one client start in the order in which they were added. A session opened with
+        `max_sequences` refuses more sequences than this.
 
         Args:
             prompt: text or token ids; may be empty if `slot` holds tokens that are not in its cache yet.
             config: settings of the generation; None: `config` of the session.
-            slot: an existing slot that does not run: the prompt is appended to its tokens. None: a new slot.
+            slot: an existing slot that is not generating; the prompt is appended to its tokens. None: a new slot.
             keep: keep the slot, with its tokens and caches, when the sequence ends.
-            index: number of the stream of random numbers, which differs between sequences with one seed. Forks with the
-                same index draw the same numbers.
-            client: the owner of the sequence. A free row goes to the client that has waited longest since its last row,
-                so that a client with 100 prompts does not delay a client with one. None: a client with this sequence
-                alone.
+            index: number of the sequence's stream of random numbers. Sequences with the same seed and the same index
+                draw the same numbers.
+            client: the owner of the sequence. A free batch row goes to the client that got its last row the longest
+                time ago, so that a client with 100 prompts does not delay a client with one. None: a new client that
+                has only this sequence.
             constants: other inputs of a new slot (`ConstantValues`); an existing slot keeps the constants that it has.
             inputs_embeds: float ``[S, H]``, for a model that takes embeddings: replaces the embeddings of the prompt's
-                tokens, images and sound included. The prompt still needs an id for each row: penalties, n-grams and
-                prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
+                tokens, images and sound included. The prompt still needs an id for each embedding: penalties, n-grams
+                and prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
             positions: ints ``[S]``, or ``[planes, S]`` for a model with several positions per token (M-RoPE: time,
-                height, width): the positions of the prompt's tokens. Later tokens follow the largest of them, one by
-                one in all planes. None: the prompt follows the tokens of the slot.
+                height, width): the positions of the prompt's tokens. Later tokens get the next positions after the
+                largest of these, the same in all planes. None: the prompt follows the tokens of the slot.
             settings: see `generate`.
 
         Returns:
@@ -559,24 +564,24 @@ class DecodeSession:
             return name
 
     def step(self) -> list[TokenEvent]:
-        """Compute the next tokens of all sequences; return the events of those that were added with `add`.
+        """Compute the next tokens of all sequences; return the events of sequences that were added with `add`.
 
-        Ctrl-C waits for the end of a step. The next call returns the events that the interrupted one did not return.
+        Ctrl-C waits for the end of a step. The next call returns the events that the interrupted call did not return.
 
         Raises:
             SessionError: the session is closed, or the step of a sequence failed; the error's `sequence` names it. This
-                sequence has ended, and the next call returns the events of the others.
+                sequence has ended, and the next call returns the events of the other sequences.
         """
         return self._streams.step()
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Slots that `step` will advance, and slots that ended during other calls but still have events for it."""
+        """Slots that `step` will advance, and slots that have ended, but have events that `step` must return."""
         with self._guard.lock, self._guard.open:
             return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 
     def remove(self, slot: int) -> None:
-        """End a sequence, running or not, and free its slot. A stream of this sequence reports it as cancelled.
+        """End a sequence, whether it runs or not, and free its slot. A stream of this sequence reports it as cancelled.
 
         Raises:
             SlotError: the slot is not in use.
@@ -615,7 +620,8 @@ class DecodeSession:
         Slots come from ``session.cache.acquire()`` or ``fork``. Long updates take several steps.
 
         Args:
-            tokens: token ids by slot: at least one each, or none if the slot has tokens that wait.
+            tokens: token ids by slot: at least one for each slot, or none if the slot has tokens that are not in the
+                cache yet.
             keep: number of last positions whose logits are returned.
             inputs_embeds: embeddings by slot, see `add`.
             positions: positions by slot, see `add`.
@@ -635,7 +641,7 @@ class DecodeSession:
     # --- the end
 
     def close(self) -> None:
-        """Free all memory; every later call is refused. Closing again, or in a forked process, does nothing.
+        """Free all memory; every later call is refused. A second call, or a call in a forked process, does nothing.
 
         Raises:
             SessionError: a step called this while it was running; nothing has changed.
@@ -675,7 +681,7 @@ class DecodeSession:
             )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:
-        """Check all prompts with their inputs. Return them; and True if `prompts` is one prompt, not a list."""
+        """Check all prompts and their inputs. Return the prompts, and True if `prompts` is one prompt, not a list."""
         one = is_one(prompts)
         several = [prompts] if one else prompts
         each = [[value] if one and value is not None else value for value in inputs]

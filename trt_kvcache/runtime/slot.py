@@ -22,9 +22,9 @@ class HostRows:
     """The cache contents of an offloaded slot in host memory, page-locked if the caches lie on a GPU.
 
     Args:
-        runner: runner of the caches.
-        row: row of every cache.
-        tokens: number of tokens that were written to the row.
+        runner: the runner that has the caches.
+        row: batch row of every cache.
+        tokens: number of tokens that were written to the batch row.
 
     Raises:
         SessionError: too little memory is free. Nothing has changed.
@@ -66,17 +66,17 @@ class Slot:
     """The state of one sequence in the cache. To change its tokens, the cache stores a new object.
 
     Attributes:
-        row: row of every cache buffer; -1: the slot has no row now.
+        row: batch row in every cache buffer; -1: the slot has no row now.
         tokens: all token ids; the first `length` are in the cache.
         length: total number of tokens in the cache; circular caches hold the last of them.
         written: the largest length since the last crop; it shows how far a circular cache was overwritten.
-        running: the decode loop continues the sequence; only the loop may change the slot.
+        running: True while the decode loop continues the sequence; then only the loop may change the slot.
         constants: inputs of the sequence other than its tokens, the same in all steps.
         adapter: adapter that computes the sequence; None: no adapter.
-        embeds: the caller's embeddings of tokens that wait.
-        positions: positions of its tokens.
-        offloaded: cache contents of a slot without a row; None if it has none.
-        used: time of the last use; the lowest was used least recently.
+        embeds: the caller's embeddings of tokens that are not in the cache yet.
+        positions: positions of the sequence's tokens.
+        offloaded: cache contents of a slot without a row; None if the slot is not offloaded or has no contents.
+        used: time of the last use; the slot with the lowest value was used least recently.
         by_ids: number of first tokens for which the caller gave only ids, and which have consecutive positions; None:
             all tokens.
         remembered: number of first tokens that were copied to or from the prefix cache.
@@ -107,13 +107,13 @@ class Slot:
         return self.positions.after(len(self.tokens))
 
     def appended(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> Slot:
-        """Return a copy with more tokens, which wait to be written to the cache.
+        """Return a copy with more tokens, which are not in the cache yet.
 
         Args:
             tokens: token ids.
             embeds: ``[S, H]`` in the model's dtype, replacing the tokens' embeddings; None: the session looks up the
                 ids.
-            positions: int64 ``[planes, S]``; None: the positions continue.
+            positions: int64 ``[planes, S]``, where each token has `planes` positions; None: the next positions.
         """
         start, by_ids = len(self.tokens), self.by_ids
         if by_ids is None and not (embeds is None and positions is None):
@@ -138,11 +138,11 @@ class Slot:
         )
 
     def copy(self, row: int) -> Slot:
-        """Return a copy of the sequence that lies in another batch row and does not run yet."""
+        """Return a copy of the sequence for another batch row; the copy is not generating yet."""
         return replace(self, row=row, tokens=list(self.tokens), running=False, offloaded=None)
 
     def close(self) -> None:
-        """Free the offloaded contents. They are not needed when the sequence has a row again, or is gone."""
+        """Free the offloaded contents, after the sequence got a batch row again or was removed."""
         if self.offloaded is not None:
             self.offloaded.close()
 

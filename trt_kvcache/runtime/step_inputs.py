@@ -54,8 +54,8 @@ class StepLogits:
     Attributes:
         name: name of the output.
         dtype: dtype of the output.
-        known: True if the model states the size of the vocabulary. If False, call `settle` first, which sets it.
-        last_only: the model returns logits of the last position of each row only.
+        known: True if the model states the size of the vocabulary. If False, call `settle` first to set the size.
+        last_only: True if the model returns logits of the last position of each row only.
 
     Raises:
         UnsupportedModelError: the model has no logits, or their shape is not understood.
@@ -94,7 +94,7 @@ class StepLogits:
 
     @property
     def vocab(self) -> int:
-        """Size of the vocabulary, V: the size of the last axis."""
+        """Size of the vocabulary, V, which is the size of the logits' last axis."""
         if not self._vocab:
             raise UnsupportedModelError(
                 f"{self._what}: the size of the vocabulary is unknown; export the model with a "
@@ -103,7 +103,7 @@ class StepLogits:
         return self._vocab
 
     def settle(self, vocab: int) -> None:
-        """Set the size of the vocabulary, for a model that leaves it open."""
+        """Set the size of the vocabulary, for a model that does not fix it."""
         self._vocab = self._vocab or vocab
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ class StepLogits:
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """Return for how many positions a step returns logits; raise `SessionError` if `batch` asks for more."""
+        """Return the number of positions with logits in a step; raise `SessionError` if `batch` asks for more."""
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
@@ -134,14 +134,14 @@ class StepLogits:
 class StepInputs:
     """Computes the inputs of a step from the roles in the plan.
 
-    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step brings its
-    own positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as is right for text.
+    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step is given
+    positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as it must be for text.
     Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end at the
-    capacity. Masks hide rows that are not written yet and, within a step, later tokens.
+    capacity. Masks hide cache rows that are not written yet and, within a step, later tokens.
 
     Attributes:
-        uniform: an input has no batch axis, although its values depend on the row; so all rows of a step must start at
-            one position.
+        uniform: True if an input has no batch axis, although its values depend on the row. Then all rows of a step must
+            start at one position.
         max_rows: most rows in a step; None if the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
         constants: the inputs that stay the same in all steps of a sequence.
@@ -150,7 +150,8 @@ class StepInputs:
 
     Args:
         plan: plan of the rewritten model.
-        bucket: spans and dynamic mask lengths are multiples of this many cache rows, or the capacity.
+        bucket: the number of cache rows that a step reads, and dynamic mask lengths, are multiples of this many cache
+            rows, or the capacity.
 
     Raises:
         UnsupportedModelError: the model has an input that the runtime cannot fill, or has no caches, tokens or logits.
@@ -178,17 +179,17 @@ class StepInputs:
     def no_embeds(self, tokens: Array) -> Array | None:
         """Return zeros in place of embeddings for tokens ``[R, S]``; None for models that take token ids.
 
-        They serve steps whose results are not used.
+        Use the zeros for steps whose results are not used.
         """
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the number of rows that the caller (`asked`) or the model fixes for every cache buffer; else None.
+        """Return the number of batch rows that the caller (`asked`) or the model fixes; None if neither does.
 
         Raises:
-            OptionError: the model is fixed at another number.
+            OptionError: the model fixes another number than the caller.
         """
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
@@ -198,11 +199,11 @@ class StepInputs:
         return asked if self.fixed_rows is None else self.fixed_rows
 
     def positions(self, rows: int | None) -> int | None:
-        """Return the most tokens of a sequence for a position table of `rows` entries; padding tokens must fit, too."""
+        """Return the most tokens, with padding, that a sequence may have with a position table of `rows` entries."""
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
-        """Return the most tokens per row in a step that the model, its contracts and its smallest cache allow.
+        """Return the largest number of tokens per row and step that the model and its smallest cache allow.
 
         Args:
             asked: the caller's number; None: `default`, or the allowed number if that is smaller.
@@ -223,20 +224,20 @@ class StepInputs:
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Return the sizes that determine all input shapes of a step: rows, tokens per row, cache rows read, ..."""
+        """Return the sizes that determine all input shapes of a step, such as batch rows and tokens per row."""
         sizes = batch.constants[0].sizes if batch.constants else ()
         positions = (batch.sizes["kept"],) if self._logits_span else ()
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
-        """Return the length of each span input for this step; the contents are always 0, 1, ... length - 1."""
+        """Return the length of each input that tells how many cache rows to read; it has 0, 1, ... length - 1."""
         rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Return the values of all inputs by name, C-contiguous, in the model's dtypes.
 
-        Caches, state, constants and spans are left out.
+        Caches, state, constants and the inputs for the number of cache rows to read are left out.
         """
         sizes = batch.sizes
         arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
@@ -250,7 +251,7 @@ class StepInputs:
             target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the inputs in `arrays`, of spans and of constants, without computing values."""
+        """Return shapes of the inputs in `arrays`, spans (cache rows to read) and constants; compute no values."""
         sizes = batch.sizes
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
         constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
@@ -290,7 +291,7 @@ class StepInputs:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
 
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
-        """Return the caches to which an input of lengths or a mask belongs; all caches if the plan does not say."""
+        """Return the caches that attention reads with a lengths or mask input; all caches if the plan does not say."""
         return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
 
     def _circular(self, tensor: TensorRole) -> bool:
@@ -412,18 +413,18 @@ class StepInputs:
 
 
 def _has_no_rows(tensor: TensorRole) -> bool:
-    """Return True if an input has no axis for rows, although each row may need another value."""
+    """Return True if an input has no axis for batch rows, although each row may need another value."""
     per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
     return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
 
 
 def _lowest(dtype: np.dtype[Any]) -> float:
-    """Return the lowest finite number. As a bias it hides a key; a row with all keys hidden does not become NaN."""
+    """Return the lowest finite number, as the bias that hides a key. Even if all keys are hidden, no NaN appears."""
     return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if it has none."""
+    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if the step has none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
@@ -434,7 +435,7 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` (planes: 3 with M-RoPE) in a shape that fits the input."""
+    """Return the caller's positions ``[R, planes, S]`` (`planes` positions a token) in a shape that fits the input."""
     if len(tensor.shape) < 3:
         return place(by_token(values[:, 0], tensor), tensor.axes)
     if "tokens" not in tensor.axes:
@@ -444,9 +445,9 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 
 
 def why_no_session(plan: CachePlan) -> str:
-    """Return why no session can fill a decoder's inputs or read its outputs; empty if it can.
+    """Return why no session can fill a decoder's inputs or read its outputs; empty if a session can.
 
-    Empty, too, for a model without tokens: it is not a decoder, and no session runs it.
+    A model without tokens gets an empty text, too: it is not a decoder, and no session runs it.
     """
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""
@@ -462,13 +463,13 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
     """Run a step of a model with fixed sizes: pad its rows and tokens, run it, undo the padding.
 
     Args:
-        runner: holds the rows of the caches.
+        runner: the runner that holds the batch rows of the caches.
         inputs: inputs of the model.
         batch: the step that is asked for.
-        run: runs the padded step.
+        run: function that runs the padded step.
 
     Returns:
-        Logits ``[R, keep, V]`` of the step that was asked for.
+        Logits ``[R, keep, V]`` of `batch`, without the padding.
     """
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):

@@ -21,13 +21,13 @@ _Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 
 class Reader:
-    """Owns the slots of one stream. `Streams.leave` frees them; if it was interrupted, `Streams.end_gone` does.
+    """Owns the slots of one stream. `Streams.leave` frees them; if `leave` was interrupted, `Streams.end_gone` does.
 
     Ctrl-C may interrupt each line of a generator, also those that free its slots at the end. A weak reference tells
-    that the generator has ended, without code that a signal could interrupt.
+    when the generator has ended; this needs no code that a signal could interrupt.
 
     Attributes:
-        slots: slots of the sequences that have not ended. A slot is added within the block of ``guard.idle`` that takes
+        slots: slots of the sequences that have not ended. A slot is added in the same ``guard.idle`` block that takes
             it, so that Ctrl-C cannot come in between.
     """
 
@@ -36,7 +36,7 @@ class Reader:
 
 
 class Streams:
-    """Runs the steps of a decode loop, and keeps each outcome for the stream or caller that waits for it.
+    """Runs the steps of a decode loop, and keeps each event or error for the stream or caller that waits for it.
 
     Args:
         guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
@@ -45,7 +45,7 @@ class Streams:
         loop: decode loop of the session.
 
     Attributes:
-        unclaimed: outcomes of sequences that the caller added by `DecodeSession.add`, not by a stream.
+        unclaimed: events and errors of sequences that the caller added by `DecodeSession.add`, not by a stream.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
@@ -54,7 +54,7 @@ class Streams:
         self._readers: list[tuple[weakref.ref[Reader], set[int]]] = []
 
     def step(self) -> list[TokenEvent]:
-        """Run a step, and return the events of sequences that no stream added; see `DecodeSession.step`."""
+        """Run a step, and return the events of sequences that do not belong to a stream; see `DecodeSession.step`."""
         events: list[TokenEvent] = []
         try:
             with self._guard.lock, self._guard.idle:
@@ -77,22 +77,22 @@ class Streams:
         del self.unclaimed[:]
 
     def cancel(self, slot: int) -> None:
-        """End a running sequence. Its stream gets an event with the reason `CANCELLED`."""
+        """End a running sequence. The sequence's stream gets an event with the reason `CANCELLED`."""
         run = self._loop.remove(slot)
         if run.outcomes is not self.unclaimed:
             run.outcomes.append((slot, self._loop.last(run, FinishReason.CANCELLED)))
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots whose outcomes `step` still has to return, because steps of streams produced them."""
+        """Slots whose events `step` still has to return, because a step of a stream produced the events."""
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
-        """Drop the outcomes of an added sequence that `step` has not returned yet."""
+        """Drop the events of an added sequence that `step` has not returned yet."""
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
-        """Generate for several prompts, and yield their events. If there are too few free rows, some prompts wait.
+        """Generate for several prompts, and yield their events. If too few batch rows are free, some prompts wait.
 
         Closing the iterator ends unfinished sequences.
         """
@@ -118,25 +118,25 @@ class Streams:
             self.leave(reader)
 
     def reader(self) -> Reader:
-        """Return a new `Reader` for one stream. Only the stream may refer to it, until it has read all events."""
+        """Return a new `Reader` for one stream. Only the stream may refer to the reader, until all events are read."""
         reader = Reader()
         self._readers.append((weakref.ref(reader), reader.slots))
         return reader
 
     def end_gone(self) -> None:
-        """End the sequences of deleted readers. The caller holds the lock, and no step runs (``guard.idle``)."""
+        """End the sequences of deleted readers. The caller holds the lock, and no step is running (``guard.idle``)."""
         for known in [*self._readers]:
             if known[0]() is None:
                 self._end(known[1])
                 self._readers.remove(known)
 
     def leave(self, reader: Reader) -> None:
-        """End the unfinished sequences of a reader. During a step of the loop, this is left to the next step."""
+        """End the unfinished sequences of a reader. While the loop runs a step, leave this to the next step."""
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
             self._end(reader.slots)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
-        """Give free rows to waiting prompts, and add them to the loop; raise `SlotError` if no row can get free."""
+        """Give free batch rows to waiting prompts, and add these to the loop; raise `SlotError` if no row gets free."""
         self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()
@@ -152,7 +152,7 @@ class Streams:
             )
 
     def _advance(self) -> None:
-        """Run one step of the loop, after waiting sequences got free rows."""
+        """Run one step of the decode loop, after giving free batch rows to waiting sequences."""
         self.end_gone()
         self._loop.give_row()
         self._rows.compact()
@@ -189,7 +189,7 @@ async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent
 
 
 def _give_up(step: asyncio.Task[TokenEvent | None], events: Iterator[TokenEvent]) -> None:
-    """Close a stream after its last step. Reading the step's error stops asyncio from reporting it as unread."""
+    """Close a stream after its last step. Get the step's error, so that asyncio does not report it."""
     if not step.cancelled():
         step.exception()
     _close(events)

@@ -29,7 +29,7 @@ _LEXER_STATES = 50_000
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer and the vocabulary of a session. Its creation takes time for each token.
+    """Compiles grammars for the tokenizer and the vocabulary of a session. Creating it takes time for each token.
 
         grammars = Grammars(session)
         schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -68,9 +68,9 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
-        """Return a grammar of JSON texts that match a schema: on one line, with properties in the schema's order.
+        """Return a grammar of JSON texts that match a schema.
 
-        `schema` is a JSON object or its text.
+        Each text is on one line, with properties in the schema's order. `schema` is a JSON object or its text.
 
         Raises:
             OptionError: `schema` is not a JSON schema, has keywords that llguidance does not know, or allows no text.
@@ -90,7 +90,7 @@ class Grammars:
         """Return a grammar of texts that fully match a regular expression, in the syntax of Rust's ``regex`` crate.
 
         Raises:
-            OptionError: the expression does not compile, or allows nothing.
+            OptionError: the expression does not compile, or matches no text.
         """
         return self._compile(
             self._matcher.grammar_from_regex(_text(pattern, "regular expression")), "regular expression"
@@ -100,7 +100,7 @@ class Grammars:
         """Return a grammar that allows exactly one of these texts.
 
         Raises:
-            OptionError: there is no text, or one is empty.
+            OptionError: there is no text, or a text is empty.
         """
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"choice is {shown(texts)}; give at least one text, and no empty ones")
@@ -113,7 +113,7 @@ class Grammars:
             grammar: text with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
 
         Raises:
-            OptionError: the grammar does not compile, or allows nothing.
+            OptionError: the grammar does not compile, or allows no text.
         """
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -158,7 +158,7 @@ class _Vocabulary:
         self.greedy: Any = None
 
     def __call__(self, text: str) -> list[int]:
-        """Return token ids for a text that a grammar forces: the tokenizer's own if they decode to this text."""
+        """Return token ids for a text that a grammar forces: the tokenizer's ids, if they decode to the same text."""
         ids: list[int] = []
         try:
             ids = self._tokenizer.encode(text, special_tokens=False)
@@ -183,7 +183,7 @@ class _Matched:
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
-        """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if it forbids these.
+        """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if `new_tokens` break it.
 
         Raises `OptionError` if the grammar exceeds llguidance's limits.
         """

@@ -16,7 +16,7 @@ from trt_kvcache.input_values import axes_with_planes, fixed_length, named_axes
 
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
-    """Check token ids and return them as a list. A model may read wrong memory for an id that it does not have.
+    """Check token ids and return them as a list. For an unknown id, a model may read wrong memory.
 
     Args:
         tokens: a flat list of ids, possibly empty.
@@ -49,7 +49,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return how many leading tokens two texts have in common.
 
-    Slices are compared, because that is faster than comparing single tokens.
+    The function compares slices, because this is faster than comparing single tokens.
     """
     same, most = 0, min(len(one), len(other))
     while same < most:
@@ -78,7 +78,7 @@ class Embeds:
     rows: Array
 
     def within(self, start: int, stop: int | None = None) -> Embeds:
-        """Return the embeddings of tokens ``start .. stop - 1``; None as `stop`: all from `start` on."""
+        """Return the embeddings of tokens ``start .. stop - 1``; if `stop` is None, of all tokens from `start` on."""
         if not len(self.at):
             return self
         first, last = np.searchsorted(self.at, [start, self.at[-1] + 1 if stop is None else stop])
@@ -86,7 +86,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """Return a copy that also has `rows` as embeddings of the tokens from `start` on, which is after all others."""
+        """Return a copy with more embeddings: `rows`, of tokens from `start` on. `start` is after all other tokens."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -102,11 +102,12 @@ class Positions:
     """The positions of a sequence's tokens: first the caller's, then consecutive ones.
 
     A token without a position of its own comes one after the largest position before it, in every plane
-    (``rope_deltas`` in transformers). A token sees all tokens before it in the sequence; positions do not change that.
+    (``rope_deltas`` in transformers). Planes are the several positions of one token, such as 3 with M-RoPE. A token
+    sees all tokens before it in the sequence; positions do not change that.
 
     Attributes:
         array: int64 ``[planes, K]``: positions of the first K tokens; K may be 0.
-        next: position of the next token after these.
+        next: position of the token after the first K.
     """
 
     array: Indices
@@ -119,7 +120,7 @@ class Positions:
         return bool(self.array.shape[1])
 
     def of(self, start: int, stop: int) -> Indices:
-        """Return the positions of tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
+        """Return positions of tokens ``start .. stop - 1``: int64 ``[planes, stop - start]``, `planes` for a token."""
         count = self.array.shape[1]
         known = self.array[:, start:stop]
         follow = np.arange(max(start, count), max(stop, count)) - count + self.next
@@ -130,7 +131,7 @@ class Positions:
         return self.next + length - int(self.array.shape[1])
 
     def followed(self, length: int, positions: Indices) -> Positions:
-        """Return a copy in which tokens after the first `length` have `positions`, int64 ``[planes, S]``."""
+        """Return a copy in which the tokens after the first `length` tokens have `positions`, int64 ``[planes, S]``."""
         before = np.broadcast_to(self.of(0, length), (len(positions), length))
         return Positions(np.concatenate([before, positions], axis=1))
 
@@ -146,7 +147,8 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
     """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are consecutive.
 
-    If all tokens come after the caller's positions, as in decoding, there is one plane.
+    If all tokens come after the caller's positions, as in decoding, `planes` (positions per token) is 1, because a
+    token's positions are equal.
     """
     if not any(rows):
         return None
@@ -159,13 +161,14 @@ def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: in
 
 
 class PositionInput:
-    """Checks the positions that callers give, against the model's input of positions.
+    """Checks the positions that callers give against the model's input for positions.
 
     Args:
         plan: plan of the model.
 
     Attributes:
-        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no positions.
+        planes: number of positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no
+            positions.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -184,15 +187,15 @@ class PositionInput:
             self.planes = int(tensor.shape[axes_with_planes(tensor).index("planes")]) if planar else 1
 
     def read(self, values: Any, count: int) -> Indices:
-        """Check the positions of a prompt; return int64 ``[planes, count]``.
+        """Check a prompt's positions; return int64 ``[planes, count]``, `planes` positions for each token.
 
         Args:
-            values: ``[count]``, the same in all planes, or ``[planes, count]``; or ``[planes, 1, count]``, as models
+            values: ``[count]``, the same for all planes, or ``[planes, count]``; or ``[planes, 1, count]``, as models
                 take them.
             count: tokens of the prompt.
 
         Raises:
-            PromptError: the model takes no positions, or they have another shape, or are negative.
+            PromptError: the model takes no positions, or the positions have another shape, or are negative.
         """
         if not self.planes:
             raise PromptError(f"positions are given, but {self._why}; leave the positions out")

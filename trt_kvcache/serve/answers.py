@@ -31,7 +31,7 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """Returns the text and bytes by which log-probabilities name a token.
+    """Returns the text and bytes that stand for a token in the log-probabilities of an answer.
 
     The joined texts of an answer's tokens are the answer's text.
 
@@ -81,9 +81,9 @@ class Answer:
     """Collects the events of one request, and turns them into the answer of OpenAI's API.
 
     Args:
-        asked: the request.
+        asked: the checked request.
         model: name of the model.
-        names: names tokens in log-probabilities.
+        names: returns the texts that stand for tokens in log-probabilities.
 
     Attributes:
         model: name of the model.
@@ -112,7 +112,10 @@ class Answer:
         }
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event of sequence `place` to the answer. Return its text, without parts of tool calls."""
+        """Add an event of sequence number `place` to the answer.
+
+        Return the event's text, without parts of tool calls.
+        """
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
@@ -172,7 +175,7 @@ class Answer:
                 yield _line(self._chunk([choice]) | more)
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event of sequence `place`; yield the chunk of the stream for it, if there is something to send."""
+        """Add an event of sequence number `place`; yield its part of the stream, if there is something to send."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
@@ -266,18 +269,21 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """Return log-probabilities by token text: of the best tokens and the chosen one; for equal texts, the highest."""
+    """Return log-probabilities by token text, of the best tokens and the chosen one.
+
+    Equal texts get the highest one.
+    """
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    """Return a chunk as a server-sent event."""
+    """Return a part of a streamed answer as a server-sent event."""
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Wait for all events of a request, and return the answer. If the call is cancelled, running sequences end.
+    """Wait for all events of a request, and return the answer. If the call is cancelled, end the running sequences.
 
     Raises:
         TrtKvCacheError: a sequence failed, see `ServingCore.events`.

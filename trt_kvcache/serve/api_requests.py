@@ -55,7 +55,7 @@ class ApiError(TrtKvCacheError):
         param: the field of the request that is wrong.
         code: code for programs.
         headers: HTTP headers.
-        logged: text for the log; None: the message, which then quotes nothing of the client except names.
+        logged: text for the log. None: log the message, which must then quote only names from the client.
     """
 
     def __init__(
@@ -101,7 +101,10 @@ def too_many(message: str) -> ApiError:
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the adapter that a request names as its model; None for the model itself, `ApiError` for other names."""
+    """Return the adapter that a request names as its model; None for the model itself.
+
+    Raise `ApiError` for other names.
+    """
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -248,8 +251,8 @@ class Asked(msgspec.Struct):
 
     Attributes:
         request: the request as it was read.
-        works: the sequences: `n` for each prompt.
-        prompts: for each sequence, the text of its prompt if the answer echoes it; else empty.
+        works: the sequences to run: `n` for each prompt.
+        prompts: for each sequence, the text of its prompt if the answer must repeat the prompt; else empty.
         config: settings of all sequences.
         uses: the tools that an answer may call; None: no tools.
     """
@@ -341,10 +344,10 @@ def prepare(
     This runs the tokenizer and the chat template, which may take time.
 
     Args:
-        session: the session that will run it.
+        session: the session that will run the request.
         request: the request as it was read.
         most: most sequences of one request.
-        adapter: name of the adapter that computes it; None: no adapter.
+        adapter: name of the adapter that computes the answer; None: no adapter.
 
     Raises:
         ApiError: the request cannot be run.
@@ -422,7 +425,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """Return True if the chat template knows no tools; False if it writes calls in a form that cannot be read."""
+    """Return True if the chat template does not support tools; False if it does, but its calls cannot be read."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):
@@ -513,7 +516,7 @@ def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
 def _config(
     session: DecodeSession, request: CompletionRequest | ChatRequest, limit: int, uses: ToolUse | None
 ) -> GenerationConfig:
-    """Return the settings of a request: its own fields, then the model's recommended sampling, then the session's."""
+    """Return a request's settings: from its fields, else the model's recommended sampling, else from the session."""
     own = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} | session.sampling
     asked = {name: value for name in _SAMPLING if (value := getattr(request, name)) is not None}
     sampling = own | asked
@@ -557,7 +560,7 @@ def _config(
 
 
 def _quoting(error: OptionError, param: str | None, why: str, message: str | None = None) -> ApiError:
-    """Return an error whose message may quote the client's text. The log gets only `param` and `why`."""
+    """Return an error whose message may quote the client's text. The log gets `param` and `why` instead."""
     return ApiError(400, message or str(error), param, logged=f"{param}: {why}" if param else why)
 
 

@@ -38,7 +38,7 @@ class Answered(msgspec.Struct, frozen=True):
 
     Attributes:
         number, digest: number and digest of the `Row`.
-        status: HTTP status; 200 if the row has an answer, else that of its error.
+        status: HTTP status: 200 if the row has an answer, else the status of its error.
         line: line of the output, as JSON.
     """
 
@@ -52,7 +52,7 @@ class RowRunner:
     """Answers the rows (requests) of a batch job with a session, in the same way as the server.
 
     Args:
-        session: the session; it stays open, and no other code may use it meanwhile.
+        session: the session; it stays open, and no other code may use the session at the same time.
         name: name of the model.
 
     Attributes:
@@ -72,7 +72,7 @@ class RowRunner:
         self._core = ServingCore(session, max_queue=self._ahead * _MOST, name=name)
 
     def close(self) -> None:
-        """End the sequences that still run."""
+        """End the sequences of the batch job that still run."""
         self._core.close()
 
     async def answers(self, rows: Iterable[Row]) -> AsyncGenerator[Answered, None]:
@@ -146,18 +146,19 @@ def run_batch(
     """Run a batch job: answer the rows of a file that have no answer yet; write all answers in the order of the rows.
 
     Finished rows are kept in a `Journal` beside the output until the output is written. A job that was killed continues
-    from it.
+    from the journal.
 
     Args:
         file: path of the requests, see `read_rows`.
         output: path of the answers, see `write_lines`; it must not exist.
         defaults: values of fields that a request does not have.
-        compute: takes the rows to compute; it calls back with the digest of the model, and with each answer.
+        compute: function that takes the rows to compute. It calls back with the digest of the model, and with each
+            answer.
         progress: called with the numbers of answered rows and of all rows.
 
     Raises:
-        OptionError: the file cannot be read, has no row, or changes meanwhile.
-        OutputError: the output exists, or it or the journal cannot be written.
+        OptionError: the file cannot be read, has no row, or changes during the job.
+        OutputError: the output exists, or the output or the journal cannot be written.
     """
     real = check_output(output)
     _check_new(real)
@@ -203,7 +204,7 @@ def _check_new(output: Path) -> None:
 class Journal:
     """The answers of a batch job so far, in a file. Each answer is stored at once, so that a killed job can continue.
 
-    No other process may have the file open meanwhile.
+    No other process may have the file open at the same time.
 
     Args:
         output: path of the job's output; the journal is this path with ``.journal`` at its end.
@@ -262,7 +263,7 @@ class Journal:
             ) from None
 
     def claim(self, model: str) -> None:
-        """Record which model computes the answers, as the digest `RowRunner.model`.
+        """Record the model that computes the answers, as its digest in `RowRunner.model`.
 
         Raises:
             OutputError: the journal holds answers of another model or of other settings.
@@ -279,7 +280,7 @@ class Journal:
             )
 
     def put(self, number: int, digest: bytes, status: int, line: bytes) -> None:
-        """Store an answer. After this returns, it stays even if the process is killed."""
+        """Store an answer on disk: after this returns, the answer is not lost even if the process is killed."""
         with self._one_line():
             self._db.execute("INSERT OR REPLACE INTO rows VALUES (?, ?, ?, ?)", (number, digest, status, line))
 
@@ -310,8 +311,8 @@ class Row(msgspec.Struct, frozen=True):
 
     Attributes:
         number: line or row in the file, from 1.
-        key: its id as JSON; ``null`` if it has no readable id.
-        openai: the row has OpenAI's form, and its answer will have it.
+        key: the id in the row, as JSON; ``null`` if the row has no readable id.
+        openai: True if the row has OpenAI's form; then its answer has this form, too.
         url: path of the API that answers the request.
         body: the request as JSON, with the defaults and a seed that follows from the key.
         error: why the row is invalid; empty if it is valid.

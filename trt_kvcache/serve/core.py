@@ -28,7 +28,7 @@ class QueueFullError(TrtKvCacheError):
 
 
 class EndingError(SessionError):
-    """Raised if the server ends or a step hangs: sequences that still run are cut off."""
+    """Raised if the server ends or a step hangs; sequences that still run end unfinished."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Work:
 
     Attributes:
         tokens: token ids of the prompt.
-        index: number of its random stream among sequences with the same seed, see `DecodeSession.add`.
+        index: number of the sequence's random stream among sequences with the same seed, see `DecodeSession.add`.
     """
 
     tokens: list[int]
@@ -57,7 +57,7 @@ class _Request:
 
 @dataclass(eq=False)
 class _Run:
-    """A sequence in the session: it runs, or waits for a row."""
+    """A sequence in the session. It runs, or waits for a batch row."""
 
     request: _Request
     place: int
@@ -70,14 +70,14 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 
 
 class ServingCore:
-    """Runs the requests of any number of clients on one session, in a thread. It uses all rows of the session.
+    """Runs the requests of any number of clients on one session, in a thread. It uses all batch rows of the session.
 
-    Each request is a client of the session, so free rows go to requests in turn. A request whose reader is slow keeps
-    its own tokens in memory, and delays no other request.
+    Each request is a client of the session, so requests get free rows in turn. A request whose reader is slow keeps its
+    own tokens in memory, and delays no other request.
 
     Args:
-        session: the session; it stays open, and no other code may step it or add to it meanwhile.
-        max_queue: most sequences that wait for a row.
+        session: the session; it stays open, and no other code may call its `step` or `add` at the same time.
+        max_queue: most sequences that wait for a batch row.
         name: name of the model in the metrics.
         step_limit: seconds after which a running step counts as hanging: its requests get an `EndingError`.
     """
@@ -108,19 +108,19 @@ class ServingCore:
 
     @property
     def running(self) -> int:
-        """Number of sequences that have a row."""
+        """Number of sequences that have a batch row."""
         with self._changed:
             return sum(not run.waits for run in self._runs.values())
 
     @property
     def waiting(self) -> int:
-        """Number of sequences that wait for a row."""
+        """Number of sequences that wait for a batch row."""
         with self._changed:
             return sum(run.waits for run in self._runs.values()) + sum(len(request.works) for request in self._came)
 
     @property
     def cache_usage(self) -> float:
-        """Share of the caches that holds tokens, 0 to 1; if caches never fill up, the share of rows in use."""
+        """Share of the caches that holds tokens, 0 to 1. If caches never fill up: the share of batch rows in use."""
         capacity = self.session.cache.capacity
         with self._changed:
             lengths = [run.tokens for run in self._runs.values() if not run.waits]
@@ -131,14 +131,15 @@ class ServingCore:
     async def events(
         self, works: Sequence[Work], config: GenerationConfig
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
-        """Continue the prompts of one request; yield the index in `works` and the event of each new token.
+        """Continue the prompts of one request; yield, for each new token, the index in `works` and the event.
 
         Closing the iterator ends the sequences that still run.
 
         Raises:
-            QueueFullError: the queue has no room for all of them; none of them runs.
+            QueueFullError: the queue has no room for all prompts; then no prompt runs.
             EndingError: the core is closed, or hangs.
-            OptionError, PromptError, CapacityError, SessionError: one of them failed, see `DecodeSession.add`; all end.
+            OptionError, PromptError, CapacityError, SessionError: a prompt failed, see `DecodeSession.add`; then all
+                prompts end.
         """
         request = self._submit(works, config)
         left = len(works)
@@ -185,7 +186,7 @@ class ServingCore:
         return request
 
     def _leave(self, request: _Request) -> None:
-        """Mark a request that nobody reads any more: the next turn frees its rows."""
+        """Mark a request that nobody reads any more. The next step of the core frees its batch rows."""
         with self._changed:
             request.gone = True
             if request in self._came:
@@ -214,7 +215,7 @@ class ServingCore:
             _deliver(outcomes)
 
     def _turn(self, outcomes: _Outcomes) -> None:
-        """Free the rows of abandoned requests, add new requests, and advance all sequences by one step."""
+        """Free the batch rows of abandoned requests, add new requests, and advance all sequences by one step."""
         for slot in [slot for slot, run in self._runs.items() if run.request.gone]:
             self._end(slot, "abort")
         with self._changed:
@@ -265,7 +266,7 @@ class ServingCore:
         run.tokens += 1
 
     def _end(self, slot: int, reason: str) -> _Run | None:
-        """Forget a sequence, and free its row if it still has one."""
+        """Forget a sequence, and free its batch row if it still has one."""
         with self._changed:
             run = self._runs.pop(slot, None)
         if run is not None:
@@ -274,7 +275,7 @@ class ServingCore:
         return run
 
     def _remove(self, slot: int) -> None:
-        """Free a row, if the sequence still has one."""
+        """Free a sequence's batch row, if it still has one."""
         try:
             if slot in self.session.running:
                 self.session.remove(slot)
@@ -297,7 +298,10 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """Return the error to send to the client for an error of a sequence. If it is a bug, write the trace to the log."""
+    """Return the error to send to the client for an error of a sequence.
+
+    If the error is a bug, write the trace to the log.
+    """
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
@@ -311,7 +315,7 @@ def _in_turn(requests: Sequence[_Request]) -> Iterator[tuple[_Request, int, Work
 
 
 def _deliver(outcomes: _Outcomes) -> None:
-    """Send each outcome to the request that waits for it, with one call into each event loop."""
+    """Send each event or error to the request that waits for it, with one call into each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, _Outcomes] = defaultdict(list)
     for outcome in outcomes:
         by_loop[outcome[0].loop].append(outcome)

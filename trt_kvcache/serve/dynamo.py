@@ -85,7 +85,7 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
     Args:
         model: the model or engine, or its folder.
-        tokenizer: ``tokenizer.json`` or its folder; None: the tokenizer beside the model.
+        tokenizer: ``tokenizer.json`` or its folder; None: the tokenizer in the model's folder.
         session: session of the model.
 
     Returns:
@@ -131,7 +131,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         session: the session; it stays open.
         name: name of the model.
         texts: the folder that `write_texts` wrote.
-        max_queue: most sequences that wait for a row.
+        max_queue: most sequences that wait for a batch row.
 
     Raises:
         OptionError: the model's settings count new tokens, or its results depend on how a prompt is split into steps.
@@ -172,7 +172,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
         )
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
-        """Register each adapter at Dynamo, as a model of its own."""
+        """Register each adapter at Dynamo, as a separate model."""
         for name in self._session.adapters:
             await register_model(
                 ModelInput.Tokens,
@@ -206,7 +206,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             task.cancel()
 
     async def abort(self, context: Any) -> None:
-        """Free the row of an abandoned request: Dynamo stops reading `generate`, but does not close it."""
+        """Free the batch row of an abandoned request: Dynamo stops reading `generate`, but does not close it."""
         if (task := self._tasks.pop(context.id(), None)) is not None:
             task.cancel()
 
@@ -232,7 +232,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
             chunks.put_nowait(None)
 
     async def cleanup(self) -> None:
-        """End running requests, and wait until the frontend knows about this: it moves them to other workers."""
+        """End running requests, and wait until the frontend knows that they ended. It moves them to other workers."""
         await asyncio.to_thread(self._core.close)
         until = time.monotonic() + _SLOW
         while self._tasks and time.monotonic() < until:
@@ -253,7 +253,7 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
     """Convert a request of Dynamo's frontend to a prompt and the settings of its generation.
 
     Args:
-        session: the session that will run it.
+        session: the session that will run the request.
         name: name of the model.
         request: Dynamo's ``PreprocessedRequest``.
 

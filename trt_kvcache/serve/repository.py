@@ -54,7 +54,8 @@ def write_repository(
         model: folder of an engine or of a model; it is copied.
         output: folder of the repository.
         name: name of the model in Triton.
-        parameters: `max_batch`, `capacity`, `max_queue` of the session and its core, if given.
+        parameters: `max_batch`, `capacity` and `max_queue` of the session and its serving core, as far as they are
+            given.
         adapters: folders of adapters (LoRA), by the names with which requests choose them; they are copied.
 
     Returns:

@@ -163,7 +163,7 @@ class ResponseAnswer:
 
     Args:
         request: the request as it was read.
-        answer: the answer to the chat that the request became; it collects the events.
+        answer: the chat answer that collects the events; the request was converted to a chat.
         model: name of the model.
     """
 
@@ -187,7 +187,7 @@ class ResponseAnswer:
             yield self._event(kind, response=self._body("in_progress"))
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add a token event of sequence `place`; yield the stream's events for it."""
+        """Add a token event of sequence number `place`; yield the stream's events for it."""
         text = self._answer.take(place, event)
         if text:
             yield from self._begins_text()
@@ -225,7 +225,7 @@ class ResponseAnswer:
             yield self._event("response.content_part.added", part=_part(""), content_index=0, **place)
 
     def _ends(self, *, whole: bool = True) -> Iterator[bytes]:
-        """Yield events that complete the text (before a tool call, or at the end), and events of new calls."""
+        """Yield the events that end the text (before a tool call or at the end), and the events of new calls."""
         calls = self._answer.calls(0)
         self._text = self._answer.said(0)
         if whole and not calls and not self._items:  # an answer without tokens still has a message

@@ -71,7 +71,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """The uvicorn server. After the first signal it refuses new requests, and gives running ones time to end."""
+    """The uvicorn server. After the first signal it refuses new requests, and gives running requests time to end."""
 
     def __init__(self, config: uvicorn.Config, service: Service, drain: float, started: Callable[[], None]) -> None:
         super().__init__(config)

@@ -65,8 +65,8 @@ class Service:
     Args:
         session: the session; it stays open.
         name: name of the model.
-        keys: each request needs one of them; empty: requests need no key.
-        max_queue: most sequences that wait for a row.
+        keys: API keys, of which each request needs one; empty: requests need no key.
+        max_queue: most sequences that wait for a batch row.
         lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
         origins: origins of web pages that may read the answers, such as ``https://example.org``; ``*``: any page.
         told: called with a log line for each answered request under /v1: path, status, tokens, times, and the reason of
@@ -137,7 +137,7 @@ class Service:
             )
 
     def refusal(self, scope: Scope) -> ApiError | None:
-        """Return the error for a request under /v1 that is refused (key, shutdown, queue); None if it may run."""
+        """Return the error for a request under /v1 that must be refused (key, shutdown, queue); None if it may run."""
         if self._keys and not self._has_key(scope):
             return ApiError(
                 401, "no valid API key; send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
@@ -259,7 +259,7 @@ class Service:
 
 
 class _Door:
-    """ASGI middleware: refuses requests without a key, and all requests during shutdown; counts and logs the others."""
+    """ASGI middleware: counts and logs requests; refuses requests without a key or during shutdown."""
 
     def __init__(self, service: Service, inner: ASGIApp) -> None:
         self._service, self._inner = service, inner
@@ -300,7 +300,10 @@ def _told(scope: Scope, status: int, seconds: float) -> str:
 
 
 class _Stream(StreamingResponse):
-    """A streamed response. If the client goes away, even in the middle of a write, its source is closed."""
+    """A streamed response.
+
+    If the client goes away, even in the middle of a write, the generator that it reads is closed.
+    """
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
@@ -327,7 +330,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine; if the client goes away, cancel it and raise ClientDisconnect."""
+    """Return the result of a coroutine. If the client disconnects, cancel the coroutine and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -449,7 +452,7 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
     """Return the prompt tokens of a completion with this text, or of a chat with these messages.
 
     Raises:
-        ApiError: the request has both text and messages or neither, or there is no tokenizer.
+        ApiError: the request has both text and messages or neither, or the model has no tokenizer.
         OptionError, PromptError: the chat template or the tokenizer fails.
     """
     tokenizer = _tokenizer(session)
@@ -473,7 +476,7 @@ def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
     """Return the text of the token ids in a request, without special tokens.
 
     Raises:
-        ApiError: the model does not know a token, or there is no tokenizer.
+        ApiError: the model does not know a token, or the model has no tokenizer.
     """
     wrong = next((token for token in request.tokens if not 0 <= token < session.vocab), None)
     if wrong is not None:

@@ -41,7 +41,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
-    """The `structured_outputs` of vLLM's API, with one of these fields. `grammar` is Lark or GBNF."""
+    """The `structured_outputs` of vLLM's API; a request sets one field. `grammar` is Lark or GBNF."""
 
     json: dict[str, Any] | str | None = None
     json_object: bool | None = None
@@ -55,7 +55,9 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the `Grammars` object of a session. It is made once, which takes time for each token of the vocabulary.
+    """Return the `Grammars` object of a session.
+
+    The object is made once; this takes time for each token of the vocabulary.
 
     Raises:
         OptionError: the session cannot have grammars, see `Grammars`.
@@ -70,7 +72,8 @@ def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs
     """Compile the grammar that a request asks for; None if it asks for plain text.
 
     Raises:
-        OptionError: the grammar does not compile, the request names none or several, or the session has no grammars.
+        OptionError: the grammar does not compile, the request has no grammar or several, or the session has no
+            grammars.
     """
     if isinstance(asked, ResponseFormat):
         if asked.type == "json_schema" and asked.json_schema is None:
@@ -127,7 +130,7 @@ class ToolForm:
 
     @property
     def trigger(self) -> str:
-        """The text by which an answer with calls is recognized: the first word of `begin`."""
+        """The text by which an answer with tool calls is recognized: the first word of `begin`."""
         match = re.match(r"[^\s{\[]+", self.begin)
         return match[0] if match else self.begin
 
@@ -152,10 +155,10 @@ _ARGUMENTS = {"argument_9": "value_9"}
 
 
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
-    """Find how a chat template writes tool calls, by rendering some. Return `GENERIC` if the template knows no tools.
+    """Find how a chat template writes tool calls, by rendering examples. Return `GENERIC` if it does not support tools.
 
     Args:
-        render: returns the prompt for messages and tools.
+        render: function of messages and tools that returns the prompt.
         special_tokens: texts of special tokens, which answers do not show.
 
     Raises:
@@ -205,7 +208,7 @@ def _after(text: str, prompt: str) -> str:
 
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
-    """Return the text that the template writes for calls of these functions, without its texts around every answer."""
+    """Return the text that the template writes for calls of these functions, without texts that every answer has."""
     calls = [
         {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
     ]
@@ -221,8 +224,8 @@ def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]])
 
     Args:
         messages: messages of a chat.
-        tools: tools that may be called. The system message describes them; or the user's first message, if there is
-            none.
+        tools: tools that may be called. The system message describes the tools; if there is none, the user's first
+            message does.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -260,7 +263,7 @@ def form_of(session: DecodeSession) -> ToolForm:
     """Return the form in which the chat template of a session writes tool calls.
 
     Raises:
-        OptionError, PromptError: there is no template, or its form of calls cannot be read.
+        OptionError, PromptError: there is no template, or how it writes calls cannot be found out.
     """
     with _forms_lock:
         if session not in _forms:
@@ -276,7 +279,7 @@ class ToolUse:
     """The tool calls that an answer may make, and how they are written.
 
     Attributes:
-        form: how calls are written.
+        form: how the template writes calls.
         tools: tools that may be called.
         required: the answer must have a call.
         grammar: grammar of the answer.
@@ -288,22 +291,22 @@ class ToolUse:
     grammar: Grammar
 
     def reader(self) -> CallReader:
-        """Return a new `CallReader`, which separates calls from text in one answer."""
+        """Return a new `CallReader`, which separates tool calls from text in one answer."""
         return CallReader(self.form, self.tools, required=self.required)
 
 
 def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, parallel: bool) -> ToolUse | None:
-    """Return the tool calls that an answer may make; None if it may make none.
+    """Return the tool calls that an answer may make; None if it may make no calls.
 
     Args:
         session: the session that answers.
         tools: tools of the request.
         choice: `tool_choice` of the request.
-        parallel: an answer may have several calls.
+        parallel: True if an answer may have several calls.
 
     Raises:
-        OptionError: the choice is unknown, the parameters of a tool do not compile, or the template's form of calls
-            cannot be read.
+        OptionError: the choice is unknown, the parameters of a tool do not compile, or the way in which the template
+            writes calls cannot be found out.
     """
     able, required = _chosen(tools, choice)
     if not able:
@@ -315,7 +318,7 @@ def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, par
 
 
 def _chosen(tools: Sequence[Tool], choice: Any) -> tuple[Sequence[Tool], bool]:
-    """Return the tools that may be called, and whether a call is required."""
+    """Return the tools that the model may call, and whether it must call one."""
     if choice in (None, "auto", "none"):  # legal even without tools
         return ([] if choice == "none" else tools), False
     if choice == "required" and tools:
@@ -337,7 +340,7 @@ def tool_grammar(
 ) -> Grammar:
     """Compile the grammar of an answer with tool calls; raise `OptionError` if a tool's parameters do not compile.
 
-    If no call is required, text may come before the calls, or stand alone.
+    If no call is required, text may come before the calls, or the answer may be only text.
     """
     calls = " | ".join(
         f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools
@@ -366,9 +369,9 @@ class CallReader:
     """Separates tool calls from text in one answer, while the answer arrives.
 
     Args:
-        form: how calls are written.
+        form: how the template writes calls.
         tools: tools that may be called.
-        required: the answer begins with a call.
+        required: the answer must begin with a call.
 
     Attributes:
         calls: complete calls, in OpenAI's form.
@@ -381,7 +384,7 @@ class CallReader:
         self.calls: list[dict[str, Any]] = []
 
     def push(self, text: str, *, last: bool = False) -> str:
-        """Take more text of the answer (`last`: its end); return the text that is certainly not part of a call."""
+        """Take more text of the answer (`last`: True at its end); return text that is certainly not part of a call."""
         self._rest += text
         said = ""
         if not self._in_calls:

@@ -41,7 +41,10 @@ _CODES = {400: "INVALID_ARG", 404: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAV
 
 
 class TritonPythonModel:
-    """The model class that Triton's python backend calls. All requests of an instance share the rows of one session."""
+    """The model class that Triton's python backend calls.
+
+    All requests to an instance share the batch rows of one session.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Open the session and the serving core.

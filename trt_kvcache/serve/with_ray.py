@@ -44,14 +44,16 @@ def answer_with_ray(
     rows: Iterable[Row],
     take: Callable[[str, Answered], None],
 ) -> None:
-    """Answer the rows of a batch job with Ray actors. If an actor dies, Ray starts another, which repeats the block.
+    """Answer the rows (requests) of a batch job with Ray actors.
+
+    If an actor dies, Ray starts another actor, which repeats the dead actor's block of rows.
 
     Args:
         model: path of the engine or model, on every machine.
         name: name of the model.
-        options: options of `DecodeSession.open`.
+        options: keyword arguments of `DecodeSession.open`.
         workers: number of actors; None: one for each GPU for an engine, one for a model.
-        rows: the rows; all are read before the first one is computed.
+        rows: the rows; all rows are read before the first one is computed.
         take: called with the model's digest and each answer, see `run_batch`.
 
     Raises:
@@ -96,7 +98,7 @@ def answer_with_ray(
 
 
 def _absolute(value: Any) -> Any:
-    """Return a path, or a mapping to paths, as absolute ones, because workers run in other folders."""
+    """Return absolute paths for a path, or for a mapping to paths, because workers run in other folders."""
     if isinstance(value, dict):
         return {key: _absolute(one) for key, one in value.items()}
     return value.resolve() if isinstance(value, Path) else value

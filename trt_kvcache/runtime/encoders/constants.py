@@ -29,7 +29,7 @@ class Constants:
     Attributes:
         arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
             GPU.
-        sizes: sizes of all arrays, in the order of the plan: rows of equal sizes share a step.
+        sizes: sizes of all arrays, in the order of the plan. Sequences with equal sizes can share a step.
     """
 
     arrays: Mapping[str, Array | DeviceArray] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Constants:
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
     def fits(self, other: Constants) -> bool:
-        """Return True if rows with these constants can share a step."""
+        """Return True if batch rows with these constants can share a step."""
         return self is other or self.sizes == other.sizes
 
 
@@ -49,11 +49,11 @@ NO_CONSTANTS = Constants()
 
 
 class ConstantInputs:
-    """The inputs of a model that stay the same in all steps of a sequence. It checks their values.
+    """Checks the values of a model's constants: inputs that stay the same in all steps of a sequence.
 
     Args:
         plan: plan of the model.
-        home: the GPU whose arrays a step can read without a copy; None: host memory only.
+        home: the GPU from whose memory a step can read arrays without a copy; None: only host memory.
 
     Raises:
         UnsupportedModelError: the shape of an input is not understood.
@@ -74,7 +74,7 @@ class ConstantInputs:
         """Check the constants of one sequence, and return them as `Constants`.
 
         Args:
-            values: an array ``[1, ...]`` for every input; arrays that an encoder left on this GPU are accepted, too.
+            values: an array ``[1, ...]`` for every input; an array may also be one that an encoder left on this GPU.
                 `Constants` are returned unchanged.
 
         Raises:
@@ -100,7 +100,7 @@ class ConstantInputs:
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
-        """Return the shapes that the constants have as inputs of a step of `rows` rows, by name."""
+        """Return the shapes of all constants as inputs of a step of `rows` batch rows, by name."""
         return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
     def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:

@@ -47,11 +47,11 @@ class Encoder(Protocol):
         """Return the decoder's constants for one sequence.
 
         Args:
-            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without the first axis. A missing
-                mask is all ones.
+            source: token ids ``[S]``; or a mapping from names of inputs to arrays, ``[1, ...]`` or without the first
+                axis. A missing mask becomes all ones.
 
         Returns:
-            Arrays ``[1, ...]`` in the decoder's dtypes by the names of its inputs.
+            A mapping from names of the decoder's inputs to arrays ``[1, ...]`` in the decoder's dtypes.
 
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
@@ -64,7 +64,8 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
     """Open the encoder of a model.
 
     Args:
-        file: path of the encoder, an engine or a model, or the folder of a model; None: search beside `model`.
+        file: path of the encoder, an engine or a model, or the folder of a model; None: search in the folder of
+            `model`.
         model: path of the decoder or engine.
         runner: runner of the decoder.
         guard: lock of the session; code that uses the runner holds it.
@@ -106,14 +107,16 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 
 
 def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
-    """Add advice to the error of an encoder engine: how to run the encoder on the CPU, if its model exists."""
+    """Add to the error of an encoder engine how to run the encoder on the CPU, if the encoder's model exists."""
     if model is None or "--encoder" in error.message:
         return error
     return type(error)(f"{error.message}; or give {model} as --encoder, so that the encoder runs on the CPU")
 
 
 class OnnxEncoder:
-    """An `Encoder` on the CPU. A second model computes keys and values if the decoder needs them from its first step.
+    """An `Encoder` on the CPU.
+
+    If the decoder's first step would compute keys and values from the encoder's output, a second model computes them.
 
     Args:
         path: path of the encoder's model.
@@ -170,11 +173,11 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class FirstStep:
-    """Computes keys and values of the encoder's output, with a part of the model of the decoder's first step.
+    """Computes keys and values from the encoder's output, with a part of the model for the decoder's first step.
 
     Args:
         path: path of the model of the first step, or of a model with both steps.
-        wanted: names of outputs; names that the model lacks are left out.
+        wanted: names of the outputs to compute; names that the model lacks are left out.
 
     Attributes:
         path: path of the model.
@@ -201,10 +204,10 @@ class FirstStep:
         self._tried = False
 
     def run(self, hidden: Array) -> list[Array]:
-        """Return keys and values for the encoder's output, float ``[1, S_enc, H]``.
+        """Return the keys and values that the decoder computes from the encoder's output, float ``[1, S_enc, H]``.
 
         Raises:
-            UnsupportedModelError: keys and values depend on the text.
+            UnsupportedModelError: keys and values depend on the decoder's tokens.
             SessionError: the model failed.
         """
         outputs = self._run(hidden, 0)

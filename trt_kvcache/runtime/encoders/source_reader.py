@@ -53,10 +53,11 @@ class SourceReader:
         self._inputs = {i.name: i for i in inputs}
 
     def read(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Array]:
-        """Check a source and return the encoder's inputs by name.
+        """Check one sequence for the encoder, and return the encoder's inputs by name.
 
         Args:
-            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without the first axis.
+            source: token ids ``[S]``; or a mapping from names of inputs to arrays, ``[1, ...]`` or without the first
+                axis.
 
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
@@ -82,10 +83,10 @@ class SourceReader:
 
         Args:
             feed: inputs of the encoder.
-            length: length of its output.
+            length: length of the encoder's output.
 
         Raises:
-            PromptError: the encoder's mask hides positions, and its length is not that of the output.
+            PromptError: the encoder's mask hides positions, and the mask is not as long as the output.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]
@@ -98,9 +99,9 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the size that each symbol in the input shapes stands for; raise `PromptError` if there are two.
+        """Return the size of each symbolic axis in the input shapes; raise `PromptError` if a symbol has two sizes.
 
-        ONNX Runtime would broadcast a size of 1.
+        Without this check, ONNX Runtime would broadcast a size of 1.
         """
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}

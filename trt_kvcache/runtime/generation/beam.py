@@ -59,16 +59,17 @@ def beam_search(
 
     Args:
         prompt: int64 token ids, already in the decoder's only row.
-        logits: float32 ``[V]`` after the prompt.
-        decoder: the rows of the beams.
+        logits: the model's scores after the prompt, float32 ``[V]``.
+        decoder: computes and reorders the beams.
         config: the settings; `num_beams` of at least 1, and no sampling.
-        free_tokens: tokens that still fit into the caches; None: no limit. One more token can be chosen.
+        free_tokens: tokens that still fit into the caches; None: no limit. One token more can be chosen, because the
+            last token is not written to the caches.
 
     Returns:
         At most `num_beams` hypotheses, the best one first.
 
     Raises:
-        SessionError: NaN or infinity in the logits, or the settings forbid every token.
+        SessionError: the logits have NaN or infinity, or the settings forbid every token.
     """
     bounds = [(config.max_new_tokens, FinishReason.LENGTH)] + (
         [] if free_tokens is None else [(free_tokens + 1, FinishReason.CAPACITY)]
@@ -112,10 +113,10 @@ def hypothesis_events(
 
     Args:
         hypothesis: a hypothesis of `beam_search`.
-        sequence: the sequence number in the events.
+        sequence: number of the sequence in the events.
         config: tells whether events have log-probabilities.
         tokenizer: makes the text of events.
-        prompt: the tokens before; a space at the start of the text depends on them.
+        prompt: the tokens before the new text; a space at the start of the text depends on them.
     """
     text = None if tokenizer is None else TextStream(tokenizer, () if prompt is None else prompt)
     events = []
@@ -129,9 +130,9 @@ def hypothesis_events(
 
 
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
-    """Extend each live beam by its likeliest tokens. Return the best results, each with the index of its old beam.
+    """Extend each live beam by its likeliest tokens. Return the best extended beams, with the index of each old beam.
 
-    The best comes first. So many are returned that `num_beams` of them have not ended.
+    The best beam comes first. The result has so many beams that at least `num_beams` of them have not ended.
     """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
@@ -187,13 +188,13 @@ def beam_events(
         loop: the session's decode loop.
         guard: the session's lock.
         adapters: the session's adapters.
-        streams: frees the slots of the beams at the end.
+        streams: the session's streams, which free the slots of the beams at the end.
         prompts: the prompts.
         config: the settings.
         tokenizer: makes the text of events.
 
     Raises:
-        SlotError: fewer rows are free than the search has beams.
+        SlotError: fewer batch rows are free than the search has beams.
         SessionError: a step failed.
     """
     for index, prompt in enumerate(prompts):
@@ -225,7 +226,7 @@ def beam_events(
 class _LiveBeams:
     """The cache rows of the live beams, which the search extends and reorders.
 
-    The beams use the first slots of a fixed list: one slot after the prompt, at most `num_beams` slots later.
+    The beams use the first slots of a fixed list. After the prompt they use one slot, later at most `num_beams` slots.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
@@ -239,7 +240,7 @@ class _LiveBeams:
     def reorder(self, indices: Tokens) -> None:
         """Make beam `i` a copy of the former beam ``indices[i]``. The length of `indices` is the new number of beams.
 
-        Slots without a beam keep unused contents.
+        Slots that no longer hold a beam keep old contents, which nothing reads.
         """
         chosen = indices.tolist()
         idle = [i for i in range(len(self._slots)) if i not in set(chosen)]

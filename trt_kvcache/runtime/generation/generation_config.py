@@ -46,12 +46,12 @@ class GenerationConfig:
             alone, because guesses of prompt lookup may be taken back. It must not change the session that calls it. If
             it raises an error, only its own sequence ends.
         grammar: limits the new text: `trt_kvcache.Grammars` makes a grammar from a JSON schema, a regular expression or
-            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If they and the grammar
-            leave no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or the capacity is
-            the beginning of a text that the grammar allows.
+            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If the rules and the
+            grammar together allow no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or
+            the capacity is the beginning of a text that the grammar allows.
 
     Raises:
-        OptionError: a value is out of range, or two contradict each other.
+        OptionError: a value is out of range, or two values contradict each other.
     """
 
     max_new_tokens: Annotated[
@@ -307,7 +307,7 @@ class GenerationConfig:
     ] = None
 
     def __repr__(self) -> str:
-        """Show only settings that differ from the default: signatures contain this text."""
+        """Show only settings that differ from the default, because the text appears in signatures of functions."""
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
         changed = [f"{name}={value!r}" for name, d in defaults.items() if (value := getattr(self, name)) != d]
         return f"GenerationConfig({', '.join(changed)})"
@@ -345,7 +345,7 @@ class GenerationConfig:
 
     @cached_property
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
-        """`sequence_bias` as pairs: a run of consecutive tokens, and the bias that is added to its last token."""
+        """`sequence_bias` as pairs: consecutive tokens, and the bias that is added to the score of the last one."""
         return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())
 
     @classmethod
@@ -354,7 +354,7 @@ class GenerationConfig:
 
         Args:
             path: the file.
-            changes: fields to use instead of the file's.
+            changes: fields of `GenerationConfig` that replace those of the file.
 
         Warns:
             UserWarning: the file names a setting without effect, such as sampling settings without ``do_sample``.
@@ -381,7 +381,7 @@ class GenerationConfig:
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
-            changes: more fields, which override the files'.
+            changes: more fields, which override those of the files.
 
         Raises:
             OptionError: a file is unreadable, or a value is out of range.
@@ -465,7 +465,7 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def _several(values: Any) -> Collection[Any]:
-    """Return a caller's collection, which can be read more than once; refuse texts, mappings and single values."""
+    """Return a collection from the caller that can be read repeatedly; refuse texts, mappings and single values."""
     if (
         isinstance(values, (str, bytes, Mapping))
         or not isinstance(values, Collection)
@@ -490,7 +490,7 @@ def _id_or_ids(value: Any) -> int | tuple[int, ...] | None:
 
 
 def _run(tokens: Any) -> tuple[int, ...]:
-    """Return a run of tokens as a tuple of ids; refuse an empty one."""
+    """Return a sequence of tokens as a tuple of ids; refuse an empty one."""
     if not (run := _ids(tokens)):
         raise ValueError
     return run

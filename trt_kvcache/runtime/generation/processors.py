@@ -23,7 +23,7 @@ _MOST = 1e30
 
 
 def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
-    """Return True if a rule of this config may change scores, now or later. Most greedy decoding has no rule."""
+    """Return True if a rule of this config may change scores, now or later. Greedy decoding usually has no rule."""
     always = (
         config.repetition_penalty != 1,
         config.presence_penalty,
@@ -51,7 +51,7 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
         config: the settings.
 
     Returns:
-        float32 ``[V]``; `scores` itself if no rule applies.
+        float32 ``[V]``; the array `scores` itself if no rule applies.
 
     Raises:
         OptionError: a setting names a token that the model does not have.
@@ -92,10 +92,10 @@ def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
 
 
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
-    """Add the bias of a run of tokens to the score of its last token, if the rest of the run ends `tokens`.
+    """Add a bias to the score of a token sequence's last token, if `tokens` end with the tokens before it.
 
     Raises:
-        OptionError: a run names a token that the model does not have.
+        OptionError: a token sequence has a token that the model does not have.
     """
     scores = scores.copy()
     with np.errstate(over="ignore", invalid="ignore"):  # scores may overflow to -inf or NaN; `Sampler` refuses NaN
@@ -114,7 +114,7 @@ def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
 
 
 def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Scores:
-    """Divide the positive scores of `tokens` by `penalty`, and multiply their negative scores by it.
+    """Divide each positive score of `tokens` by `penalty`, and multiply each negative score of `tokens` by it.
 
     Each token counts once.
     """
@@ -139,7 +139,7 @@ def penalize_generated(scores: Scores, new_tokens: Tokens, presence: float, freq
 
 
 def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
-    """Forbid every token that would repeat an n-gram: one of `size` tokens that `tokens` already contains."""
+    """Forbid every token that would complete an n-gram of `size` tokens that `tokens` already contains."""
     if tokens.size < size:
         return scores
     grams = np.lib.stride_tricks.sliding_window_view(tokens, size)
@@ -149,7 +149,7 @@ def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
 
 
 def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> Scores:
-    """Forbid every token that would complete one of these runs of tokens."""
+    """Forbid every token that would complete one of these token sequences."""
     return ban_tokens(scores, [run[-1] for run in runs if _is_next(run, tokens)])
 
 

@@ -29,10 +29,11 @@ _LOWEST = -0x7C01  # the key of float16's -inf; lower keys are NaN
 
 
 def best(logits: Logits) -> tuple[int, float]:
-    """Return the first token with the highest score, and this score.
+    """Return the token with the highest score (the first of equals), and this score.
 
     Args:
-        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` of the logits, tokens ascending.
+        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` (a few tokens with their logits), in ascending
+            order of tokens.
 
     Returns:
         The token, and its score as float32. The score is NaN if any score is NaN.
@@ -74,7 +75,7 @@ class Sampler:
 
         Args:
             config: the settings; without a seed, a new one is drawn.
-            index: index of the sequence among those with the same seed.
+            index: index of the sequence among all sequences with the same seed.
         """
         self._config = config
         seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
@@ -87,7 +88,7 @@ class Sampler:
         self._words = 0
 
     def guesser(self) -> Sampler:
-        """Return a sampler for a draft model: same random numbers, rules and grammar, but no `logits_processor`."""
+        """Return a sampler for a draft model: the same random numbers, rules and grammar, no `logits_processor`."""
         assert isinstance(self._entropy, int)
         config = replace(
             self._config, seed=self._entropy, logits_processor=(), grammar=None, output_logprobs=False, top_logprobs=0
@@ -113,7 +114,7 @@ class Sampler:
         return ask_mask(self._mask, new_tokens, most)
 
     def looks_at(self, new_tokens: int) -> int:
-        """Return how many of the highest scores `choose` needs, now and later; 0: all scores."""
+        """Return how many of the highest scores `choose` needs, for this and later tokens; 0: all scores."""
         config = self._config
         if config.output_logprobs or rules_apply(new_tokens, config):
             return 0
@@ -127,8 +128,8 @@ class Sampler:
         """Choose the token after `tokens`. When sampling, the random number of its position decides.
 
         Args:
-            logits: ``[V]``, the model's, in its own float type; or a `CHOICE` of the scores that are needed and that
-                the grammar allows. They are neither changed nor kept.
+            logits: the model's logits ``[V]`` of any float type; or a `CHOICE` of the scores that are needed and that
+                the grammar allows. This method neither changes nor keeps the array.
             tokens: int64: the prompt and the generated tokens.
             new_tokens: number of generated tokens.
 
@@ -137,8 +138,8 @@ class Sampler:
                 the model's own distribution (before any rule), else None.
 
         Raises:
-            SessionError: the model gave NaN or infinity, or the rules leave no token.
-            OptionError: the grammar leaves no token.
+            SessionError: the model gave NaN or infinity, or the rules forbid every token.
+            OptionError: the grammar forbids every token.
         """
         config = self._config
         token, top = best(logits)
@@ -170,7 +171,8 @@ class Sampler:
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
         """Return the `GenerationConfig.top_logprobs` most probable tokens under the model's own distribution.
 
-        Each has the natural logarithm of its probability. The highest comes first; equal ones are ordered by id.
+        Each token comes with the natural logarithm of its probability. The most probable comes first; equally probable
+        tokens are ordered by id.
 
         Args:
             logits: ``[V]``, the same as for `choose`.
@@ -185,7 +187,7 @@ class Sampler:
         return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
-        """Draw a token: invert the cumulative distribution of the remaining tokens, in the order of their ids."""
+        """Draw a token: invert the cumulative distribution of the tokens that remain, in the order of their ids."""
         scores = left.scores.astype(np.float64)
         sums = np.cumsum(np.exp(scores - scores.max()))
         at = min(int(np.searchsorted(sums, self._number(position) * sums[-1], side="right")), scores.size - 1)
@@ -229,7 +231,7 @@ class Candidates:
     """The tokens that may still be drawn, and their scores.
 
     Attributes:
-        scores: float32 ``[N]``; those of forbidden tokens are ``-inf``.
+        scores: float32 ``[N]``; the scores of forbidden tokens are ``-inf``.
         ids: int64 ``[N]``, ascending; None: all tokens, in order.
     """
 
@@ -237,7 +239,7 @@ class Candidates:
     ids: Ids | None = None
 
     def only(self, places: Ids) -> Candidates:
-        """Return the candidates with these indices, which are in ascending order."""
+        """Return the candidates at these ascending indices."""
         return Candidates(self.scores[places], places if self.ids is None else self.ids[places])
 
 
@@ -246,7 +248,7 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 
     Args:
         scores: float32 ``[V]``, of which the highest must be finite; or candidates, which must include all tokens that
-            `top_k` keeps. Not changed.
+            `top_k` keeps. `scores` is not changed.
         config: the settings.
     """
     left = scores if isinstance(scores, Candidates) else Candidates(scores)
@@ -265,7 +267,7 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 def apply_temperature(scores: Scores, temperature: float) -> Scores:
     """Divide the distances from the highest score by `temperature`, so that the highest score cannot overflow.
 
-    The probabilities equal those of divided scores.
+    The probabilities are the same as if the scores were divided.
     """
     with np.errstate(over="ignore"):  # very unlikely tokens become -inf
         hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
@@ -273,12 +275,12 @@ def apply_temperature(scores: Scores, temperature: float) -> Scores:
 
 
 def keep_top_k(left: Candidates, count: int) -> Candidates:
-    """Keep the candidates with the `count` highest scores, and those whose scores equal the lowest of these."""
+    """Keep the candidates with the `count` highest scores, and all that tie with the lowest of these scores."""
     return left if count >= left.scores.size else left.only(highest(left.scores, count))
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of most probable candidates whose probability is at least `mass`.
+    """Keep the smallest set of the most probable candidates whose total probability is at least `mass`.
 
     Equally probable tokens are taken in the order of their ids.
     """
@@ -304,10 +306,10 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
 
 
 def highest(scores: Scores, count: int) -> Ids:
-    """Return the indices, ascending, of the `count` highest scores, and of all scores that equal the lowest of these.
+    """Return the ascending indices of the `count` highest scores, and of all that tie with the lowest of these.
 
-    The scores are cut into disjoint sets, at least `count`. At least `count` scores reach the `count`-th largest of the
-    sets' maxima, and few others do. Finding this bound takes one pass over the vocabulary.
+    The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a bound:
+    at least `count` scores reach it, and few more. Finding the bound takes one pass over the vocabulary.
     """
     places: Ids | None = None
     sets = scores.size // _ROUNDS

@@ -61,7 +61,7 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
     ``temperature=0`` means greedy decoding, and resets the other sampling settings.
 
     Raises:
-        OptionError: there is no such setting, a value is illegal, or two contradict each other.
+        OptionError: there is no such setting, a value is illegal, or two values contradict each other.
     """
     known = [f.name for f in fields(GenerationConfig)]
     for name in settings:

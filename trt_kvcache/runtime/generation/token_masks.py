@@ -29,7 +29,7 @@ class Grammar(Protocol):
     """A grammar describes the texts that a sequence may become. `trt_kvcache.Grammars` compiles grammars."""
 
     def start(self) -> TokenMask:
-        """Return the mask function of a new sequence; each sequence has its own."""
+        """Return the mask function of a new sequence. Each sequence needs a separate mask function."""
         ...
 
 

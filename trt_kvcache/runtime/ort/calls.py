@@ -31,7 +31,9 @@ def bind(side: Any, name: str, array: Array) -> None:
 
 
 class CpuSession:
-    """A model that ONNX Runtime runs on the CPU. A signal such as Ctrl-C, and the interpreter's end, interrupt a run.
+    """A model that ONNX Runtime runs on the CPU.
+
+    A run is interrupted by a signal such as Ctrl-C, and by the interpreter's end.
 
     Args:
         session: session of ONNX Runtime.
@@ -48,7 +50,7 @@ class CpuSession:
         self.outputs: list[Any] = session.get_outputs()
 
     def binding(self) -> Any:
-        """Return a new IOBinding, which names the memory of a run's inputs and outputs."""
+        """Return a new IOBinding, which tells ONNX Runtime the memory of a run's inputs and outputs."""
         return self._session.io_binding()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
@@ -88,7 +90,8 @@ def open_on_cpu(
         path: path of the model's file.
         advice: what to do if ONNX Runtime cannot run it.
         threads: number of threads; None: one per core.
-        spinning: threads spin while they wait: short steps become faster, but other programs get less processor time.
+        spinning: let threads spin while they wait. Short steps become faster, but other programs get less processor
+            time.
         name: name of the model for messages; None: the path.
 
     Raises:
@@ -111,7 +114,7 @@ def open_on_cpu(
 
 
 def type_name(value: Any) -> str:
-    """Return the type of a session's input or output, in ONNX Runtime's words: ``"float16"``."""
+    """Return the type of a session's input or output, as ONNX Runtime names it, such as ``"float16"``."""
     name: str = value.type.removeprefix("tensor(").removesuffix(")")
     return name
 

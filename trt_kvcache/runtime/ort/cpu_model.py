@@ -46,7 +46,7 @@ _HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
 
 @dataclass(frozen=True)
 class _Match:
-    """An Attention that GroupQueryAttention can replace, its two cache updates, and operands of the replacement.
+    """An Attention node that GroupQueryAttention can replace, its two cache updates, and the replacement's inputs.
 
     Attributes:
         lengths: int64 ``[B]``, tokens per sequence after the step.
@@ -63,17 +63,17 @@ class _Match:
 
 
 def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """Replace every attention with GroupQueryAttention if the operator computes exactly the same.
+    """Replace each Attention node by GroupQueryAttention if that computes exactly the same.
 
-    An attention fits if it is float32 and causal, with or without a left window, over two linear caches
-    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. All others stay.
+    An Attention can be replaced if it is float32 and causal, with or without a left window, over two linear caches
+    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. All other nodes stay.
 
     Args:
         model: the rewritten model; not changed.
         plan: plan of the model.
 
     Returns:
-        A model with the same inputs and outputs; the same object if no attention fits.
+        A model with the same inputs and outputs; the same object if no node can be replaced.
     """
     light, weights = detach_weights(model)
     graph = gs.import_onnx(infer_shapes(light))
@@ -145,7 +145,8 @@ def _is_linear(cache: CacheUpdate) -> bool:
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
     """Return the TensorScatter on a cache ``[B, N, L, H]`` whose result `attention` reads as `tensor`.
 
-    None if anything else reads that result, or if the attention reads other rows than all, or all up to the span.
+    None if another node reads that result too. None, too, if the attention reads neither all cache rows nor the first
+    ones, whose number an input gives.
     """
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
@@ -201,7 +202,8 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
     """Return a tensor ``[B, N, S, H]`` reshaped to ``[B, S, N*H]``.
 
-    If the tensor was made from one of that shape, return that one; a rotation in between is applied to it.
+    If the tensor was computed from a tensor of that shape, return the latter, with any rotation in between applied to
+    it.
     """
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is not None and is_op(node, "RotaryEmbedding"):
@@ -235,7 +237,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
     """Return the tensor that the new operator replaces, and True if its shape is ``[B, S, N*H]``, not ``[B, N, S, H]``.
 
-    It is the attention's `result`, or the tensor to which the model reshapes it.
+    The tensor is the attention's `result`, or the one to which the model reshapes `result`.
     """
     turned = _only(result, "Transpose")
     if not _swaps(turned):
@@ -263,11 +265,11 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Replace the rewritten form of experts (MoE) with the operators of the source, in float32 only.
+    """Replace the rewritten experts (MoE) by the operators of the source model, in float32 only.
 
     Args:
         model: the rewritten model, its nodes sorted; not changed.
-        source: the model that it was made from; external data of both lie in one folder.
+        source: the model from which `model` was made; the external data of both models are in one folder.
 
     Returns:
         A model with the same inputs and outputs; the same object if no operator is replaced.
@@ -287,7 +289,7 @@ def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
 
 
 def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str, TensorProto]) -> ModelProto:
-    """Return a copy of a model with these nodes and more weights. What no node reads is dropped."""
+    """Return a copy of a model with `nodes` and more weights, without the nodes and weights that nothing reads."""
     result = ModelProto()
     result.CopyFrom(model)
     live, live_nodes = {value.name for value in model.graph.output}, list[NodeProto]()
@@ -308,8 +310,8 @@ def _fits(
 ) -> bool:
     """Return True if the rewritten model computes an expert node's result from the node's tokens and logits alone.
 
-    Comparing names is enough: a rewrite keeps the names of tensors that it keeps. Sizes may come from any tensor: the
-    rewrite reads those of a step from its token ids.
+    Comparing names is enough: a tensor that the rewrite keeps also keeps its name. Sizes may come from any tensor: the
+    rewritten model reads the sizes of a step from its token ids.
     """
     if node.op_type == "MoE" and not any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute):
         return False
@@ -339,13 +341,13 @@ _LEAST_BLOCK = 16
 
 
 def fuse_products(model: ModelProto) -> ModelProto:
-    """Replace every float32 or float16 product with packed weights by MatMulNBits if that computes exactly the same.
+    """Replace every float32 or float16 MatMul with packed weights by MatMulNBits if that computes exactly the same.
 
     Args:
         model: the rewritten model; not changed.
 
     Returns:
-        A model with the same inputs and outputs; the same object if no product fits.
+        A model with the same inputs and outputs; the same object if no MatMul can be replaced.
     """
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -357,9 +359,9 @@ def fuse_products(model: ModelProto) -> ModelProto:
 def _fused(
     node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
 ) -> NodeProto | None:
-    """Return a product and the nodes that unpack its weight as one operator; None if they do not fit.
+    """Return one operator for a MatMul and the nodes that unpack its weight; None if none does the same.
 
-    A view of the weight for this operator is added to `views`.
+    The weight, with the shape for this operator, is added to `views` without a copy.
     """
     turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
     source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
@@ -398,7 +400,7 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
     """Convert a bfloat16 model to float32, and note this in its plan. A model without bfloat16 is returned unchanged.
 
     Args:
-        imported: the model, with its own caches or quantized ones; not changed.
+        imported: the model, whose caches may be quantized; it is not changed.
     """
     if not has_bfloat16(imported.model):
         return imported
@@ -417,7 +419,7 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
 
 
 def _large(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of the large bfloat16 weights, which stay bfloat16 and are cast at run time."""
+    """Yield the names of the large bfloat16 weights, which stay bfloat16 and are cast while the model runs."""
     for tensor in graph.initializer:
         inside = tensor.data_location != TensorProto.EXTERNAL
         if tensor.data_type == TensorProto.BFLOAT16 and not (inside and (byte_size(tensor) or 0) <= _SMALL):
@@ -425,7 +427,7 @@ def _large(graph: GraphProto) -> Iterator[str]:
 
 
 def _cast(graph: GraphProto, large: Container[str]) -> None:
-    """Insert a Cast to float32 after each of these large weights."""
+    """Insert a Cast to float32 after each large bfloat16 weight."""
     casts = []
     for tensor in graph.initializer:
         if tensor.name in large:
@@ -435,7 +437,7 @@ def _cast(graph: GraphProto, large: Container[str]) -> None:
 
 
 def _widened(value: Any) -> Any:
-    """Return a plan, or a part of one, with float32 instead of bfloat16."""
+    """Return a plan, or a part of a plan, with float32 instead of bfloat16."""
     if isinstance(value, tuple):
         return tuple(map(_widened, value))
     if not is_dataclass(value) or isinstance(value, type):

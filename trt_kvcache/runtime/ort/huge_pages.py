@@ -28,13 +28,13 @@ _LEAST_SECONDS = 1.0
 
 @contextmanager
 def huge_pages(*, wait: bool = True) -> Iterator[None]:
-    """Move the memory that the block allocates and fills into huge pages, as far as Linux has any.
+    """Move the memory that the ``with`` block allocates and fills into huge pages, if Linux has any.
 
-    Nothing else changes: pages that were never written stay unused. The move stops at an error, or when it takes longer
-    than the block (and at least a second).
+    Pages that were never written stay unused. The move stops at an error, or when it takes longer than the block took
+    (and at least a second).
 
     Args:
-        wait: wait for the move; else it runs in a thread.
+        wait: wait until the move has ended; if False, the move runs in a thread.
     """
     before, start = _anonymous(), time.perf_counter()
     yield
@@ -47,7 +47,7 @@ def huge_pages(*, wait: bool = True) -> Iterator[None]:
 
 
 def _move(before: set[tuple[int, int]], until: float) -> None:
-    """Move anonymous memory that is not in the ranges `before` into huge pages; stop at the time `until`."""
+    """Move anonymous memory outside the ranges `before` into huge pages; stop at the time `until`."""
     with suppress(OSError):  # systems other than Linux, or with restricted /proc
         if "[never]" in (_SETTINGS / "enabled").read_text():
             return
@@ -60,7 +60,7 @@ def _move(before: set[tuple[int, int]], until: float) -> None:
 
 
 def _anonymous() -> set[tuple[int, int]]:
-    """Return start and end of each memory range that belongs to no file."""
+    """Return start and end of each memory range of this process that is not mapped from a file."""
     try:
         text = Path("/proc/self/maps").read_text()
     except OSError:
@@ -71,7 +71,7 @@ def _anonymous() -> set[tuple[int, int]]:
 def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Yield the parts of `ranges` that lie outside `others`.
 
-    Whole ranges cannot be compared, because the kernel joins new memory with its neighbours.
+    Whole ranges cannot be compared, because Linux joins new memory with neighbouring ranges.
     """
     for start, end in sorted(ranges):
         for first, last in sorted(others):
@@ -82,7 +82,7 @@ def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iter
 
 
 def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of whole blocks of `size` bytes, between two addresses, in which every page holds data."""
+    """Yield ranges of blocks of `size` bytes between two addresses; in each block, every page holds data."""
     start, end = -(-start // size) * size, end // size * size
     if start >= end:
         return
@@ -95,6 +95,6 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _collapse(address: int, size: int) -> bool:
-    """Move a range of memory into huge pages; return True if it makes sense to move more."""
+    """Move a range of memory into huge pages; return True if moving more may succeed."""
     library = ctypes.CDLL(None)
     return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)

@@ -39,7 +39,7 @@ _BINDINGS = 64  # most bindings kept, one for each shape: decode needs one per b
 
 @dataclass
 class _Bound:
-    """The arrays that steps of one shape and row range read and write; ONNX Runtime holds pointers to them.
+    """The arrays that steps of one shape on one range of batch rows use. ONNX Runtime holds pointers to the arrays.
 
     Attributes:
         constants: the constants that are now in `arrays`.
@@ -52,7 +52,7 @@ class _Bound:
     constants: tuple[Constants, ...] = ()
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows into `arrays`, unless the last step had the same."""
+        """Copy the constants of a step's rows into `arrays`, unless they are already there from the last step."""
         if constants != self.constants:
             for name, array in self.arrays.items():
                 for row, constant in enumerate(constants):
@@ -64,13 +64,14 @@ class OnnxRuntimeRunner:
     """A `Runner` on the CPU, with ONNX Runtime.
 
     The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
-    files. Past and present of a cache are bound to one address; ONNX Runtime's TensorScatter and GroupQueryAttention
-    then write only the update (measured on 1.31.1). A step on some rows binds the address of the first of them.
+    files. Past and present of a cache are bound to one address; then ONNX Runtime's TensorScatter and
+    GroupQueryAttention write only the update (measured on 1.31.1). A step on some batch rows binds the address of the
+    first of these rows.
 
     Args:
         model: path of the ``.onnx`` file, as exported or rewritten.
         options: options of the plan.
-        max_batch: rows of every cache; None: 8, or fewer if memory is short.
+        max_batch: batch rows of every cache; None: 8, or fewer if memory is short.
         max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
         threads: threads of ONNX Runtime; None: one per core.
         default_capacity: capacity of caches that grow, if `options` gives none; None: the importer's default.
@@ -125,7 +126,7 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the session and allocate the caches, while the check compares the models."""
+        """Open the session and allocate the caches, while the comparison of the models runs."""
         self._source = imported.source
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
@@ -224,14 +225,14 @@ class OnnxRuntimeRunner:
         rows[...] = data.reshape(rows.shape)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
+        """Write matrix A or B of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         weights = self._adapters[name][slot]
         weights[...] = 0
         if data is not None:
             weights[: data.shape[0], : data.shape[1]] = data
 
     def host_memory(self, size: int) -> HostMemory:
-        """Return memory for packed cache rows; see `Runner.host_memory`."""
+        """Return host memory for copies of cache rows; see `Runner.host_memory`."""
         try:
             return HostMemory(np.empty(size, np.uint8))
         except MemoryError:
@@ -258,7 +259,10 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``."""
+        """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``.
+
+        Planes are heads or similar parts of a batch row.
+        """
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
         return view[:, slice(*buffer.places(start, stop))]
@@ -272,7 +276,7 @@ class OnnxRuntimeRunner:
             at += rows.nbytes
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
-        """Run a step over empty caches, which stay empty, to learn the size of the vocabulary; 0 if no step can run."""
+        """Return the size of the vocabulary, found by a step over empty caches (they stay empty); 0 if no step runs."""
         rows = self.inputs.max_rows or 1
         length = self.inputs.fixed_length or 1
         tokens = np.zeros((rows, length), np.int64)
@@ -285,7 +289,10 @@ class OnnxRuntimeRunner:
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
-        """Return the arrays and the binding for the rows and shapes of a step. Those of steps of one token are kept."""
+        """Return the arrays and the binding for the rows and shapes of a step.
+
+        Arrays and binding for steps of one token are kept.
+        """
         key = (batch.first_row, *self.inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
@@ -314,10 +321,10 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
-    """Return the model with those experts, products and attention that ONNX Runtime runs fastest, and its plan.
+    """Return the model and its plan, with the experts, MatMuls and attention that ONNX Runtime runs fastest.
 
     Attention is not replaced if steps have fixed sizes: their padding may lie beyond the end of the caches. ONNX
-    Runtime's GroupQueryAttention quantizes and reads caches with one scale itself, but has no kernel for float8
+    Runtime's GroupQueryAttention itself quantizes and reads caches that have one scale, but has no kernel for float8
     (1.32.0).
     """
     model = imported.model
@@ -340,7 +347,7 @@ def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """Return the names of the caches that ONNX Runtime can write in place: one operator reads past, writes present."""
+    """Return the caches that ONNX Runtime can write in place: the same operator reads past and writes present."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -354,7 +361,7 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
-    """Return past and present of the caches that this operator writes in place if both are one buffer."""
+    """Return past and present names of caches that this operator writes in place, if the two are one buffer."""
     if node.op_type == "TensorScatter":
         return [(node.input[0], node.output[0])]
     if node.op_type == OPERATOR:
@@ -363,7 +370,7 @@ def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
 
 
 def _admit(one: int, asked: int | None) -> int:
-    """Return the batch size whose caches fit into this machine's memory, at `one` bytes per sequence."""
+    """Return the batch size whose caches fit into this machine's memory; one sequence takes `one` bytes."""
     most = memory()
     batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
     if batch * one > most:
@@ -377,8 +384,9 @@ def _admit(one: int, asked: int | None) -> int:
 def _admit_weights(model: onnx.ModelProto) -> None:
     """Refuse a model whose weights do not fit into memory.
 
-    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because it keeps packed copies for
-    products (but not of tables). float16 weights of 3.56 GB need up to 11.7 GB, because products compute in float32.
+    Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because ONNX Runtime keeps rearranged
+    copies for MatMuls (but not of embedding tables). float16 weights of 3.56 GB need up to 11.7 GB, because MatMuls
+    compute in float32.
     """
     narrow = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]

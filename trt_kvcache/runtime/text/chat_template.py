@@ -31,8 +31,8 @@ class Chat:
         messages: ``{"role": "user", "content": "..."}`` and so on.
         tools: tools that the model may call, in the form of OpenAI's API.
         values: further variables for the template, such as ``enable_thinking``.
-        generation_prompt: the prompt ends where the model's answer begins.
-        continues: the prompt ends within the last message, and the model continues this message.
+        generation_prompt: True if the prompt must end where the model's answer begins.
+        continues: True if the prompt must end within the last message, so that the model continues this message.
     """
 
     messages: list[dict[str, Any]]
@@ -44,11 +44,11 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt: either its special tokens are real ones, or they were spelled in a message.
+    """A part of a prompt: its special tokens are either all real tokens, or all text that was spelled in a message.
 
     Attributes:
         text: text of the part.
-        plain: special tokens spelled in the text are encoded as text.
+        plain: True if special tokens spelled in the text must be encoded as text.
     """
 
     text: str
@@ -56,7 +56,7 @@ class Part:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: an object for templates that write JSON, a text for templates that join strings."""
+    """Arguments of a tool call for chat templates: usable as an object (for JSON) or as a text (to join strings)."""
 
     def __init__(self, values: Mapping[str, Any], text: str) -> None:
         super().__init__(values)
@@ -84,8 +84,8 @@ def render(
     Args:
         template: text of the Jinja2 template.
         chat: the template's arguments.
-        special_tokens: ``bos_token`` and others, for the template.
-        special_texts: texts of all special tokens; messages cannot write these tokens.
+        special_tokens: ``bos_token`` and other special tokens, for the template.
+        special_texts: texts of all special tokens; such a text in a message does not become the token.
         name: name of the tokenizer, for error messages.
 
     Raises:
@@ -162,7 +162,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
 
 
 def _with_texts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a message. The arguments of its tool calls become objects that templates can also use as texts."""
+    """Copy a message. Make the arguments of its tool calls objects that templates can also use as texts."""
     result = deepcopy(dict(message))
     for call in _calls(result):
         arguments = call.get("arguments")
@@ -189,9 +189,9 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
-    """Render the messages. Return them and the prompt.
+    """Render the messages with the chat template. Return the messages and the prompt.
 
-    If the template does not know the role ``developer``, it becomes ``system``.
+    If the template does not know the role ``developer``, the role becomes ``system``.
 
     Raises:
         OptionError: the template fails on the messages, or ignores one of them.
@@ -213,7 +213,7 @@ def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[l
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
-    """Yield each text that the prompt must contain: message index, label for errors, and its dictionary and key."""
+    """Yield each text that the prompt must contain: message index, label for errors, dictionary and key."""
     for at, message in enumerate(messages):
         content = message.get("content")
         if isinstance(content, str) and content.strip():
@@ -285,7 +285,7 @@ def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str]
         name: name of the tokenizer, for error messages.
 
     Raises:
-        OptionError: the template writes messages with a special token in another way.
+        OptionError: the template writes a message differently if it contains a special token.
     """
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
     if spelled.sub(lambda match: known[int(match[1])], shown) != text:
@@ -319,7 +319,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _hidden(value: Any, pattern: re.Pattern[str], known: Sequence[str]) -> Any:
-    """Copy a value of a message. Each special token in its texts is replaced by a mark."""
+    """Copy a value of a message. Replace each special token that its texts contain by a mark."""
 
     def mark(text: str) -> str:
         return pattern.sub(lambda match: _SPELLED.format(known.index(match[0])), text)

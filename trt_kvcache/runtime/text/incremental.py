@@ -83,13 +83,16 @@ class TextStream:
         return self._stops.push(new)
 
     def flush(self) -> str:
-        """Return the text that was held back; incomplete characters become U+FFFD. Call it after the last token."""
+        """Return the text that is still held back; incomplete characters become U+FFFD.
+
+        Call it after the last token.
+        """
         rest = self._decode()[len(self._emitted) :]
         self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
-        """Return the text of these tokens (None: of the window of last tokens).
+        """Return the text of these tokens (None: of the last tokens that the stream keeps).
 
         Raises `SessionError` if the tokenizer fails, for example at an id that only the model knows.
         """
@@ -102,7 +105,7 @@ class TextStream:
 
 
 def _complete(text: str) -> str:
-    """Remove U+FFFD at the end of a text, which may stand for the first bytes of a character."""
+    """Remove U+FFFD at the end of a text, because it may stand for the first bytes of an incomplete character."""
     return text[: len(text) - min(_MOST_PENDING, len(text) - len(text.rstrip(_REPLACEMENT)))]
 
 
@@ -110,7 +113,7 @@ class StopStrings:
     """Ends a text before the first stop string in it. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Prepare to find the first of these texts, none of which may be empty."""
+        """Store the stop strings to look for. No stop string may be empty."""
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False
@@ -132,6 +135,6 @@ class StopStrings:
         return text[: len(text) - length]
 
     def flush(self) -> str:
-        """Return the text that was held back. Call it after the last text, when no stop string can follow."""
+        """Return the text that was held back. Call this after the last text, when no stop string can follow."""
         rest, self._pending = self._pending, ""
         return rest

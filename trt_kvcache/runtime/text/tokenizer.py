@@ -31,7 +31,7 @@ class Tokenizer:
         Args:
             tokenizer: an object of the ``tokenizers`` library.
             settings: contents of ``tokenizer_config.json``.
-            name: name for error messages.
+            name: name of the tokenizer for error messages.
 
         Raises:
             OptionError: the text of a special token cannot be written as UTF-8.
@@ -50,7 +50,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` beside it if they exist.
+        """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` if its folder has them.
 
         Args:
             path: the file, or its folder. Load only trusted files: a tokenizer or a chat template can take unlimited
@@ -143,10 +143,10 @@ class Tokenizer:
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of each token. Grammars need them.
+        """Return the bytes of each token. Grammars need these bytes.
 
         Raises:
-            OptionError: the tokenizer does not join tokens by their bytes.
+            OptionError: the text of several tokens is not made by joining the tokens' bytes.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
@@ -240,7 +240,7 @@ class TokenBytes:
     """The tokens of a vocabulary as bytes.
 
     Attributes:
-        texts: by id, the bytes of each token; for special tokens, their names, which are not text.
+        texts: the bytes of each token, by id; for a special token, its name, which is not part of a text.
         special: ids of special tokens.
     """
 
@@ -293,7 +293,7 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
 def _alphabet() -> dict[str, int]:
     """Return the byte of each character in the texts of byte-level tokens.
 
-    Visible bytes stand for themselves; the others are written as the characters from 256 on.
+    Printable bytes stand for themselves; other bytes are written as the characters from 256 on.
     """
     seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     unseen = [byte for byte in range(256) if byte not in seen]
@@ -304,7 +304,7 @@ _BYTES = _alphabet()
 
 
 def each_decoder(decoder: Any) -> Iterator[dict[str, Any]]:
-    """Yield the decoder of a ``tokenizer.json``, and all decoders inside it."""
+    """Yield the decoder in a ``tokenizer.json``, and all decoders that it contains."""
     if isinstance(decoder, dict):
         yield decoder
         inner = decoder.get("decoders")

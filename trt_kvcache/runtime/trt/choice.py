@@ -77,12 +77,12 @@ class DeviceChoice:
             pitch: bytes from one row to the next.
             rows: R.
             keep: consecutive positions of each row.
-            highest: how many of the highest scores of each position, see `StepBatch.highest`.
+            highest: how many of the highest scores to find at each position, see `StepBatch.highest`.
             masks: masks of the allowed tokens, see `StepBatch.masks`.
 
         Returns:
-            `CHOICE` ``[R, keep, N]``, tokens ascending; after the last one, tokens of -1 with scores of ``-inf``. None
-                if the host should choose: too many scores or positions are asked for.
+            `CHOICE` ``[R, keep, N]``, in ascending order of tokens. A short list ends with tokens of -1 and scores of
+                ``-inf``. None if the host should choose: too many scores or positions are asked for.
         """
         if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:
             return None
@@ -101,7 +101,10 @@ class DeviceChoice:
         return chosen.reshape(rows, keep, -1)
 
     def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
-        """Copy the masks of allowed tokens to the GPU while the step runs. Return their address; 0 without masks."""
+        """Copy the masks of allowed tokens to the GPU while the step runs.
+
+        Return their address; 0 if there are no masks.
+        """
         if masks is None:
             return 0
         data = masks(self._words)
@@ -128,8 +131,8 @@ class DeviceChoice:
         Returns:
             The lists of the kernel `candidates`, ``[R * keep, 1 + CANDIDATES]``; and the least score in each list.
 
-        The vocabulary is cut into disjoint sets. At least `highest` scores reach the `highest`-th largest of the sets'
-        maxima, and few others do.
+        The vocabulary is divided into disjoint sets. The `highest`-th largest of the sets' maxima is a bound: at least
+        `highest` scores reach it, and few more.
         """
         count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
         self._launch("set_maxima", (start, masks, self._results), pitch, rows, keep, vocab)
@@ -220,7 +223,7 @@ class DeviceChoice:
 
 
 def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
-    """Return the GPU memory that a `DeviceChoice` takes; 0 if it does not support these logits."""
+    """Return the bytes of GPU memory that a `DeviceChoice` takes; 0 if it does not support these logits."""
     try:
         return sum(map(taken, _sizes(dtype, vocab, rows, most)))
     except OptionError:
@@ -228,7 +231,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Return the bytes of results, least scores and masks; raise `OptionError` if the kernels refuse the logits."""
+    """Return the bytes that results, least scores and masks take; raise `OptionError` if kernels refuse the logits."""
     if dtype.name not in CHOICE_DTYPES:
         raise OptionError(
             f"kernels that choose tokens take logits of {', '.join(CHOICE_DTYPES)}; these are {dtype.name}"
@@ -242,14 +245,14 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
 
 
 def _most_lists(rows: int) -> int:
-    """Return for how many positions of a step the GPU can find the highest scores: as many as a decode step has."""
+    """Return for how many positions per step the GPU can find the highest scores: as many as in a decode step."""
     return max(rows, _PROVED)
 
 
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """Return a `DeviceChoice` that passed its test on the GPU, or None and the reason.
+    """Return a `DeviceChoice` (choosing tokens on the GPU) that passed its test there; or None and the reason.
 
     The test uses the memory of the logits.
     """

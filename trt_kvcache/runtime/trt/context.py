@@ -37,7 +37,7 @@ _KEEP = "keep the kernels that it compiles"
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
     """Return the path of the file for compiled kernels of an engine on this kind of GPU: ``model.engine.sm89.kernels``.
 
-    The file lies in `folder`, or beside the engine if `folder` is None.
+    The file lies in `folder`, or in the engine's folder if `folder` is None.
     """
     name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
     return (folder or engine.parent) / name
@@ -47,7 +47,7 @@ class KernelCache:
     """The kernels that TensorRT for RTX compiled for one engine (its runtime cache), and the file that keeps them.
 
     Attributes:
-        loaded: the file held kernels, and TensorRT accepted them.
+        loaded: True if the file held kernels, and TensorRT accepted them.
 
     Args:
         trt: the engine.
@@ -55,7 +55,7 @@ class KernelCache:
         path: path of the file; it need not exist.
 
     Raises:
-        BackendError: TensorRT makes no cache.
+        BackendError: TensorRT cannot make the cache.
     """
 
     def __init__(self, trt: TensorRT, config: Any, path: Path) -> None:
@@ -78,7 +78,7 @@ class KernelCache:
             warn_unsaved(error)
 
     def save(self) -> None:
-        """Write the file if there are new kernels. If the folder cannot be written, warn."""
+        """Write the kernels to the file if there are new ones. If the folder cannot be written, warn."""
         blob = self._cache.serialize()
         content = b"" if blob is None else bytes(memoryview(blob))
         if not content or content == self._stored:
@@ -93,7 +93,7 @@ class KernelCache:
 
 
 def warn_unsaved(why: Exception) -> None:
-    """Warn that compiled kernels could not be saved, so the next start compiles them again."""
+    """Warn that compiled kernels could not be saved, so that the next start compiles them again."""
     warnings.warn(f"compiled kernels are not kept for the next start: {why}", RuntimeWarning, stacklevel=3)
 
 
@@ -101,13 +101,13 @@ Shape = tuple[int, ...]
 
 
 class Context:
-    """An ``IExecutionContext``. It sets only what changed since the last step, and checks every return value.
+    """Wraps an ``IExecutionContext``: sets only what changed since the last step, and checks every return value.
 
     Args:
         trt: the engine.
         context: the execution context.
         stream: handle of the stream that it runs on.
-        used: objects that the context was made from; they must live as long.
+        used: objects from which the context was made; they must live as long as the context.
     """
 
     def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
@@ -120,12 +120,14 @@ class Context:
         self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
 
     def lend(self, address: int, size: int) -> None:
-        """Give the context activation memory, at this address. All contexts share it."""
+        """Let the context use the activation memory at this address, which all contexts of the engine share."""
         if size:
             self._context.set_device_memory(address, size)
 
     def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of inputs, and the addresses of inputs and outputs. Do not change the mappings later.
+        """Set the shapes of inputs, and the addresses of inputs and outputs.
+
+        The caller must not change the mappings later.
 
         Raises:
             BackendError: TensorRT refuses a shape or an address.
@@ -159,14 +161,14 @@ class Context:
         return shape
 
     def let_go(self) -> None:
-        """Stop TensorRT from reporting errors to Python. Call this before the context is dropped.
+        """Stop TensorRT from reporting errors to Python. Call this before the last reference to the context is dropped.
 
         TensorRT for RTX may still compile for the context in a thread; destroying the context waits for that thread.
         """
         self._context.error_recorder = None
 
     def __del__(self) -> None:
-        """Call `let_go`, which an interrupt right after the context was made may have prevented."""
+        """Call `let_go`, in case an interrupt right after the creation of the context prevented that."""
         self.let_go()
 
     def enqueue(self) -> None:
@@ -212,12 +214,12 @@ class ContextFactory:
         return config
 
     def _config(self, *, graphs: bool) -> Any:
-        """Return the ``IRuntimeConfig`` of TensorRT for RTX for contexts that record CUDA graphs themselves, or do not.
+        """Return the ``IRuntimeConfig`` for contexts that record CUDA graphs themselves, or for those that do not.
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
-        compiled. A graph that we record would keep the quick ones, so TensorRT records the graphs itself. Contexts that
-        record have one fixed shape, so they wait for the specialized kernels; other contexts, whose shapes change, do
-        not wait.
+        compiled. A graph that this package records would keep the quick kernels, so TensorRT records the graphs itself.
+        Contexts that record have one fixed shape, so they wait for the specialized kernels; other contexts, whose
+        shapes change, do not wait.
         """
         if graphs not in self._configs:
             module, config = self._trt.module, self._new_config()
@@ -239,10 +241,10 @@ class ContextFactory:
 
         Args:
             profile: index of the profile.
-            graphs: TensorRT for RTX only: the context records its steps as CUDA graphs itself.
+            graphs: let the context itself record its steps as CUDA graphs; for TensorRT for RTX only.
 
         Raises:
-            BackendError: TensorRT refuses.
+            BackendError: TensorRT does not make the context.
         """
         trt = self._trt
         how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -264,14 +266,14 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A step that repeats, in its own context. `graph` is its CUDA graph; None until the context has run once."""
+    """A repeated step and its own execution context. `graph` is its CUDA graph; None until the context has run once."""
 
     context: Context
     graph: Any = None
 
 
 class StepGraphs:
-    """Runs steps that repeat, with the same shapes and addresses, as CUDA graphs.
+    """Runs repeated steps, those with the same shapes and addresses, as CUDA graphs.
 
     Attributes:
         failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
@@ -292,15 +294,15 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream with its graph or its own context, if the same step has been run before.
+        """Put a step on the stream with its CUDA graph or its own context, if the same step has been run before.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
             make: makes a context with the shapes and addresses of this step.
-            before: puts the copies on the stream that precede the step; they are recorded with it.
+            before: function that puts the copies before the step on the stream; they are recorded with the step.
 
         Returns:
-            True if the step is on the stream; False: the caller must run it.
+            True if the step is on the stream; False if the caller must run it.
         """
         if self.failure:
             return False
@@ -325,7 +327,7 @@ class StepGraphs:
         self._seen.clear()
 
     def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
-        """Return the CUDA graph of a step, recorded if needed; None if the step has now run in its own context instead.
+        """Return the CUDA graph of a step, recorded if needed; None if the step has now run without a graph instead.
 
         If a run fails, the caller runs the step again, which writes the same values.
         """

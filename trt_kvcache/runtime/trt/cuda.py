@@ -44,7 +44,10 @@ _DEVICE, _HOST = "Device", "Host"
 
 
 def taken(size: int) -> int:
-    """Return the bytes of GPU memory that an allocation of `size` takes: whole pages; small allocations share one."""
+    """Return the bytes of GPU memory that an allocation of `size` takes: whole pages.
+
+    Small allocations share a page.
+    """
     return size if size <= _PAGE // 2 else -(-size // _PAGE) * _PAGE
 
 
@@ -127,10 +130,10 @@ class Cuda:
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """Make the GPU's context current for a block that may run at any time, such as during garbage collection.
+        """Make the GPU's context current within a block that may run at any time, even during garbage collection.
 
         The block preserves the state of the thread: another GPU may be current, and a stream may be recording and would
-        not allow calls that allocate or free. Like `close`, it never fails.
+        not allow calls that allocate or free. Like `close`, this method never fails.
         """
         driver = self._driver
         _, before = driver.cuCtxGetCurrent()
@@ -148,8 +151,9 @@ class Cuda:
     def free_memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the GPU, as the driver counts them.
 
-        A GPU such as DGX Spark's shares the machine's memory. Its driver counts cached pages of files, such as the
-        engine's, as used, although the system frees them on demand; so the system's free memory counts as well.
+        A GPU such as DGX Spark's shares the machine's memory. The driver of such a GPU counts cached pages of files,
+        such as the engine's, as used, although the system frees them on demand; so the result also counts what the
+        system has free.
         """
         free, total = map(int, self._check("cuMemGetInfo", self._driver.cuMemGetInfo()))
         return max(free, min(free_memory(), total)) if self._integrated else free, total
@@ -166,7 +170,7 @@ class Cuda:
         return version // 1000, version % 1000 // 10
 
     def allocate(self, size: int) -> int:
-        """Allocate `size` bytes of GPU memory, zeroed, and return their address."""
+        """Allocate `size` bytes of zeroed GPU memory, and return its address."""
         size = max(size, 1)
         address = int(self._check(f"cuMemAlloc of {size} bytes", self._driver.cuMemAlloc(size)))
         self._memory[address] = size
@@ -181,7 +185,7 @@ class Cuda:
 
     @contextmanager
     def undone_on_failure(self) -> Iterator[None]:
-        """A block of allocations: if it fails, the memory that it allocated is freed."""
+        """If the ``with`` block fails, free the memory that it allocated."""
         memory, pinned = set(self._memory), {*self._pinned, self._staging.address}
         try:
             yield
@@ -197,7 +201,7 @@ class Cuda:
         return Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
     def free_pinned(self, memory: Pinned) -> None:
-        """Free page-locked memory before `close`; freeing it again does nothing."""
+        """Free page-locked memory before `close`. A second call for the same memory does nothing."""
         if memory.address in self._pinned:
             self.sync()
             self._check("cuMemFreeHost", self._driver.cuMemFreeHost(memory.address))
@@ -212,9 +216,10 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait for it. Its `height` equal parts are placed `pitch` bytes apart.
+        """Copy an array to the GPU, and wait until that is done.
 
-        The array goes through pinned memory: in one copy if it fits there, else in pieces of one part.
+        Its `height` equal blocks are placed `pitch` bytes apart. The array goes through pinned memory: in one copy if
+        it fits there, else block by block.
         """
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
@@ -229,7 +234,7 @@ class Cuda:
             self.sync()  # the next piece goes through the same memory
 
     def download_pieces(self, source: int, width: int, pitch: int = 0, height: int = 1) -> npt.NDArray[np.uint8]:
-        """Return a host copy of `height` parts of `width` bytes that lie `pitch` bytes apart on the GPU."""
+        """Return a host copy of `height` blocks of `width` bytes that lie `pitch` bytes apart on the GPU."""
         data, through = np.empty(width * height, np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             return np.concatenate([self.download_pieces(source + run * pitch, width) for run in range(height)])
@@ -242,19 +247,22 @@ class Cuda:
         return data
 
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes within the GPU. They start `pitch` bytes apart in source and target."""
+        """Copy `height` blocks of `width` bytes within the GPU.
+
+        They start `pitch` bytes apart, before and after the copy.
+        """
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
+        """Copy `height` blocks of `width` bytes, `pitch` bytes apart, from the GPU to consecutive pinned memory."""
         self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes from consecutive pinned memory to the GPU, `pitch` bytes apart."""
+        """Copy `height` blocks of `width` bytes from consecutive pinned memory to addresses `pitch` bytes apart."""
         self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
-        """Set `height` parts of `width` bytes of GPU memory, `pitch` bytes apart, to 0."""
+        """Set `height` blocks of `width` bytes of GPU memory to 0; the blocks start `pitch` bytes apart."""
         if height > 1 and pitch > _MAX_PITCH:
             for run in range(height):
                 self.zero_rows(target + run * pitch, width, width, 1)
@@ -267,7 +275,7 @@ class Cuda:
         self._check("cuStreamSynchronize", self._driver.cuStreamSynchronize(self.stream))
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """Record the work that `work` puts on the stream as a CUDA graph, without running it.
+        """Record as a CUDA graph what `work` puts on the stream, without running it.
 
         Returns:
             The graph, for `launch` and `discard`.
@@ -308,14 +316,18 @@ class Cuda:
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
 
     def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
-        """Put a kernel on the stream: `grid` blocks of `block` threads. Addresses are ints, numbers NumPy scalars."""
+        """Put a kernel on the stream: `grid` blocks of `block` threads.
+
+        Addresses are ints, numbers are NumPy scalars.
+        """
         with self._core_errors("launch a kernel"):
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
-        """Return GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.
+        """Return GPU memory as an object with ``__dlpack__``; the object keeps `owner` alive.
 
-        DLPack in cuda.core 1.2 has no bfloat16 and no float8: their bits come as unsigned integers.
+        DLPack in cuda.core 1.2 has no bfloat16 and no float8. Arrays of these types appear as unsigned integers with
+        the same bits.
         """
         if dtype.kind == "V":  # a type that ml_dtypes adds to NumPy
             dtype = np.dtype(f"u{dtype.itemsize}")
@@ -327,7 +339,8 @@ class Cuda:
     def close(self) -> None:
         """Free all memory. Calling it again does nothing.
 
-        It never fails: after a fault of the GPU every call fails, and the memory is freed with the process's context.
+        `close` never fails. After a fault of the GPU every CUDA call fails; the memory is freed with the process's
+        context.
         """
         self._free(set(self._memory), set(self._pinned))
         with suppress(BackendError), self._core_errors("close the stream"):
@@ -344,7 +357,7 @@ class Cuda:
             self._pinned.remove(address)
 
     def _copy_2d(self, source: tuple[str, int, int], target: tuple[str, int, int], width: int, height: int) -> None:
-        """Copy `height` parts of `width` bytes: all at once if their distance allows this, else one by one."""
+        """Copy `height` blocks of `width` bytes: all at once if their distance allows this, else one by one."""
         (from_, start, step), (to, end, stride) = source, target
         if height > 1 and max(step, stride) > _MAX_PITCH:
             for run in range(height):
@@ -395,9 +408,9 @@ class Need:
     """GPU memory that a runner is going to allocate for one use.
 
     Attributes:
-        what: name of its use, such as ``"caches"``.
-        size: bytes, as the driver allocates them.
-        for_rows: bytes for a batch of fewer rows; None: `size`.
+        what: name of the use, such as ``"caches"``.
+        size: bytes that the driver allocates.
+        for_rows: function that returns the bytes for a smaller batch; None: always `size`.
     """
 
     what: str
@@ -409,12 +422,12 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
     """Refuse to allocate more GPU memory than is free.
 
     Args:
-        needs: all memory that will be allocated, for `max_batch` rows.
+        needs: all memory that will be allocated, for `max_batch` batch rows.
         free: free bytes of the GPU, as the driver counts them.
         total: all bytes of the GPU.
         gpu: name of the GPU.
-        max_batch: number of rows.
-        advice: what to do; None: the advice for a decoder, with batch and sizes.
+        max_batch: number of batch rows.
+        advice: what the user can do; None: the advice for a decoder, about batch and sizes.
 
     Raises:
         BackendError: `needs` and `RESERVE` together are more than `free`; the message says how many rows fit.
@@ -441,7 +454,7 @@ def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
 
 
 class DeviceBlock:
-    """GPU memory that holds several arrays. When the last array is gone, its address is appended to `gone`.
+    """GPU memory that holds several arrays. When the last array is deleted, the memory's address is added to `gone`.
 
     The owner of `gone` frees the memory later: an array may be collected in any thread and at any time, even while a
     CUDA graph is recorded.
@@ -456,8 +469,8 @@ class DeviceArray:
     """A read-only array on a GPU; ``numpy.asarray`` copies it.
 
     Args:
-        home: the GPU and stream that it belongs to.
-        block: the memory that holds it.
+        home: the GPU and stream to which the array belongs.
+        block: the memory that holds the array.
         offset: bytes from the start of `block`.
         shape: sizes.
         dtype: dtype of the elements.

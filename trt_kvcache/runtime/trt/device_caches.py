@@ -26,10 +26,10 @@ class DeviceCaches:
     Args:
         cuda: the GPU that holds them.
         plan: plan of the engine.
-        max_batch: rows of each cache.
+        max_batch: batch rows of each cache.
 
     Raises:
-        ManifestError: a row of a cache would start at an address that TensorRT cannot take.
+        ManifestError: a batch row of a cache would start at an address that TensorRT cannot take.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, max_batch: int) -> None:
@@ -53,13 +53,16 @@ class DeviceCaches:
         return sum(taken(rows * b.row_bytes) * (1 if b.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:
-        """Allocate the memory, zeroed."""
+        """Allocate memory for all caches and state, filled with zeros."""
         for name, buffer in self.buffers.items():
             sides, size = 1 if buffer.in_place else 2, self._max_batch * buffer.row_bytes
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return in which of two buffers, 0 or 1, these rows have their newest contents; copy rows that differ."""
+        """Return which of two buffers, 0 or 1, has the newest contents of these batch rows.
+
+        Copy rows if they differ.
+        """
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -72,7 +75,7 @@ class DeviceCaches:
         return side
 
     def bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the addresses of all past and present tensors by name, for a step whose rows begin at `first_row`."""
+        """Return the addresses of all past and present tensors by name, for a step from batch row `first_row` on."""
         bound = {}
         for name, buffer in self.buffers.items():
             bound[name] = self._row(name, first_row, side)
@@ -80,7 +83,7 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Record that a step has written these rows: their newest contents now lie in the other of two buffers."""
+        """Record that a step has written these batch rows. If there are two buffers, the other one is now newer."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -128,7 +131,7 @@ class DeviceCaches:
     def view(self, name: str, owner: object) -> Any:
         """Return the buffer of one cache without a copy; see `Runner.view`.
 
-        If the cache has two buffers, it is the one with the newest contents of the first row.
+        If the cache has two buffers, return the one with the newest contents of the first batch row.
         """
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
@@ -136,13 +139,13 @@ class DeviceCaches:
         return self._cuda.view(address, shape, buffer.array_dtype, owner)
 
     def _row(self, name: str, row: int, side: int | None = None) -> int:
-        """Return the address of a batch row in a buffer; by default, in the buffer with the row's newest contents."""
+        """Return the address of a batch row in a buffer; by default, in the buffer where its contents are newest."""
         buffer = self.buffers[name]
         side = self._side_of(buffer, row) if side is None or buffer.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _runs(self, row: int, start: int, stop: int) -> Iterator[_Runs]:
-        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that has any of them."""
+        """Yield the memory of tokens ``start .. stop - 1`` of a batch row, for each buffer that holds some of them."""
         for name, buffer in self.buffers.items():
             first, last = buffer.places(start, stop)
             if last > first:
@@ -159,7 +162,7 @@ class DeviceCaches:
 
 
 class _Runs(NamedTuple):
-    """The memory of some cache rows of one batch row: `height` parts of `width` bytes, each `pitch` bytes apart."""
+    """The memory of some cache rows of one batch row: `height` blocks of `width` bytes, each `pitch` bytes apart."""
 
     address: int
     pitch: int
@@ -168,7 +171,7 @@ class _Runs(NamedTuple):
 
 
 def _checked(cache: Carried) -> Carried:
-    """Refuse a cache whose sizes are not fixed, or whose elements are smaller than a byte; return other caches."""
+    """Return the caches. Refuse a cache whose sizes are not fixed, or whose elements are smaller than a byte."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
             f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "

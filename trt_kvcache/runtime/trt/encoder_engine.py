@@ -28,17 +28,17 @@ _LESS = (
 
 
 class TensorRTEncoder:
-    """An encoder engine that runs on the GPU and the stream of its decoder.
+    """An encoder engine that runs on the same GPU and the same CUDA stream as its decoder.
 
     Args:
         path: path of the engine; its manifest lies beside it.
         runner: runner of the decoder.
         constants: constants that the decoder takes.
-        guard: lock of the session, held while the encoder runs: it shares a stream with the decoder's steps.
+        guard: lock of the session, held while the encoder runs, because encoder and decoder share a stream.
 
     Raises:
-        ManifestError: it is not an encoder's engine, or not the one that was built with the decoder's.
-        SessionError: it cannot be opened here, or the GPU has too little memory.
+        ManifestError: the file is not an encoder's engine, or was not built together with the decoder's engine.
+        SessionError: the engine cannot be opened here, or the GPU has too little memory.
         UnsupportedModelError: the engine reads a tensor in host memory.
     """
 
@@ -62,7 +62,7 @@ class TensorRTEncoder:
         self._masks = [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence, as `DeviceArray`; masks lie on the host."""
+        """Return the decoder's constants for one sequence, as `DeviceArray`; masks are in host memory."""
         feed = self._reader.read(source)
         self._check(feed)
         with self._guard.lock, self._guard.idle, self._runner.running():
@@ -82,7 +82,7 @@ class TensorRTEncoder:
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
-        """Raise `PromptError` for token ids or shapes outside of the engine's ranges, which TensorRT hardly reports."""
+        """Raise `PromptError` for token ids or shapes outside of the engine's ranges: TensorRT rarely reports these."""
         for name, range_ in self._manifest.profiles[0].shapes.items():
             shape = feed[name].shape
             if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
@@ -100,7 +100,7 @@ class TensorRTEncoder:
 
 
 def engine_beside(decoder: Path, runner: TensorRTRunner) -> tuple[Path | None, str]:
-    """Return the path of the encoder engine that was built with a decoder's; or None, and why there is none."""
+    """Return the path of the encoder engine that was built with a decoder engine; or None and why there is none."""
     built = runner.manifest.encoder
     if built is None:
         return None, f"{decoder} was built without the engine of an encoder"
@@ -132,9 +132,10 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 
 
 class EngineFunction:
-    """An engine without state that runs on a decoder's GPU and stream: inputs come from the host, outputs stay there.
+    """An engine without state that runs on a decoder's GPU and stream.
 
-    Call it within `TensorRTRunner.running`. It knows no runner: the runner's resources hold it until they are freed.
+    It gets inputs from the host; outputs stay on the GPU. Call it within `TensorRTRunner.running`. It has no reference
+    to the runner: the runner's resources keep it until they are freed.
 
     Args:
         path: path of the engine, whose hash has been checked.
@@ -190,7 +191,7 @@ class EngineFunction:
         """Run the engine once, and return its outputs by name. They stay on the GPU.
 
         Args:
-            feed: every input, C-contiguous, in its dtype, and within the profile.
+            feed: an array for every input, C-contiguous, in the input's dtype, with a shape within the profile.
             fetch: copies bytes to the host, see `DeviceArray`.
 
         Raises:
@@ -220,7 +221,7 @@ class EngineFunction:
         }
 
     def fetch(self, address: int, size: int) -> Array:
-        """Copy bytes from the GPU; return uint8 ``[size]``."""
+        """Copy the bytes of an output from the GPU; return uint8 ``[size]``."""
         return self._cuda.download_pieces(address, size)
 
     def let_go(self) -> None:
@@ -233,7 +234,7 @@ class EngineFunction:
             self.__dict__.pop("_trt").let_go()
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
-        """Return the bytes that all outputs of a run take in one block of memory; and offset and shape of each output.
+        """Return the size in bytes of one memory block for all outputs of a run, and each output's offset and shape.
 
         Raises `SessionError` if the size of an output depends on the data.
         """

@@ -29,7 +29,7 @@ _OTHER_GPUS = "does not support this compute capability"
 
 
 def load_tensorrt(backend: str) -> Any:
-    """Import the module that a manifest names: ``tensorrt`` or ``tensorrt_rtx``; raise `BackendError` if missing."""
+    """Import the module that a manifest names: ``tensorrt`` or ``tensorrt_rtx``; else raise `BackendError`."""
     package = PACKAGES[Target(backend)]
     try:
         return importlib.import_module(package.module)
@@ -43,12 +43,12 @@ def load_tensorrt(backend: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An opened engine, and the objects that it needs as long as it lives.
+    """An opened engine, and the objects that must live as long as the engine.
 
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
         engine: ``ICudaEngine``.
-        runtime: kept alive for the engine.
+        runtime: object of TensorRT that must live as long as the engine.
         recorder: collects the errors that TensorRT reports; see `make_recorder`.
         title: name and version, for messages.
         rtx: True for TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.
@@ -90,9 +90,10 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
         cuda: the GPU.
 
     Raises:
-        BackendError: TensorRT cannot open the engine here: another GPU, another version, a damaged file.
-        ManifestError: its tensors, profiles or aliases differ from those of the manifest.
-        UnsupportedModelError: it needs a tensor in host memory.
+        BackendError: TensorRT cannot open the engine here: it was built for another GPU or version, or the file is
+            damaged.
+        ManifestError: the engine's tensors, profiles or aliases differ from those in the manifest.
+        UnsupportedModelError: the engine needs a tensor in host memory.
     """
     target = Target(manifest.backend)
     title = f"{PACKAGES[target].title} {module.__version__}"
@@ -116,7 +117,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
 
 
 def _check_locations(path: Path, module: Any, engine: Any) -> None:
-    """Refuse an engine that reads an input on the host: all buffers of the runtime are on the GPU."""
+    """Refuse an engine that reads an input in host memory, because all buffers of the runtime are on the GPU."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
     on_host = [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]
     if on_host:
@@ -154,7 +155,7 @@ def _refusal(
 
 
 def _reasons(module: Any, runtime: Any, data: Any) -> tuple[str, ...]:
-    """Return the diagnostics of TensorRT for RTX, by name; an empty tuple on TensorRT, which gives none."""
+    """Return the diagnostics of TensorRT for RTX, by name; an empty tuple on TensorRT, which gives no diagnostics."""
     if not hasattr(runtime, "get_engine_validity"):
         return ()
     _, diagnostics = runtime.get_engine_validity(data)

@@ -29,10 +29,10 @@ class StepBuffers:
     """Holds the inputs and outputs of steps, except caches and state, in GPU memory.
 
     Args:
-        cuda: the GPU that holds them.
+        cuda: the GPU that holds the inputs and outputs.
         plan: plan of the engine.
         largest: the largest shape of each tensor, outputs included; caches and state are left out.
-        rows: most rows of a step.
+        rows: most batch rows of a step.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
@@ -50,7 +50,7 @@ class StepBuffers:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory that `allocate` takes for inputs and outputs."""
+        """Number of bytes of GPU memory that `allocate` takes for inputs and outputs."""
         return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
@@ -59,7 +59,10 @@ class StepBuffers:
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... Each step uses the beginning of them."""
+        """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...
+
+        Each step uses the start of these inputs.
+        """
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -73,14 +76,17 @@ class StepBuffers:
             self._cuda.upload_pieces(self.addresses[name], values)
 
     def choose(self) -> str:
-        """Let the GPU choose tokens in steps that need few scores per position. Return why it cannot; "" if it can."""
+        """Let the GPU choose tokens in steps that need few scores per position.
+
+        Return why the GPU cannot; "" if it can.
+        """
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
         form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of a step's rows to the GPU, unless the last step had the same."""
+        """Copy the constants of a step's rows to the GPU, unless the last step had the same constants."""
         if constants == self._constants:
             return
         self._constants = ()
@@ -95,7 +101,7 @@ class StepBuffers:
         self._constants = constants
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
+        """Write matrix A or B of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         shape = self._largest[name][1:]
         padded = np.zeros(shape, array_dtype(self._tensors[name].dtype))
         if data is not None:
@@ -109,7 +115,7 @@ class StepBuffers:
             self._staging.data[start : start + data.size] = data
 
     def upload(self, shapes: Mapping[str, Shape]) -> None:
-        """Copy the inputs that `put` wrote to the GPU, in these shapes."""
+        """Copy to the GPU the inputs that `put` wrote, in these shapes."""
         for name, offset in self._offsets.items():
             size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
             self._cuda.upload(self.addresses[name], self._staging.address + offset, size)
@@ -118,9 +124,9 @@ class StepBuffers:
         """Wait for the step, and return the logits of its last `keep` positions.
 
         Returns:
-            ``[R, keep, V]``, valid until the next call: a view of pinned memory if they fit into it. If `batch` asks
-                for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]`` of the scores that the
-                masks allow.
+            ``[R, keep, V]``, valid until the next call: a view of pinned memory if the logits fit into it. If `batch`
+                asks for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]``, the tokens and
+                scores that the masks allow.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -143,7 +149,7 @@ class StepBuffers:
         return self._cuda.download_pieces(self.addresses[name], size).view(dtype).reshape(shape)
 
     def _fetch(self, start: int, pitch: int, width: int, rows: int) -> HostBytes:
-        """Return `rows` parts of `width` bytes of the logits: a view of pinned memory if they fit, else a copy."""
+        """Return `rows` blocks of `width` bytes of the logits: a view of pinned memory if it is enough, else a copy."""
         if rows * width > self._host_logits.data.size:
             return self._cuda.download_pieces(start, width, pitch, rows)
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, rows)
@@ -195,10 +201,12 @@ class StepShapes:
         return kind
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """Return the largest shapes of all tensors except caches in any step. TensorRT infers those of the outputs.
+        """Return the largest shapes of all tensors except caches in any step.
+
+        TensorRT infers the shapes of the outputs.
 
         Args:
-            contexts: one for each profile.
+            contexts: one execution context for each profile.
             rows: most rows of a step.
             chunk: most tokens per row.
             max_logits: most positions per row whose logits a step returns; None: all.
@@ -252,7 +260,7 @@ class StepShapes:
         return Constants(arrays) if arrays else NO_CONSTANTS
 
     def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
-        """Return the index of a profile that the shapes of a step fit; the decode profile if possible."""
+        """Return the index of a profile that allows the shapes of a step; the decode profile if it allows them."""
         profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
         for index, profile in profiles:
             if all(

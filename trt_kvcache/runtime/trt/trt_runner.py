@@ -46,15 +46,16 @@ class TensorRTRunner:
     Attributes:
         manifest: the manifest of the engine.
         inputs: the inputs of the model.
-        resources: GPU, engine, contexts; freed with the runner.
+        resources: the GPU, the engine and its contexts; freed with the runner.
         host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
             scores.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
-        max_batch: rows of every cache; default and maximum: the engine's own. Fewer rows need less memory.
-        max_chunk: most tokens of one row per step; default and maximum: the engine's own. Fewer tokens need less memory
-            for logits.
+        max_batch: batch rows of every cache; default and maximum: the number in the engine. Fewer rows need less
+            memory.
+        max_chunk: most tokens of one row per step; default and maximum: the number in the engine. Fewer tokens need
+            less memory for logits.
         device: index of the GPU.
         cuda_graphs: record decode steps as CUDA graphs.
         kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
@@ -143,12 +144,15 @@ class TensorRTRunner:
 
     @property
     def graphs(self) -> StepGraphs | None:
-        """The recorded steps; None if steps are not recorded."""
+        """The CUDA graphs of recorded steps; None if steps are not recorded."""
         return self.resources.graphs
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations. Constant once open."""
+        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations.
+
+        The number never changes.
+        """
         return self._cuda.allocated
 
     def identity(self) -> str:
@@ -209,12 +213,12 @@ class TensorRTRunner:
             self._caches.write_row(name, row, data)
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write factors of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
+        """Write matrix A or B of a LoRA adapter to one adapter slot; see `Runner.write_adapter`."""
         with self.running():
             self._buffers.write_adapter(name, slot, data)
 
     def host_memory(self, size: int) -> HostMemory:
-        """Return page-locked host memory for packed cache rows; see `Runner.host_memory`."""
+        """Return page-locked host memory for the copies that `pack_rows` makes; see `Runner.host_memory`."""
         with self.running():
             pinned = self._cuda.allocate_pinned(size)
         return HostMemory(pinned.data[:size], partial(self._give_back, pinned))
@@ -237,7 +241,7 @@ class TensorRTRunner:
     def view(self, name: str) -> Any:
         """Return one cache buffer as a ``cuda.core.utils.StridedMemoryView``, without a copy; see `Runner.view`.
 
-        It must not be used after `close`.
+        The view must not be used after `close`.
         """
         with self.running():
             return self._caches.view(name, self)
@@ -248,9 +252,9 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block in which an open runner is used: CUDA's context is current, and its faults become SessionError.
+        """A ``with`` block that uses an open runner: CUDA's context is current; CUDA's errors become SessionError.
 
-        Two threads must not enter it at once.
+        Two threads must not enter the block at once.
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
@@ -277,14 +281,14 @@ class TensorRTRunner:
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
-        """Return the address of every tensor for a step that begins at this row. The results are cached."""
+        """Return the address of every tensor for a step that begins at this batch row. The results are cached."""
         if (first_row, side) not in self._bound:
             self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
         return self._bound[first_row, side]
 
 
 def _within(name: str, asked: int | None, most: int) -> int:
-    """Return the number that the caller asked for, if the engine allows it; by default, the engine's maximum."""
+    """Return the size that the caller asked for, if the engine allows it; by default, the engine's maximum."""
     if asked is not None and as_whole(asked, name) < 1:
         raise OptionError(f"{name} is {asked}; it must be at least 1")
     if asked is not None and asked > most:
@@ -303,9 +307,9 @@ class Resources:
         trt: the engine, once it is open.
         factory: the factory of contexts, once the engine is open.
         contexts: one context for each profile.
-        functions: engines of encoders that run on this GPU.
+        functions: the encoders' engines that run on this GPU.
         graphs: the recorded steps; None if steps are not recorded.
-        in_use: a call is running.
+        in_use: True while a call is running.
     """
 
     trt: TensorRT
@@ -322,8 +326,8 @@ class Resources:
     def close(self) -> None:
         """Free everything, and save compiled kernels for the next start.
 
-        It does nothing if a call is still running: then the process ends while another thread is in that call. It does
-        nothing in a forked process, because CUDA does not work there.
+        `close` does nothing if a call is still running: then the process ends while another thread is in that call.
+        `close` also does nothing in a forked process, because CUDA does not work there.
         """
         if self.in_use or os.getpid() != self._process:
             return
@@ -341,7 +345,7 @@ class Resources:
                 self.let_go()
 
     def let_go(self) -> None:
-        """Drop the objects of TensorRT, and then the memory that they are bound to."""
+        """Drop the objects of TensorRT, and then the memory to which they are bound."""
         while self.contexts:
             self.contexts.pop().let_go()
         while self.functions:
