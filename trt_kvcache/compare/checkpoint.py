@@ -20,7 +20,7 @@ __all__ = ["decode", "save_logits"]
 
 
 def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the logits of each text, ``[tokens, vocabulary]``, decoded in steps with the cache that the model makes.
+    """Return the logits of each text, ``[tokens, vocabulary]``, from steps with the cache of the model.
 
     Args:
         model: a causal language model of transformers.
@@ -42,12 +42,12 @@ def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[i
 
 
 def save_logits(path: str | Path, logits: Sequence[Any], first: int = 0) -> None:
-    """Write the logits of each text to an ``.npz`` file; array names are the numbers of the texts, from `first` on."""
+    """Write the logits of each text to an ``.npz`` file. Arrays are named by the texts' numbers, from `first` on."""
     import_module("numpy").savez(path, **{str(i): rows for i, rows in enumerate(logits, first)})
 
 
 def main() -> None:
-    """Run the command line: decode with the checkpoint in a folder, and write the logits to a file."""
+    """Run the command line: decode with the checkpoint of a folder in transformers, and write the logits to a file."""
     checkpoint, asked, out = sys.argv[1:]
     torch, transformers = import_module("torch"), import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(

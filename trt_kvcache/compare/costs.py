@@ -28,14 +28,15 @@ _FEW = 1024
 
 @dataclass(frozen=True)
 class StepCost:
-    """The bytes of a step of one token.
+    """The bytes that a step of one token per sequence reads and writes.
 
     Attributes:
         tokens: tokens of each sequence, including the new one.
         batch: number of sequences.
         weights: bytes of weights, read once for all sequences.
         rows: bytes of cache rows that are read.
-        written: bytes of cache rows that are written. Caches that are not updated in place are read and written whole.
+        written: bytes of cache rows that are written. A cache that is not updated in place counts with all rows, read
+            and written.
         states: bytes of states, read and written.
     """
 
@@ -48,21 +49,21 @@ class StepCost:
 
     @property
     def total(self) -> int:
-        """Bytes of the step."""
+        """All bytes that the step reads and writes."""
         return self.weights + self.rows + self.written + self.states
 
     @property
     def share(self) -> float:
-        """Bytes of weights divided by all bytes of the step."""
+        """Share of the weights in all bytes of the step."""
         return self.weights / self.total
 
     def limit(self, bandwidth: float) -> float:
-        """Return the most tokens per second, of all sequences, that a memory of `bandwidth` GB/s allows."""
+        """Return the most tokens per second, summed over all sequences, that a memory of `bandwidth` GB/s allows."""
         return self.batch * bandwidth * 1e9 / self.total
 
 
 def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
-    """Return the bytes of a step of one token; None if the weights were not counted.
+    """Return the bytes of a step of one token; None if nobody counted the bytes of the weights.
 
     Args:
         plan: plan of the model.

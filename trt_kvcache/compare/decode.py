@@ -35,15 +35,15 @@ class Piece:
 
     Attributes:
         length: new tokens of each text.
-        rows: indices of the texts of this step, always the first texts of the batch. Their numbers of earlier tokens
-            may differ.
-        span: how many cache rows the step reads, if the model takes this number: "tight", "bucketed" or "full".
-        kept: number of last positions whose logits are computed, for models that take this number; None: all.
+        rows: indices of the texts of this step, always the first texts of the batch. These texts may have different
+            numbers of earlier tokens.
+        span: how many cache rows the step reads, if the model has an input for it: "tight", "bucketed" or "full".
+        kept: number of last positions whose logits are computed, if the model has an input for it; None: all positions.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
         skip: number of tokens by which each text grows before this step; their cache rows become copies of earlier
             rows.
-        drawn: before the step, all caches are filled with random numbers. Then `skip` may be negative, and texts become
-            shorter.
+        drawn: if True, fill all caches with random numbers before the step. Then `skip` may be negative, and texts
+            become shorter.
     """
 
     length: int
@@ -65,7 +65,7 @@ class Runner(Protocol):
     name: str
 
     def start(self, rows: int) -> None:
-        """Start `rows` new texts, which have no tokens yet."""
+        """Start `rows` new texts without tokens."""
         ...
 
     def step(self, piece: Piece, tokens: Array) -> Array:
@@ -83,15 +83,15 @@ class Runner(Protocol):
 
 @dataclass
 class Decode:
-    """Texts, and the pieces (steps) in which they are decoded.
+    """Texts, and the pieces (steps) of their decode.
 
     Attributes:
         pieces: the pieces, in order.
         rows: number of texts.
         vocabulary: token ids are 0 to ``vocabulary - 1``.
         seed: seed of the random tokens at the start of each text.
-        goes_on: texts continue with tokens that the first runner chooses; if False, all tokens are random.
-        tokens: tokens of each piece ``[R, length]``; the first runner fills this list.
+        goes_on: if True, texts continue with tokens that the first `Runner` chooses; if False, all tokens are random.
+        tokens: tokens of each piece ``[R, length]``; the first `Runner` fills this list.
         wanted: the reference's logits of each piece.
     """
 
@@ -104,9 +104,10 @@ class Decode:
     wanted: list[Array] = field(default_factory=list)
 
     def steps(self, runner: Runner) -> Iterator[Array]:
-        """Decode with a runner, and yield the logits of each piece. The first runner chooses the tokens.
+        """Decode with a `Runner`, and yield the logits of each piece (step). The first runner chooses the tokens.
 
-        A text continues greedily, but no pair of tokens occurs twice, because a model could repeat itself for ever.
+        The choice is greedy, but no pair of tokens occurs twice in a text, because a model could repeat itself for
+        ever.
         """
         rng = np.random.default_rng(self.seed)
         texts: list[list[int]] = [[] for _ in range(self.rows)]
@@ -135,14 +136,14 @@ def _next(text: Sequence[int], logits: Array) -> int:
 
 @dataclass(frozen=True)
 class Difference:
-    """The results of one runner, compared with the reference.
+    """The difference between the logits of a runtime and those of the reference.
 
     Attributes:
         largest: largest difference of a logit, as a share of the largest logit at its position.
         allowed: the largest difference that rounding explains.
         pieces: number of compared pieces.
         typical: median over positions of the norm of the difference, as a share of the norm of the centered logits.
-        agreement: share of positions where both have the same best token.
+        agreement: share of positions where runtime and reference have the same best token.
         beyond: share of positions that differ by more than `allowed`.
         piece, row, position: piece (step), text and token with the largest difference.
     """
@@ -164,11 +165,11 @@ class Difference:
 
 
 def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: bool = True) -> Difference:
-    """Compare the logits of a runner with those of the reference.
+    """Compare the logits of a runtime with those of the reference.
 
     Args:
         decode: a decode that the reference has run.
-        results: logits of each piece.
+        results: logits of each piece (step).
         allowed: the largest difference that rounding explains.
         stop: stop at the first piece that differs by more than `allowed`.
     """
@@ -209,19 +210,20 @@ def plan_pieces(
     """Return the pieces (steps) of a decode that tests a model where faults are likely.
 
     Texts begin one after the other. Then come chunks, single tokens, and places. A place is a number of tokens at which
-    something changes, such as the end of a window. Around it, the text of middle length gets its tokens one by one.
+    something changes, such as the end of a window. Around a place, the text of middle length gets its tokens one by
+    one.
 
     Args:
         limits: limits of the model.
         plan: plan of the model.
         chunks: lengths of the first steps, in tokens.
         tokens: number of single-token steps after the chunks.
-        full: fill linear caches up to their last row.
-        places: more places, with their names.
+        full: if True, fill linear caches up to their last row.
+        places: additional places, with their names.
         chunk: most tokens of a step on the way to a place.
-        far: also go to places that are far away; the tokens before them are skipped (`Piece.skip`).
-        drawn: end with steps on random cache contents. With untrained weights, attention has so little effect that only
-            these steps show its faults.
+        far: also test places that are many tokens away; the decode skips the tokens before them (`Piece.skip`).
+        drawn: end with steps on random cache contents. With untrained weights, only these steps show faults of
+            attention.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear
@@ -245,7 +247,7 @@ def plan_pieces(
         return True
 
     def walk(part: str, left: int) -> None:
-        """Add `left` tokens in chunks, then a few single tokens."""
+        """Add steps for `left` tokens in chunks, then a few steps of single tokens."""
         skip = left - _AFTER if far and left > min(_REACH, _CHUNKS * chunk) else 0
         skip -= skip % single
         left -= skip

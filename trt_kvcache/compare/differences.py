@@ -35,20 +35,20 @@ class Share:
     typical: float
 
     def most(self, other: Share) -> Share:
-        """Return the larger value of each field."""
+        """Return a share with the larger value of each field."""
         return Share(max(self.largest, other.largest), max(self.typical, other.typical))
 
     def times(self, other: Share, factor: float = 1.0) -> Share:
-        """Multiply both values by those of `other` and by `factor`."""
+        """Multiply `largest` and `typical` by the same fields of `other` and by `factor`."""
         return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
 
     def within(self, other: Share) -> bool:
-        """Return True if both fields are at most as large as those of `other`."""
+        """Return True if `largest` and `typical` are at most as large as in `other`."""
         return self.largest <= other.largest and self.typical <= other.typical
 
 
 def share_of(wanted: Array, had: Array) -> Share:
-    """Return the difference of two arrays of equal shape; all their numbers count as the logits of one position."""
+    """Return the difference of two arrays of equal shape, as if all numbers were the logits of one position."""
     largest, typical = share_of_logits(wanted.reshape(1, -1), had.reshape(1, -1))
     return Share(float(largest[0]), float(typical[0]))
 
@@ -62,8 +62,8 @@ def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
 
     Returns:
         Two arrays ``[...]``: the largest difference, divided by the largest logit; and the norm of the difference,
-            divided by the norm of the centered logits. Both are infinite if the shapes differ, or if one number is
-            finite and the other is not.
+            divided by the norm of the centered logits. Both differences are infinite if the shapes differ, or if one
+            number is finite and the other is not.
     """
     if wanted.shape != had.shape:
         everywhere = np.full(wanted.shape[:-1], math.inf)
@@ -91,9 +91,9 @@ def _of_position(one: Array, other: Array) -> tuple[float, float]:
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
     """Return the largest difference of two tensors, divided by the largest number of the first one.
 
-    `garbage`, the value of cache rows without a token, does not count as the largest number. A few 8-bit integers may
-    differ by one, because rounding moves them. The result is infinite for other differences of integers, for different
-    shapes, or if one number is finite and the other is not.
+    The largest number excludes `garbage`, the value of cache rows without a token. A few 8-bit integers may differ by
+    one, because rounding moves them. The result is infinite if other integers differ, if the shapes differ, or if one
+    number is finite and the other is not.
     """
     if expected.shape != actual.shape:
         return math.inf
@@ -136,7 +136,7 @@ class Layer(Protocol):
 
 
 def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
-    """Describe the first layer from which an unbroken chain of differing tensors leads to an output.
+    """Describe the first layer from which differing tensors lead to an output without a gap.
 
     A differing tensor is no fault if later tensors agree again: two correct models may use one name for different
     contents, such as masks of different types or results of TopK in another order.

@@ -38,10 +38,11 @@ Feeds = dict[str, Array]
 
 
 class Exported:
-    """A runner (`trt_kvcache.compare.decode.Runner`): decodes with the model as exported, in float32.
+    """A `trt_kvcache.compare.decode.Runner` (decodes texts) for the model as exported, in float32.
 
-    One text is decoded at a time. If the batch size is fixed, all rows hold this text. The plan gives the role of each
-    input, and the input that receives each present. Caches are passed on without conversion.
+    It decodes one text at a time. If the batch size is fixed, all batch rows contain this text. The plan gives the role
+    of each input, and the input that receives each present. Each step gets the caches of the step before without
+    conversion.
 
     Attributes:
         vocabulary: number of logits of a position; None if the model leaves it open.
@@ -53,15 +54,16 @@ class Exported:
     Args:
         path: path of the model, or the model already read.
         plan: plan of the model.
-        given: values of inputs that do not follow from the text, by name.
+        given: maps names of inputs that do not follow from the text to their values.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         seed: seed of the values of all other inputs.
-        last: most positions of a piece whose logits are returned; None: all.
+        last: the most positions of a piece (step) for which to return logits; None: all.
         edit: a function that changes the float32 model before it is opened; `watch` also gets the outputs that it adds.
         copies: makes the float32 copy. Its file must exist as long as this object. None: a temporary file is used.
 
     Raises:
-        UnsupportedModelError: ONNX Runtime cannot open the model, or its caches cannot be passed on unchanged.
+        UnsupportedModelError: ONNX Runtime cannot open the model, or a step cannot use the caches of the step before
+            unchanged.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class Exported:
         self.watch: Callable[[Feeds, Feeds], None] = lambda *_: None
 
     def start(self, rows: int) -> None:
-        """Start `rows` new texts, which have no tokens yet."""
+        """Start `rows` new texts without tokens."""
         self._inputs.start(rows)
         self._texts = [self._empty() for _ in range(rows)]
         self._ends = [0] * rows
@@ -171,7 +173,7 @@ class Exported:
 
 
 def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
-    """Return the sizes of circular caches in the exported model, where the rewritten model has another size."""
+    """Return a map from circular caches to their rows in the exported model, if the rewrite changes this number."""
     fixed = fixed_rows(plan, source.proto.graph.input)
     rows = [(c, original_rows(c, plan, fixed)) for c in plan.caches if c.mode is UpdateMode.CIRCULAR]
     return tuple(n for cache, n in rows if n is not None and n != cache.capacity)
@@ -180,7 +182,7 @@ def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
 def _open(
     model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto] | None
 ) -> ort.InferenceSession:
-    """Open the float32 copy of a model in ONNX Runtime, without fusions."""
+    """Open the float32 copy of a model in ONNX Runtime, without fusions of operators."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # growing caches have many sizes

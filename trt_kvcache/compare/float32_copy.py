@@ -28,7 +28,7 @@ _SMALL = 1024  # bytes; smaller tensors stay in the model, where shape inference
 
 
 class Float32Copies:
-    """Makes float32 copies of models that share weights. Each weight is converted once, into one common file.
+    """Makes float32 copies of models that share weights. A weight is converted once, into the copies' common file.
 
     Args:
         folder: an existing folder for the file.
@@ -44,12 +44,12 @@ class Float32Copies:
     ) -> tuple[ModelProto, Path]:  # fmt: skip
         """Return a copy of a model that computes in float32, and the folder of its external data.
 
-        A model that already computes in float32 is returned itself.
+        If the model already computes in float32, return this model.
 
         Args:
             model: any model.
             source: folder of its external data.
-            replaced: bytes of weights by name, used instead of those in their files.
+            replaced: maps names of weights to the bytes to use instead of those in the files.
             types: types that become float32. For a rewritten model, give the types of the model as exported; the
                 rewrite uses other narrow types to round on purpose.
 
@@ -90,7 +90,7 @@ class Float32Copies:
         return copy, self._folder
 
     def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
-        """Replace each Transpose of a weight matrix by its result, so that sessions need not compute it."""
+        """Compute each Transpose of a weight matrix and store the result, so that sessions need not compute it."""
         matrices = {
             t.name: t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2
         }
@@ -117,7 +117,7 @@ class Float32Copies:
         self._written[key] = offset, data.tell() - offset
 
     def _in_file(self, name: str, dims: Sequence[int], kind: int, key: Hashable) -> TensorProto:
-        """Return a TensorProto that refers to the bytes which `_append` wrote under `key`."""
+        """Return a TensorProto that refers to the bytes that `_append` wrote under `key`."""
         moved = TensorProto(name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL)
         offset, length = self._written[key]
         for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):

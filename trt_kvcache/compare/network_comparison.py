@@ -55,10 +55,10 @@ class NetworkComparison:
     """The result of comparing a network with its model.
 
     Attributes:
-        steps: number of steps that both ran.
+        steps: number of steps that network and model both ran.
         difference: the largest difference, as a share of an output's largest number.
         finding: the output that differs, and the first layer that differs; empty if nothing differs.
-        note: the reason why network and model were not compared; empty if they were.
+        note: the reason why there is no comparison; empty if network and model were compared.
     """
 
     steps: int
@@ -72,10 +72,10 @@ class NetworkComparison:
         )
 
     def check(self) -> None:
-        """Raise an error if the network computes something else than the model.
+        """Raise an error if TensorRT's network and the model compute different outputs.
 
         Raises:
-            BuildError: some output differs.
+            BuildError: an output differs.
         """
         if self.finding:
             raise BuildError(
@@ -94,16 +94,16 @@ def compare_network(
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
-        trt: the module that parsed it.
-        content: the model that was parsed, as bytes.
+        trt: the TensorRT module that parsed the network.
+        content: the parsed model, as bytes.
         folder: folder of the model's external data.
         plan: plan of the model.
-        replaced: bytes of weights by name, which TensorRT was given instead of those in their files.
+        replaced: maps names of weights to the bytes that TensorRT was given instead of the bytes in the files.
         pieces: steps of a decode; empty: a few default steps.
-        tokens: tokens of the pieces; empty: random tokens.
+        tokens: tokens of the steps; empty: random tokens.
         garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
-        copy: the model in float32 and the folder of its data, if they exist already.
+        copy: the float32 copy of the model and the folder of its data, if they exist already.
 
     Returns:
         The result. There is no comparison if ONNX Runtime cannot run the model, if NumPy cannot run a layer, or if the
@@ -135,7 +135,7 @@ def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> 
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
-        trt: the module that parsed it.
+        trt: the TensorRT module that parsed the network.
         path: path of the model.
         plan: plan of the model; gives the roles of its inputs.
     """
@@ -170,7 +170,7 @@ class NetworkWatch:
 
     Args:
         network: TensorRT's ``INetworkDefinition``.
-        trt: the module that parsed it.
+        trt: the TensorRT module that parsed the network.
         model: the model in float32.
         folder: folder of the model's external data.
         garbage: the value of cache rows without a token.
@@ -205,7 +205,7 @@ class NetworkWatch:
 
     @contextmanager
     def _reported(self, count: int) -> Iterator[None]:
-        """Store an error of the network as a note (a layer cannot run) or as a finding (a step fails)."""
+        """Store an error of the network: as a note if a layer cannot run, or as a finding if a step fails."""
         try:
             yield
         except UnknownLayerError as error:
@@ -237,7 +237,7 @@ class NetworkWatch:
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
-    """Return why a model does not fit into memory; empty if it fits. The model is not opened."""
+    """Return the reason why a model does not fit into memory; empty if it fits. Do not open the model."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
     needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())

@@ -42,11 +42,11 @@ _HALF_LAYERS = {"ATTENTION_INPUT": "_AttentionInput", "ATTENTION_OUTPUT": "_Atte
 
 
 class NetworkError(TrtKvCacheError):
-    """Raised if a network cannot run on its inputs; the message names the layer."""
+    """Raised if NumPy cannot compute a network on its inputs; the message names the layer."""
 
 
 class UnknownLayerError(NetworkError):
-    """Raised if a network has a layer that NumPy cannot run here; the message names it."""
+    """Raised if a network has a layer that NumPy cannot compute here; the message names the layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,8 +83,8 @@ class Network:
     Args:
         network: TensorRT's ``INetworkDefinition``. The network, its builder and its parser must live as long as this
             object.
-        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
-        updates: the plugin's cache-update operators, by the name of their first output.
+        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed the network.
+        updates: maps the name of a first output to the plugin's cache-update operator that computes it.
 
     Raises:
         UnknownLayerError: a layer has an unknown type; the message names the first.
@@ -110,11 +110,11 @@ class Network:
         """Run the network once.
 
         Args:
-            feeds: all inputs by name.
+            feeds: maps names to values of all inputs.
             watch: called after each layer with its results.
 
         Returns:
-            All outputs by name. Floating-point outputs are float32.
+            A map from names to values of all outputs. Floating-point outputs are float32.
 
         Raises:
             NetworkError: a layer cannot run on its inputs.
@@ -189,7 +189,7 @@ class Network:
 
 
 def _converted(given: Any, dtype: str) -> Array:
-    """Convert values to a tensor's type; narrow floating-point types stay float32."""
+    """Convert values to the type of a tensor, or to float32 if this is a narrower floating-point type."""
     values: Array = np.asarray(given)
     if dtype == "BOOL":
         return np.asarray(values != 0)
@@ -197,7 +197,7 @@ def _converted(given: Any, dtype: str) -> Array:
 
 
 def _ordered(nodes: list[Node], inputs: Mapping[str, str]) -> tuple[Node, ...]:
-    """Return the layers, each after the layers that it reads; TensorRT's own order does not guarantee this."""
+    """Return the layers, each after the layers that it reads. TensorRT does not guarantee this order."""
     makers = {name: node for node in nodes for name in node.output}
     halves = {n.name.removesuffix("_AttentionInput"): n for n in nodes if n.op_type == "ATTENTION_INPUT"}
     done, order = {*inputs, ""}, dict[int, Node]()
@@ -228,8 +228,9 @@ class _Struct(ctypes.Structure):
 def _weights(weights: Any) -> Array:
     """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
-    TensorRT gives Python no arrays of bfloat16, fp8 and int4. Their address is in the object itself, after its header
-    (pybind11's layout). The address is used only if the size stored next to it equals the size of these weights.
+    TensorRT gives Python no arrays of bfloat16, fp8 and int4. The address of these numbers is in the Python object,
+    after the header (pybind11's layout). This function uses the address only if the size stored next to it is the size
+    of these weights.
     """
     if isinstance(weights, np.ndarray):
         return weights
@@ -324,7 +325,7 @@ def _slice(layer: Any, x: Sequence[Any]) -> Array:
 
 
 def _run_of(at: Array) -> Any:
-    """Return indices that count up by one as a slice, because a slice copies no data."""
+    """Return a slice for indices that count up by one, because a slice copies no data."""
     if at.size and at[-1] - at[0] == at.size - 1 and (np.diff(at) == 1).all():
         return slice(int(at[0]), int(at[-1]) + 1)
     return at
@@ -460,7 +461,7 @@ def _rotary(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:
-    """Compute ``IKVCacheUpdateLayer``. Rows that do not fit are dropped silently (measured; header)."""
+    """Compute ``IKVCacheUpdateLayer``. It drops rows beyond the capacity silently (measured; header)."""
     cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise NotImplementedError(f"its mode is {_name(layer.cache_mode)}")
@@ -476,7 +477,7 @@ def _update(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
-    """Compute a cache update by this project's plugin: one or two caches, padded or packed, linear or circular."""
+    """Compute the cache update of this project's plugin: one or two caches, padded or packed, linear or circular."""
     count, packed, circular = operator.caches, operator.packed, operator.mode is UpdateMode.CIRCULAR
     starts, (capacity, length) = _ints(x[2 * count]), (x[0].shape[2], x[count].shape[0 if packed else 2])
     bounds = _ints(x[2 * count + 1]) if packed else []
@@ -527,7 +528,7 @@ def _scales(layer: Any, data: Array, scale: Array) -> Array:
 
 
 def _codes(values: Array, kind: str) -> Any:
-    """Round to the nearest number of a quantized type, and clip to its range."""
+    """Round values to the nearest number of a quantized type, and clip them to its range."""
     if kind == "FP8":
         return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     limits = np.iinfo(np.dtype(_DTYPES[kind]))

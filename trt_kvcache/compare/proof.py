@@ -49,15 +49,15 @@ class Facts:
         vocab: number of logits of a position.
         seed: seed of garbage, constants and embeddings.
         garbage: magnitude of values in cache rows without a token.
-        encoder: length of an encoder's output, used only if the model leaves it open.
+        encoder: length of an encoder's output, used only if the model has no fixed length for it.
         pieces: the steps of the decode. Only the last `Piece.kept` positions of each step are compared.
-        chooses: the model is a mixture of experts. If two experts have nearly equal scores, rounding decides between
-            them, so a row may differ.
+        chooses: True for a mixture of experts. If two experts have nearly equal scores, rounding decides between them.
+            Then a row may differ.
         digest: digest of numbers drawn from the seed, because another version of NumPy may draw other numbers.
-        allowed: allowed differences, by names of part and output. Outputs that are not listed could not show a fault,
-            and are not compared.
+        allowed: allowed differences, by names of part and output. Other outputs cannot show a fault, and nobody
+            compares them.
         uneven: factor by which the allowed difference is larger for a single row of a part.
-        note: why some output cannot show a fault; empty if all can.
+        note: the reason why an output cannot show a fault; empty if all outputs can.
     """
 
     recorded_on: str
@@ -75,7 +75,7 @@ class Facts:
 
     @property
     def rows(self) -> int:
-        """Number of texts that are decoded."""
+        """Number of texts that the proof decodes."""
         return max(len(p.rows) for p in self.pieces)
 
     @property
@@ -85,7 +85,7 @@ class Facts:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of a text before and after each step; for all texts and steps, in one list."""
+        """One list for all texts and steps: the number of tokens of the text before and after the step."""
         ends, found = [0] * self.rows, list[int]()
         for piece in self.pieces:
             for row in piece.rows:
@@ -95,20 +95,20 @@ class Facts:
 
     @property
     def lasts(self) -> frozenset[int]:
-        """Indices of the pieces (steps) that end a part of the decode."""
+        """Return the indices of the pieces (steps) that end a part of the decode."""
         return frozenset([*group][-1][0] for _, group in groupby(enumerate(self.pieces), lambda at: at[1].part))
 
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A proof: its facts, and its arrays by name."""
+    """A proof (a recorded decode): its facts, and a map from names to arrays."""
 
     facts: Facts
     arrays: dict[str, Array] = field(default_factory=dict)
 
 
 def encode_proof(proof: Proof, engine: str) -> bytes:
-    """Return the bytes of a proof's file.
+    """Return the bytes of the file of a proof (a recorded decode).
 
     Args:
         proof: the proof.
@@ -120,7 +120,7 @@ def encode_proof(proof: Proof, engine: str) -> bytes:
 
 
 def decode_proof(content: bytes) -> tuple[Proof, str]:
-    """Read a proof and the BLAKE3 of its engine from the bytes of its file.
+    """Read a proof (a recorded decode), and the BLAKE3 hash of the engine, from the bytes of a proof file.
 
     Raises:
         ValueError: the bytes are not a proof.
@@ -139,7 +139,7 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
 
 
 def _faults(proof: Proof) -> Iterator[str]:
-    """Yield a text for each impossible value in a proof, such as a negative length."""
+    """Yield a text for each impossible value in a proof (a recorded decode), such as a negative length."""
     facts = proof.facts
     sizes = [(facts.vocab, 1), (facts.seed, 0), (facts.encoder, 1), (facts.garbage, 0), (facts.uneven, 1)]
     sizes += [(n, least) for p in facts.pieces for n, least in ((p.length, 1), (p.kept or 0, 1), (abs(p.skip), 0))]
@@ -156,9 +156,9 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def draws_digest(seed: int) -> str:
-    """Return the BLAKE3 (hex) of random numbers, drawn by every NumPy function that proofs use.
+    """Return the BLAKE3 hash (hex) of random numbers, drawn by every NumPy function that proofs use.
 
-    If it differs, this version of NumPy draws other numbers than the version that recorded a proof.
+    If this hash differs, this version of NumPy draws other numbers than the version that recorded a proof.
     """
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)

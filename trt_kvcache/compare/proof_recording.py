@@ -75,9 +75,9 @@ def record_proof(
         bounds: the largest sizes that the engine accepts.
         steps: number of steps; None: as many as are useful, about 20.
         seconds: time limit of the decode; None: no limit.
-        replaced: bytes of weights by name, used instead of those in their files.
-        watch: takes the rewritten model in float32, the folder of its data and the garbage, and returns a function that
-            is called at each step.
+        replaced: maps names of weights to the bytes to use instead of those in the files.
+        watch: a function that takes the rewritten model in float32, the folder of its data and the garbage, and returns
+            a function to call at each step.
 
     Raises:
         UnsupportedModelError: the model has no tokens or no logits, or ONNX Runtime cannot run it; or the rewritten
@@ -99,7 +99,7 @@ def record_proof(
 
 
 def chooses_experts(model: ModelProto) -> bool:
-    """Return True if a model chooses experts: then rounding may decide between two nearly equal experts."""
+    """Return True if a model chooses experts. Then rounding may decide between two nearly equal experts."""
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
@@ -149,10 +149,10 @@ class _Recording:
     def _decoded(
         self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
     ) -> tuple[list[Array], dict[str, Array]]:
-        """Decode the texts, at most until the time limit.
+        """Decode the texts of a proof (a recorded decode), at most until the time limit.
 
         Returns:
-            Logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``.
+            Logits ``[R, K, V]`` of each piece (step), and a map from ``<part>/<past>`` to cache rows ``[R, T, W]``.
         """
         session, took, decode = Float32Session(model, self._folder), 0.0, self.decode
 
@@ -184,7 +184,7 @@ class _Recording:
         return logits, rows
 
     def _rows(self, runner: Rewritten, part: str) -> list[tuple[str, Array]]:
-        """Return pairs of a past's name and numbers from its newest cache rows, after one part of the decode."""
+        """Return pairs of a past input's name and numbers from its newest cache rows, after the step `part`."""
         pieces, texts = self.decode.pieces, range(self.decode.rows)
         fewest = min(sum(p.length for p in pieces if p.part == part and text in p.rows) for text in texts)
         caches = {name: c for name, c in runner.tensors.items() if c.output is not None}
@@ -197,7 +197,7 @@ class _Recording:
         return found
 
     def _tie(self) -> None:
-        """Decode the first part of the proof with the model as exported, if it runs, and compare its logits.
+        """Decode the proof's first steps with the model as exported, if it runs, and compare the logits of both models.
 
         Raises:
             UnsupportedModelError: the logits differ.
@@ -220,7 +220,7 @@ class _Recording:
             )
 
     def _proof(self, rows: Mapping[str, Array], rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
-        """Return the proof, made of the decode's tokens and logits, the cache rows, and the allowed differences."""
+        """Return the proof: tokens and logits of the decode, cache rows, and allowed differences."""
         decode, kind, arrays = self.decode, self._plan.options.cache_dtype, dict[str, Array]()
         roles = {t.name: t.dtype for t in self._plan.tensors if t.io == "input"}
         coded = {n for own in rounding.values() for n in own if kind is not None or "int" in roles.get(n, "")}
@@ -258,7 +258,7 @@ class _Recording:
 
 
 def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int | None) -> tuple[Piece, ...]:
-    """Return the pieces (steps) of a proof, within the limits of engine and session."""
+    """Return the pieces (steps) of a proof (a recorded decode), within the limits of engine and session."""
     limits = read_limits(plan, rows)
     filled = (limits.length or 1) - 1  # a session's last step must fit with its padding
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
@@ -279,7 +279,7 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
 
 
 def _columns(logits: Array) -> Array:
-    """Return the token ids ``[R, K, C]`` whose logits a proof keeps: the best, and some spread evenly."""
+    """Return the ids ``[R, K, C]`` of tokens whose logits a proof (decode) keeps: the best, and some others."""
     vocab = logits.shape[-1]
     high = np.argpartition(logits, -_HIGH, axis=-1)[..., -_HIGH:]
     fixed = np.arange(_COLUMNS) * vocab // _COLUMNS + np.arange(_COLUMNS) % max(vocab // _COLUMNS, 1)

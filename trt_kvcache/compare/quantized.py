@@ -24,7 +24,7 @@ _MOST = {CacheDtype.INT8: 127.0, CacheDtype.INT4: 7.0, CacheDtype.FP8: 448.0}
 
 
 def hadamard(size: int) -> npt.NDArray[np.float32]:
-    """Return Sylvester's orthonormal matrix ``[size, size]``, in blocks of the largest power of 2 dividing `size`."""
+    """Return Sylvester's orthonormal matrix, in diagonal blocks of the largest power of 2 that divides `size`."""
     block = np.ones((1, 1))
     while size % (2 * len(block)) == 0:
         block = np.block([[block, block], [block, -block]]) / np.sqrt(2)
@@ -37,7 +37,7 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
     Args:
         model: the model, with caches of its own type.
         plan: plan of the model.
-        options: give the quantized type, and the ranges of calibrated caches.
+        options: options with the quantized type, and the ranges of calibrated caches.
 
     Raises:
         UnsupportedModelError: a cache has no TensorScatter that writes only this cache.
@@ -66,7 +66,7 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
 def _rounded(
     model: ModelProto, rows: str, name: str, size: int, most: float, scale: float | None, kind: CacheDtype
 ) -> tuple[list[NodeProto], str]:
-    """Return the nodes that round rows ``[..., size]`` to codes and back, and the name of their result."""
+    """Return the nodes that quantize rows ``[..., size]`` and dequantize them, and the name of their result."""
     prefix = f"trt_kvcache.compare/{name}"
     low = -most if scale is None or kind is CacheDtype.FP8 else -most - 1
     numbers = {"R": hadamard(size), "most": most, "low": low, "least": float(np.finfo(np.float32).tiny)}

@@ -28,7 +28,7 @@ Feeds = dict[str, Array]
 
 
 class TextCaches(ABC):
-    """The caches of several texts, as inputs of the rewritten model; and the number of tokens of each text.
+    """The caches of several texts as inputs of the rewritten model, and the number of tokens of each text.
 
     Attributes:
         tensors: the planned caches and states, by name of the past.
@@ -52,10 +52,10 @@ class TextCaches(ABC):
 
     @abstractmethod
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """Replace the contents of a cache for some texts: ``[texts, *physical_shape[1:]]``."""
+        """Replace the cache contents of some texts (sequences) with `values`, ``[texts, *physical_shape[1:]]``."""
 
     def begin(self, rows: int, texts: range | None = None) -> None:
-        """Start `rows` new texts without tokens. Only the caches of `texts` are held; None: of all texts."""
+        """Start `rows` new texts without tokens. Keep only the caches of `texts` in memory; None: of all texts."""
         self.ends, self.texts = np.zeros(rows, np.int64), range(rows) if texts is None else texts
 
     def fill(self, episode: int = 0) -> None:
@@ -64,7 +64,7 @@ class TextCaches(ABC):
             self.write(name, range(len(self.ends)), self.tensors[name].to_physical(values))
 
     def skip(self, piece: Piece) -> None:
-        """Apply `Piece.skip` and `Piece.drawn`: lengthen texts by copied rows, or fill all caches randomly."""
+        """Apply `Piece.skip` and `Piece.drawn`: lengthen texts with copies of rows, or fill all caches randomly."""
         copied = piece.skip and not piece.drawn
         for name, cache in self.tensors.items() if copied else ():
             for text in piece.rows if cache.update is not None else ():
@@ -78,13 +78,13 @@ class TextCaches(ABC):
 
 
 class Rewritten(TextCaches):
-    """A runner (`compare.decode.Runner`) that calls a function with the rewritten model's inputs and outputs.
+    """A `compare.decode.Runner` (decodes texts) that calls a function with the rewritten model's inputs and outputs.
 
     Floating-point inputs and caches are float32, independent of the model's types.
 
     Attributes:
-        caches: arrays ``[rows, *physical_shape[1:]]`` of caches and states, by name of the past; all cache rows without
-            a token hold garbage.
+        caches: arrays ``[rows, *physical_shape[1:]]`` of caches and states, by name of the past input. All cache rows
+            without a token hold garbage.
         watch: called with the inputs and outputs of each step.
         name: name of the runtime.
 
@@ -111,20 +111,20 @@ class Rewritten(TextCaches):
         return np.asarray(self.caches[name][text])
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """Replace the contents of a cache for some texts, ``[texts, *physical_shape[1:]]``."""
+        """Replace the cache contents of some texts (sequences) with `values`, ``[texts, *physical_shape[1:]]``."""
         if len(texts) == len(self.ends):
             self.caches[name] = _wide(values)
         else:
             self.caches[name][list(texts)] = values
 
     def start(self, rows: int) -> None:
-        """Start `rows` new texts, which have no tokens yet."""
+        """Start `rows` new texts without tokens."""
         self.begin(rows)
         self._inputs.start(rows)
         self.fill()
 
     def step(self, piece: Piece, tokens: Array | None) -> Array:
-        """Run one step of the decode, and return its logits. Without `tokens`, random tokens are used."""
+        """Run one step (`piece`) of the decode, and return its logits. If `tokens` is None, use random tokens."""
         self.skip(piece)
         feeds = self.feeds(piece, tokens)
         outputs = self._run(feeds)
@@ -140,7 +140,7 @@ class Rewritten(TextCaches):
 
         If the model fixes its batch size, the step must include all texts.
 
-        For a step of all texts, no cache is copied, because this would take longer than the model.
+        For a step of all texts, this function copies no cache, because a copy would take longer than the model.
         """
         rows = list(piece.rows)
         feeds = self._inputs.feeds(piece, self.ends[rows].tolist(), tokens)
@@ -148,7 +148,7 @@ class Rewritten(TextCaches):
         return {name: _wide(values) for name, values in feeds.items()} | caches
 
     def accept(self, piece: Piece, outputs: Mapping[str, Array]) -> None:
-        """Take the caches for the next step from the outputs of this step."""
+        """Take over the caches of a step's texts from its `outputs`, for the next step."""
         rows = list(piece.rows)
         for name, cache in self.tensors.items():
             if cache.output is not None:
@@ -163,7 +163,7 @@ def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> Non
         cache: the cache.
         values: contents of one text ``[*physical_shape[1:]]``.
         length: number of tokens that the cache has.
-        start: number of tokens that it will have.
+        start: number of tokens that the cache will have.
     """
     rows = cache.physical_rows(values[None])[0]
     places = np.arange(max(start - len(rows), 0), start) % len(rows)
@@ -208,7 +208,7 @@ class Float32Session:
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
         """Run the model and return its outputs by name.
 
-        Extra entries of `feeds` are ignored.
+        The session ignores extra entries of `feeds`.
 
         Raises:
             RunError: the step cannot run.

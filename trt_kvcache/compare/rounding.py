@@ -101,9 +101,9 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight behind a tensor: the tensor itself, or the source of nodes that only move or dequantize it.
+    """Return the weight from which a tensor comes: itself, or the source of nodes that move or dequantize it.
 
-    For quantized weights, return the scales. None if there is no weight.
+    For quantized weights, return the scales. Return None if the tensor does not come from a weight.
     """
     while name not in weights:
         node = makes.get(name)
@@ -117,15 +117,15 @@ def allowed(
     rounding: Mapping[str, Mapping[str, Share]], unit: float, rows: int, coded: Collection[str],
     dtype: CacheDtype | None,
 ) -> Shares:  # fmt: skip
-    """Return the differences that an engine may have, by part of the decode and name of the output.
+    """Return the differences that an engine may have: for each part of the decode, a map from outputs to them.
 
-    An output is left out if its allowed difference is so large that it could not show a fault.
+    The result leaves out an output whose allowed difference is so large that no fault would exceed it.
 
     Args:
-        rounding: the largest difference that rounding caused in any row, by part and output.
+        rounding: maps parts and outputs to the largest difference that rounding caused in any row.
         unit: relative rounding error of the engine's type.
         rows: number of rows of the batch that were measured.
-        coded: names of outputs that hold quantized codes.
+        coded: names of outputs that hold codes (quantized numbers).
         dtype: quantized type of the caches; None: the model's own.
     """
     spread = uneven(rounding)
@@ -143,9 +143,9 @@ def allowed(
 
 
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
-    """Return by which factor (1 to 4) the effect of rounding varies between parts of the decode.
+    """Return by which factor (1 to 4) the effect of rounding varies between the steps of the decode.
 
-    A trained model amplifies rounding at some tokens. In another runtime, these may be other tokens.
+    A trained model amplifies rounding at some tokens; in another runtime, at other tokens.
     """
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:
@@ -156,10 +156,10 @@ def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
-    """Return half of the root mean square, over the parts of the decode, of the effect of rounding on an output.
+    """Return half of the typical effect of rounding on an output: root mean square over the steps of the decode.
 
-    One sample of one part says little: where rounding is amplified, other samples are several times as large. But the
-    full effect would hide faults where rounding is not amplified.
+    The effect at one step says little: where the model amplifies rounding, the effect at other steps is several times
+    as large. But the full effect would hide faults where the model does not amplify rounding.
     """
     own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
     known = [share for share in own if math.isfinite(share.largest)]

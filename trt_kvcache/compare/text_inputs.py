@@ -29,15 +29,16 @@ _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LEN
 
 
 class TextInputs:
-    """Makes the inputs of steps for the rewritten model, except caches, from the tokens of texts.
+    """Makes the inputs of the rewritten model for steps, except caches, from the tokens of texts.
 
     Args:
         plan: plan of the rewritten model.
         limits: the model's limits, which bound random token ids and positions.
-        given: values of inputs that do not follow from the text, by name: either with batch size 1, or with one row for
-            each text.
+        given: maps names of inputs that do not follow from the text to values, with batch size 1 or one row for each
+            text.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        rings: the rewrite turned attention windows into circular caches, so valid lengths count the whole text.
+        rings: True if the rewrite turned attention windows into circular caches, so that valid lengths count the whole
+            text.
         seed: seed of all other values.
     """
 
@@ -50,17 +51,17 @@ class TextInputs:
         self._inputs = {t.name: t for t in plan.tensors if t.io == "input"}
 
     def start(self, rows: int) -> None:
-        """Start `rows` new texts."""
+        """Start `rows` new texts without tokens."""
         self._rng = np.random.default_rng(self._seed)
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
     def feeds(self, piece: Piece, starts: Sequence[int], tokens: Array | None = None) -> dict[str, Array]:
-        """Return the inputs of a step, without caches.
+        """Return the model's inputs for a step, except the caches.
 
         Args:
             piece: the step.
             starts: number of tokens of each text of the piece before the step.
-            tokens: int64 ``[R, length]``; None: random ones.
+            tokens: int64 ``[R, length]``; None: random tokens.
         """
         plan, rows = self._plan, list(piece.rows)
         step = Step(piece.length, tuple(starts), tuple(start + piece.length for start in starts))
@@ -82,7 +83,7 @@ class TextInputs:
 
 
 def token_table(plan: CachePlan, seed: int) -> Array | None:
-    """Return random embeddings ``[V, H]`` of all token ids; None if the model takes tokens, not embeddings."""
+    """Return random embeddings ``[V, H]`` of all token ids; None if the model takes tokens instead."""
     tokens = plan.tensor(Role.TOKENS)
     if tokens is None or not tokens.embedded:
         return None
@@ -90,7 +91,7 @@ def token_table(plan: CachePlan, seed: int) -> Array | None:
 
 
 def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> Array:
-    """Return values for an input of unknown role; they depend only on the tokens, so all runtimes get the same.
+    """Return values for an input of unknown role. They depend only on the tokens, so all runtimes get the same values.
 
     This allows a part of a model, which takes queries, keys and values, to decode texts like a whole model.
 
@@ -98,8 +99,8 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
         name: name of the input.
         tokens: ``[R, S]``.
         like: an array with the shape and the type of the input in this step.
-        axes: names of its axes. Without ``"sequence"``, a text gets one entry, not one per token. Without ``"batch"``,
-            all texts share the values.
+        axes: names of the input's axes. Without ``"sequence"``, a text gets one entry, not one per token. Without
+            ``"batch"``, all texts share the values.
     """
     names = [axis if axis in ("batch", "sequence") else f"own {i}" for i, axis in enumerate(axes)]
     if "batch" not in names and len(tokens) > 1 and like.shape[:1] == (len(tokens),):  # a fixed batch
@@ -128,7 +129,7 @@ def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
 
 
 def guessed(plan: CachePlan, given: Collection[str]) -> str:
-    """Return a sentence for a message: which integer inputs got random, maybe illegal values; empty if none."""
+    """Return a sentence, for a message, on integer inputs that got random, maybe illegal values; empty if none."""
     unknown = [t for t in plan.tensors if t.io == "input" and t.role in (Role.OTHER, Role.CONSTANT)]
     drawn = [t for t in unknown if t.name not in given and "float" not in t.dtype]
     if not drawn:
@@ -141,7 +142,7 @@ def guessed(plan: CachePlan, given: Collection[str]) -> str:
 
 
 def load_inputs(path: str | None) -> dict[str, Array]:
-    """Read the values of inputs, by name, from an ``.npz`` file.
+    """Read a map from names of inputs to values from an ``.npz`` file.
 
     Raises:
         OptionError: the file cannot be read as an ``.npz`` file.
@@ -167,7 +168,7 @@ def load_inputs(path: str | None) -> dict[str, Array]:
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
-    """Refuse given values of inputs that do not exist, or that verification computes itself.
+    """Refuse values for inputs that do not exist, or that verification computes itself.
 
     Raises:
         OptionError: there is such a value.

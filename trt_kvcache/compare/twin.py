@@ -71,12 +71,12 @@ _PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes in a checkpoint's configuration, and the small sizes for its twin.
+    """The sizes of a checkpoint, and the small sizes of its twin (small model with random weights).
 
     Attributes:
         layers, heads, size, hidden, positions, vocabulary: sizes of the checkpoint; `size` is that of a head.
         width, head: sizes of hidden states and heads in the twin, divided by those of the checkpoint.
-        kept: numbers of the checkpoint's layers that the twin keeps; a number may occur twice.
+        kept: indices of the checkpoint's layers that the twin keeps; an index may occur twice.
         length: number of positions of the twin.
         ids: maps each special token's id in the checkpoint to its id in the twin.
     """
@@ -95,7 +95,7 @@ class Sizes:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Sizes:
-        """Read a configuration with all its defaults, as `to_dict` returns it.
+        """Read the sizes from a configuration with all defaults, as `to_dict` of transformers returns it.
 
         Raises:
             ValueError: the configuration does not give the number of layers or heads, or the width.
@@ -129,7 +129,7 @@ class Sizes:
         )  # fmt: skip
 
     def small(self, name: str, value: Any) -> Any:
-        """Return the value of a setting in the twin."""
+        """Return the value of a setting in the twin (small model with random weights)."""
         if isinstance(value, dict):
             return {key: self.small(str(key), inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -199,7 +199,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """Return the position from which a model computes differently, such as with other rotary factors; else None."""
+    """Return the first position at which a model computes differently (rotary factors); None: at no position."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 
@@ -224,9 +224,9 @@ def _is_listing(name: str, value: Any, layers: int) -> bool:
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Return the numbers of the layers that the twin keeps: two of each kind.
+    """Return the indices of the layers that the twin (small model with random weights) keeps: two of each kind.
 
-    The kinds alternate, as in most models. If the checkpoint has adjacent layers of one kind, the twin has them, too.
+    The kinds alternate, as in most models. If the checkpoint has adjacent layers of one kind, so does the twin.
     """
 
     def kind(i: int) -> str:
@@ -252,10 +252,10 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
-    """Return the contents of the twin's config.json.
+    """Return the config.json of a twin (small model with random weights and the checkpoint's other settings).
 
     Args:
-        stored: config.json of the checkpoint. Settings that are absent here stay absent, except sizes.
+        stored: config.json of the checkpoint. Settings that are absent in it stay absent, except sizes.
         whole: the same configuration, with defaults for absent settings.
         outer: sizes of the whole model, used for a nested configuration without sizes.
 
@@ -300,7 +300,7 @@ def draw(model: Any) -> None:
 
 
 def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Yield pairs: the name of a setting, and the configuration without this setting or with another value."""
+    """Yield the name of each setting, with the configuration without this setting or with another value."""
     for name, value in config.items():
         if name in _NAMES or name.endswith(("token_id", "dropout")) or "vocab" in name:
             continue
@@ -315,7 +315,7 @@ def left_out(config: Mapping[str, Any], length: int = POSITIONS) -> Iterable[tup
 
 
 def _others(name: str, value: Any, length: int) -> list[Any]:
-    """Return other values of a setting to try; None stands for the default."""
+    """Return other values to try for a setting; None stands for the default."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int) and _WINDOW.search(name):
@@ -337,7 +337,7 @@ def _model(config: Any) -> Any:
 
 
 def make(checkpoint: Path, folder: Path) -> None:
-    """Write the twin of a checkpoint, its texts and its logits into a folder."""
+    """Write the twin of a checkpoint (small model with random weights), its texts and its logits into a folder."""
     configs: Any = import_module("transformers").AutoConfig
     stored = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     text = json.dumps(small_config(stored, configs.from_pretrained(checkpoint).to_dict()), indent=1)
@@ -355,7 +355,7 @@ def make(checkpoint: Path, folder: Path) -> None:
 
 
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
-    """Return the settings of a twin that an exporter ignored, found from the exporter's logits.
+    """Return the settings of a twin (small model with random weights) that an exporter ignored.
 
     Without an ignored setting, transformers gives the same logits as the exporter.
 
@@ -384,7 +384,7 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
 
 
 def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
-    """Return how far the logits `found` are from a twin's with this configuration; infinite if none can be made."""
+    """Return how far `found` is from the logits of a twin (small model) with this config; infinite if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:

@@ -116,18 +116,18 @@ class VerifyOptions:
 
 @dataclass(frozen=True)
 class Station:
-    """The result of one station: one form of the model with its runtime, compared with another station.
+    """The result of one station: one form of the model with its runtime, compared with another form.
 
     Attributes:
         name: one of `STATIONS`.
         ran_on: name of the runtime; empty if the station did not run.
-        against: the station that it was compared with, such as ``"the model as exported"``.
+        against: the station that is its reference, such as ``"the model as exported"``.
         steps: number of compared steps.
         difference: the largest difference of a logit, as a share of the largest logit at its position. Infinite if only
             one of two logits is finite; None if nothing was compared.
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
-        passed: no fault was found; also True if the station was not compared, and `note` says why.
+        passed: True if no fault was found. Also True if the station was not compared; then `note` says why.
         failure: the first step, text and token that differ by more than `allowed`, and the first layer that differs;
             empty if the station passed.
         note: why the station was not compared, or another remark.
@@ -146,13 +146,13 @@ class Station:
 
     @property
     def compared(self) -> bool:
-        """True if this form of the model ran, and its logits were compared."""
+        """True if the model ran in this form, and its logits were compared."""
         return bool(self.steps)
 
 
 @dataclass(frozen=True)
 class Quality:
-    """How far quantized caches change a model's results. These figures inform; they never fail a verification.
+    """How far quantized caches change a model's results. A verification never fails because of these figures.
 
     Attributes:
         cache_dtype: dtype of the caches.
@@ -182,7 +182,7 @@ class VerifyReport:
     """The result of verifying one model.
 
     Attributes:
-        passed: every compared station agrees with the station that it was compared with.
+        passed: every compared station (one way to run the model) agrees with its reference.
         texts: number of texts that were decoded.
         positions: number of tokens of all texts.
         capacity: the capacity that the model was planned with; None: the model fixes it.
@@ -206,7 +206,8 @@ class VerifyReport:
         """Raise an error if the verification failed.
 
         Raises:
-            VerificationError: a station failed; the message names the station, step, text and token.
+            VerificationError: a station (form of the model with its runtime) failed; the message names the station,
+                step, text and token.
         """
         for station in self.stations:
             if not station.passed:

@@ -75,7 +75,7 @@ class Backend:
 
     @property
     def packed_native(self) -> bool:
-        """True if this builder runs packed updates (all tokens of a batch in one axis) without the plugin."""
+        """True if this builder runs packed updates (tokens of all sequences in one axis) without the plugin."""
         return self.target is Target.TENSORRT_RTX or _release(self.version) >= PACKED_NATIVE_SINCE
 
 
@@ -112,7 +112,7 @@ def can_build(target: Target | None) -> bool:
 def choose_backend(choice: str) -> Backend:
     """Return the builder for ``"auto"``, ``"tensorrt"`` or ``"tensorrt-rtx"``.
 
-    ``"auto"`` takes TensorRT if it is installed and there is a GPU driver, without which it cannot build; otherwise
+    ``"auto"`` takes TensorRT if TensorRT is installed and the machine has the GPU driver that TensorRT needs; otherwise
     TensorRT for RTX.
 
     Raises:

@@ -324,7 +324,7 @@ def _shapes(value: object, name: str) -> dict[str, Shape]:
 
 
 def _compute_capability(text: object) -> str:
-    """Return ``"sm80"`` for ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
+    """Return ``"sm80"`` for ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``. Keep `CURRENT` as it is."""
     if not isinstance(text, str):
         raise OptionError(f"compute capability is {shown(text)}; give a text such as 'sm80'")
     if text.strip().lower() == CURRENT:

@@ -93,8 +93,8 @@ class Done(msgspec.Struct, frozen=True):
     """The last message: the engine is complete on disk.
 
     Attributes:
-        network: result of comparing the parsed network with the model, as text.
-        proof: the bytes of the proof's file; empty if there is no proof.
+        network: a text with the result of comparing the parsed network with the model.
+        proof: the bytes of the file of the proof (a recorded decode); empty if there is no proof.
         note: what the proof cannot show, or why there is no proof.
     """
 
@@ -152,8 +152,8 @@ def run_worker(
 
     Args:
         job: the engine to build.
-        model: returns the bytes of the rewritten model. It is called once, so that the bytes are freed while the child
-            works.
+        model: a function that returns the bytes of the rewritten model. It is called once, and the bytes are freed
+            while the child works.
         progress: called in this thread for every event. If it raises an exception, or on Ctrl-C, the child is ended.
 
     Returns:

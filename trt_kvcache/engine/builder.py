@@ -105,7 +105,7 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Return True if TensorRT's shape agrees with the planned one. TensorRT writes -1 for a dynamic size.
+    """Return True if the shape from TensorRT, with -1 for dynamic sizes, agrees with the planned shape.
 
     A fixed size on one side and a dynamic size on the other agree if `exact` is False.
     """
@@ -125,8 +125,8 @@ class Recorded:
     """The result of recording a proof in the build process.
 
     Attributes:
-        proof: the proof; None: there is none.
-        note: what the proof cannot show, or why there is none.
+        proof: the proof (a recorded decode); None: there is no proof.
+        note: what the proof cannot show, or why there is no proof.
         network: comparison of the network with the model; None: they were not compared.
     """
 
@@ -136,18 +136,18 @@ class Recorded:
 
 
 def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any, trt: Any) -> Recorded:
-    """Record the proof of an engine, and compare TensorRT's network with the model on some of the recorded steps.
+    """Record the proof (a decode) of an engine, and compare TensorRT's network with the model on some of its steps.
 
     Args:
         job: the engine to build.
         content: the rewritten model.
-        weights: bytes that TensorRT got instead of those in the model's files, by name of the weight.
+        weights: maps names of weights to the bytes that TensorRT got instead of the bytes in the model's files.
         network: TensorRT's ``INetworkDefinition``.
-        trt: the module that parsed it.
+        trt: the TensorRT module that parsed the network.
 
     Raises:
-        TrtKvCacheError: the caller asked for a number of steps that cannot be recorded.
-        BuildError: the network computes something else than the model.
+        TrtKvCacheError: the caller asked for a number of steps, and recording them is impossible.
+        BuildError: the network and the model compute different outputs.
     """
     assert job.bounds is not None
     model, steps = ModelProto.FromString(content), None if job.build.proof == "auto" else int(job.build.proof)
@@ -270,7 +270,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
 
 def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytearray]:
-    """Return the changed bytes of weights that become signed, by name of the weight."""
+    """Return a map from names to changed bytes, for the weights that become signed."""
     weights = {}
     for weight in flipped:
         data = weights[weight.name] = bytearray()
@@ -326,7 +326,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
-    """Return TensorRT's message with the errors of the plugin, which TensorRT does not pass on, and advice."""
+    """Return TensorRT's message, advice, and the plugin's errors, which TensorRT does not pass on."""
     if not refusals:
         return message
     said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])

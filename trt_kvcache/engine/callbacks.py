@@ -107,7 +107,7 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
     """Return a stream writer for TensorRT that writes to a file and computes the BLAKE3 of the bytes.
 
     Check the writer's `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write, and
-    only prints exceptions.
+    only prints the writer's exceptions.
     """
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
@@ -131,7 +131,7 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def native_logger(module: Any) -> Any:
-    """Return the logger of a TensorRT module itself. It prints errors if no error recorder is set."""
+    """Return the logger of a TensorRT module. This logger prints errors if no error recorder is set."""
     return _logger(module.Logger)
 
 

@@ -98,7 +98,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """Whether a route can be used here (`available`) and why (`detail`), for packed or padded updates (`form`)."""
+    """Whether a route (way to update caches) is available, why or why not, and for which form of updates."""
 
     route: Route
     form: str
@@ -112,7 +112,7 @@ class Diagnosis:
 
     Attributes:
         driver: the newest CUDA version that the driver supports, as ``"13.0"``, or None.
-        gpu_problem: the reason why no GPU can be used; empty if one can.
+        gpu_problem: the reason why no GPU can be used; empty if a GPU can be used.
         advice: installations that would add capabilities.
     """
 
@@ -129,7 +129,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Diagnose this machine. Missing parts are reported; they raise no errors."""
+    """Diagnose this machine. Report missing software and hardware without an error."""
     packages = tuple(PackageStatus(name, _version(name), use) for name, use in _PACKAGES.items())
     backends = tuple(_backend(name) for name in _BACKENDS)
     driver, gpus, problem = find_gpus()
@@ -276,8 +276,8 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
     """Return advice to update the driver, if installed libraries need a newer version of CUDA.
 
-    A driver accepts libraries for its own major version of CUDA or an older one; the package's name ends with this
-    number. Engines with the plugin contain PTX, which must not be newer than the driver.
+    A driver accepts libraries for its own major version of CUDA or an older one. The package's name ends with the major
+    version. Engines with the plugin contain PTX, which must not be newer than the driver.
     """
     if driver is None:
         return ()

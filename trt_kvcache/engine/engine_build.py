@@ -55,7 +55,7 @@ def build_engine(
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
     The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``. If there is an
-    encoder beside the model, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear
+    encoder in the model's folder, its engine goes to ``model.encoder.engine`` for ``model.engine``. All files appear
     together when they are complete. After an error or Ctrl-C, existing files are unchanged. TensorRT runs in a child
     process, which ends with the caller.
 
@@ -65,7 +65,7 @@ def build_engine(
             chat template and generation config. Missing folders are created.
         options: options of the plan; `target` and `packed_native` follow from the backend.
         build: options of the build.
-        progress: called with every step; an exception from it ends the build.
+        progress: called with each step of the build; an exception from it ends the build.
 
     Returns:
         The manifest, as written.
@@ -103,7 +103,7 @@ class _Prepared:
         model: the decoder's model for TensorRT.
         generation: see `Manifest.generation`.
         tables: numbers of rows of the tables that token ids and positions index.
-        scans: names of the Scan nodes, which run token by token.
+        scans: names of the Scan nodes that run token by token.
         encoder: the encoder to build; None: the model has no encoder, or its encoder cannot become an engine.
         said: the reason why the encoder cannot become an engine.
     """
@@ -120,12 +120,12 @@ class _Prepared:
 
     @property
     def positions(self) -> int | None:
-        """Number of rows in the smallest table of positions; None: no table is known."""
+        """Number of rows in the smallest table of positions; None: no table was found."""
         return min(self.tables.positions.values(), default=None)
 
     @property
     def bounds(self) -> Bounds:
-        """The engine's sizes that its proof must respect."""
+        """The engine's sizes, which the steps of its proof (a recorded decode) must respect."""
         sizes = self.limits.max_batch, self.limits.max_chunk, self.limits.max_logits
         return Bounds(*sizes, self.positions, _encoder_length(self.plan, self.profiles))
 
@@ -148,7 +148,7 @@ def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
 
 
 def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup) -> _Prepared:
-    """Import the model, and choose the sizes of its engine. The check of the model runs in the background."""
+    """Import the model, and choose the sizes of its engine. Start the check of the model in the background."""
     # Not at the top: all other names of the engine package work without ONNX.
     from trt_kvcache.engine.engine_folder import settings_beside
     from trt_kvcache.importer import import_unchecked
@@ -182,7 +182,7 @@ def _prepare(model: str | os.PathLike[str], options: PlanOptions, setup: _Setup)
 
 
 def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
-    """Build the engines into temporary files of `files`: first the encoder's, if there is one, then the decoder's."""
+    """Build the engines into temporary files of `files`: the encoder's engine (if any), then the decoder's."""
     engines, said, limits = [], prepared.said, prepared.limits
     if (job := prepared.encoder) is not None:
         entry, more = _or_on_the_cpu(setup, lambda: _build_encoder(files, job, setup))
@@ -218,7 +218,7 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
 class _Watched:
     """Calls the caller's `progress` during the build, and watches the model's check that runs in the background.
 
-    An exception from either ends the whole build; `raised` keeps it.
+    An exception from `progress` or from the check ends the build; `raised` keeps the exception.
     """
 
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
@@ -241,7 +241,7 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Setup:
-    """The choices that all engines of one build share.
+    """The choices that are the same for all engines of one build.
 
     Attributes:
         engine: path of the decoder's engine.
@@ -261,8 +261,8 @@ class _Part:
         path: path of the model's file; external data lie in the same folder.
         files: maps the path of each file of the model to its name in the manifest.
         sources: the models as read, without their graphs.
-        model: the rewritten model. It may hold all weights, so this list is emptied when the build process gets the
-            model.
+        model: a list with the rewritten model, which may hold all weights. It is emptied when the build process gets
+            the model.
         flipped: weights that TensorRT gets with changed bytes.
     """
 
@@ -275,7 +275,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Engine:
-    """An engine in a temporary file, its manifest, its final path, and its proof: a recorded decode (empty: none)."""
+    """An engine in a temporary file, its manifest, final path, and proof (a recorded decode; may be empty)."""
 
     manifest: Manifest
     file: Path
@@ -298,10 +298,10 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
     """Return the build options for the decoder.
 
-    Its longest encoder input is the encoder's output for the longest source.
+    The decoder's longest encoder input is the encoder's output for the longest source (encoder input).
 
     Raises:
-        OptionError: `--max-encoder` is smaller. Otherwise the first step after a long source would fail.
+        OptionError: `--max-encoder` is smaller; then the first step after a long source would fail.
     """
     positions, allowed = encoder.positions, build.max_encoder
     if positions is not None and allowed is not None and positions > allowed:
@@ -318,7 +318,7 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
 
 
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """Run `work`, a step of building the encoder's engine; return its result and no warnings.
+    """Run `work`, a step of building the encoder's engine; return the result and no warning.
 
     If `work` fails and the caller named no encoder, return None and a warning: the encoder then runs on the CPU. If the
     caller named the encoder, raise the error. An `OutputError` always ends the build, because the decoder's engine
@@ -357,9 +357,9 @@ def _built(
     part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, files: ExitStack,
     bounds: Bounds | None = None,
 ) -> _Engine:  # fmt: skip
-    """Build an engine into a temporary file beside `output`, and return it with its manifest.
+    """Build an engine into a temporary file in the folder of `output`, and return it with its manifest.
 
-    For a decoder, the caller replaces the planned memory sizes in the manifest.
+    For a decoder, the caller later replaces the planned memory sizes in the manifest.
     """
     from trt_kvcache.importer.serialize import serialize_model
 
@@ -397,7 +397,7 @@ def _built(
 
 
 def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
-    """Refuse a build that would not fit into memory. `twice` is True if the engine holds most weights twice."""
+    """Refuse a build that would not fit into memory. `twice`: the engine contains two copies of most weights."""
     from trt_kvcache.importer.protos import byte_size, iter_tensors
 
     if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
@@ -413,7 +413,7 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
-    """Return a length of an encoder's output that all profiles accept."""
+    """Return one length of an encoder's output that all profiles accept."""
     names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
     ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
     sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
@@ -459,7 +459,7 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
 
 
 def _built_for(build: BuildOptions) -> tuple[str, ...]:
-    """Return the compute capabilities that the engine is built for; ``current`` becomes that of this machine's GPU."""
+    """Return the compute capabilities to build the engine for; ``current`` becomes that of this machine's GPU."""
     if build.compute_capabilities != (CURRENT,):
         return build.compute_capabilities
     _, gpus, _ = find_gpus()
@@ -467,16 +467,16 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
-    """Return the build options as plain values, as they are written on the command line."""
+    """Return the build options as plain values, as on the command line."""
     flat: dict[str, Any] = dict(vars(build))
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
     return flat | {name: format_shapes(shapes) for name, shapes in flat.items() if name.endswith("_shapes")}
 
 
 def _publish(engines: Sequence[_Engine]) -> None:
-    """Move engines, proofs and manifests to their final paths: all of them or, after an error, none.
+    """Move engines, proofs and manifests to their final paths: all files or, after an error, no file.
 
-    An older proof beside a manifest without a proof does no harm, because the manifest does not name it.
+    An older proof file may stay if the new engine has no proof. It does no harm, because the manifest does not name it.
     """
     with ExitStack() as stack:
         files = []
@@ -509,7 +509,8 @@ class EncoderJob:
         part: the model for TensorRT, and its files.
         plan: the plan of the encoder.
         profile: the optimization profile, with the lengths of sources.
-        vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
+        vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or the size of their table is
+            unknown.
         positions: length of the output for the longest source; None: unknown.
     """
 
@@ -521,7 +522,7 @@ class EncoderJob:
 
 
 def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | None:
-    """Return the path of the encoder for a decoder; None if there is no encoder, or `build` wants none.
+    """Return the path of the encoder for a decoder; None if there is no encoder, or `build` turns it off.
 
     Args:
         model: path of the decoder.
@@ -547,7 +548,7 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
 
 
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
-    """Import the encoder of a decoder and choose its sizes; None if there is no encoder, or `build` wants none.
+    """Import a decoder's encoder and choose its sizes; None if there is no encoder, or `build` turns it off.
 
     Args:
         model: path of the decoder.
@@ -555,8 +556,8 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
         build: the build options.
 
     Raises:
-        OptionError: the named encoder is missing or unused; or the longest source is unknown, or longer than the
-            encoder's table of positions.
+        OptionError: the named encoder is missing or unused; or the length of the longest source (encoder input) is
+            unknown, or exceeds the encoder's table of positions.
         ModelError: the encoder cannot be used.
     """
     from trt_kvcache.importer.families.encoders.files import find_first_step
@@ -580,5 +581,5 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
-    """Return the decoder's inputs that the encoder computes."""
+    """Return the constant inputs of a decoder, which its encoder computes."""
     return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

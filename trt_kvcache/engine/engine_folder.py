@@ -29,7 +29,7 @@ _LARGEST = 1 << 28  # bytes
 
 
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
-    """Return the path of the engine to build; and, if `output` is a folder, this folder, otherwise None.
+    """Return the path of the engine to build, and, if `output` is a folder, this folder, otherwise None.
 
     Args:
         output: a file; or a folder, which exists or ends with a slash.
@@ -128,7 +128,7 @@ def settings_beside(model: Path) -> dict[str, Any]:
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
-    """Return sampling settings from ``generation_config.json`` beside a model; null values are left out.
+    """Return the sampling settings of the ``generation_config.json`` in a model's folder, without null values.
 
     Args:
         model: a file, or the folder of an export or engine.
@@ -142,7 +142,7 @@ def sampling_beside(model: Path) -> dict[str, Any]:
 
 
 def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
-    """Return, for each settings file beside a model, its settings; later files override earlier files.
+    """Return the settings of each settings file in a model's folder. Later files override earlier files.
 
     As in transformers, ``config.json`` is used only if there is no ``generation_config.json``.
     """

@@ -34,8 +34,8 @@ class EngineView:
     """The inputs, outputs, aliases and profiles that an opened engine reports.
 
     Attributes:
-        aliases: maps each output to the input with the same buffer. TensorRT reports only those of its own layers, not
-            of plugins.
+        aliases: maps each output to the input with the same buffer. TensorRT reports only aliases of its own layers,
+            not of plugins.
         profiles: for each profile, the range of shapes of each input.
     """
 
@@ -49,7 +49,7 @@ class EngineReport:
     """The result of inspecting an engine: its manifest, checked against the engine's hash, and the opened engine.
 
     Attributes:
-        view: what the opened engine reports; it agrees with `manifest`. None if the engine was not opened.
+        view: what the opened engine reports, in agreement with `manifest`. None if the engine was not opened.
         not_opened: the reason why the engine was not opened; empty if it was.
     """
 
@@ -62,7 +62,7 @@ class EngineReport:
 def inspect_engine(engine: str | Path) -> EngineReport:
     """Read an engine's manifest, and check the engine's hash against it.
 
-    If there is a GPU, open the engine and compare it with the manifest, too.
+    If there is a GPU, open the engine, and compare the engine's facts with the manifest, too.
 
     Args:
         engine: path of the engine, with its manifest ``<engine>.json`` beside it; or path of its folder.
@@ -83,7 +83,7 @@ def inspect_engine(engine: str | Path) -> EngineReport:
 
 
 def reconcile(manifest: Manifest, view: EngineView) -> tuple[str, ...]:
-    """Return the differences between an engine and its manifest, in words; empty if they agree."""
+    """Return a sentence for each difference between an engine and its manifest; empty if they agree."""
     return (
         *_compare_tensors(manifest.plan.tensors, view.tensors),
         *_compare_aliases(manifest, view.aliases),
@@ -111,7 +111,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """Return True if shapes agree. A size may be dynamic in the plan, or in an output of the engine."""
+    """Return True if a shape of the engine agrees with the plan. Sizes in plan and engine outputs may be dynamic."""
     if len(tensor.shape) != len(plan.shape):
         return False
     for actual, expected in zip(tensor.shape, plan.shape, strict=True):
@@ -148,7 +148,7 @@ def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, Sh
 
 
 def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
-    """Open an engine and return what it reports; or None and the reason why it was not opened."""
+    """Open an engine and return the facts that it reports; or None and the reason why it cannot be opened."""
     _, gpus, problem = find_gpus()
     if not gpus:
         return None, problem

@@ -37,7 +37,7 @@ class ShapeRange:
 
 @dataclass(frozen=True)
 class Profile:
-    """One optimization profile; its position in `Manifest.profiles` is its index in the engine.
+    """One optimization profile. Its index in the engine is its position in `Manifest.profiles`.
 
     Attributes:
         name: ``"prefill"`` or ``"decode"``; `ENCODER` for an encoder.
@@ -65,13 +65,13 @@ class Manifest:
         model: the source model and its external data files.
         options: the build options of the caller, for audits.
         warnings: TensorRT's warnings during the build, each once.
-        network: result of comparing the network that TensorRT parsed with the model, as text.
-        encoder: file name of the encoder's engine, built together with this decoder's; None: there is none. The
-            manifest of an encoder's engine has no caches, and one profile, `ENCODER`.
+        network: a text with the result of comparing the model with the network that TensorRT parsed.
+        encoder: file name of the encoder's engine, built together with this decoder's engine; None: there is no
+            encoder. The manifest of an encoder's engine has no caches, and one profile, `ENCODER`.
         generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: end
             tokens, forced and suppressed tokens.
-        proof: the file with a decode of the rewritten model; the engine is checked against it once on each GPU before
-            first use. None: there is no proof.
+        proof: the file with a recorded decode of the rewritten model. On each GPU, the runtime checks the engine
+            against this file before the first use. None: there is no proof.
     """
 
     created_by: str
@@ -109,7 +109,7 @@ class Manifest:
 
     @property
     def no_proof(self) -> str:
-        """Why the engine has no proof, and how to record one; empty for engines with a proof, and for encoders."""
+        """Why the engine has no proof (recorded decode), and how to record one; empty if it has, and for encoders."""
         if self.proof is not None or self.is_encoder:
             return ""
         said = [warning.removeprefix(NO_PROOF) for warning in self.warnings if warning.startswith(NO_PROOF)]
@@ -127,7 +127,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SchemaOnly:
-    """Only the schema version of a manifest. It is read first, because other fields may differ between versions."""
+    """Only the schema version of a manifest. It is read first, because other fields differ between versions."""
 
     schema_version: int
 
@@ -139,7 +139,7 @@ def manifest_path(engine: str | os.PathLike[str]) -> Path:
 
 
 def proof_path(engine: str | os.PathLike[str]) -> Path:
-    """Return the path of an engine's proof: ``model.engine.proof`` for ``model.engine``."""
+    """Return the path of an engine's proof (recorded decode): ``model.engine.proof`` for ``model.engine``."""
     engine = Path(engine)
     return engine.with_name(engine.name + ".proof")
 
@@ -173,7 +173,7 @@ def _digest(content: dict[str, Any]) -> str:
 def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of an engine; `path` is the engine, its folder or the manifest.
 
-    The engine itself is not checked: `check_engine` does this.
+    This function does not check the engine; see `check_engine`.
 
     Raises:
         ManifestError: the file is missing, is not a manifest, has an unknown schema version, or was edited.

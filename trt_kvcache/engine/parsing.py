@@ -35,7 +35,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Request:
-    """The request to parse a model and compare the network. The model's bytes follow, and the tokens of the pieces.
+    """The request to parse a model and compare the network. The model's bytes and the steps' tokens follow.
 
     Attributes:
         model: absolute path of the source model.
@@ -44,7 +44,7 @@ class Request:
         garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
         as_exported: the model is parsed as it was exported.
-        copy: folder of the data of the model's float32 copy, whose bytes follow. Empty: no copy exists yet.
+        copy: folder with the data of the model's float32 copy; the bytes of the copy follow. Empty: no copy exists yet.
     """
 
     target: Target
@@ -60,7 +60,7 @@ class Request:
 
 
 class Answer(msgspec.Struct):
-    """The child's answer: the fields of a `NetworkComparison`."""
+    """The child's answer to a `Request`: the fields of a `NetworkComparison`."""
 
     steps: int
     difference: float | None
@@ -77,10 +77,10 @@ def compare_parsed(
     Args:
         imported: the model; its plan names the target.
         pieces: steps to decode; empty: a few default steps.
-        tokens: tokens of each piece, int64 ``[R, length]``.
+        tokens: tokens of each step, int64 ``[R, length]``.
         garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
-        copy: the model in float32 and the folder of its data, if they exist already.
+        copy: the float32 copy of the model and the folder of its data, if they exist already.
 
     Returns:
         The parser's name and version, and the result of the comparison.

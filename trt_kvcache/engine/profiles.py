@@ -94,7 +94,8 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
 def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
     """Return the largest number of positions with logits in a step; None if the model decides.
 
-    If updates have a fixed length, shorter steps are padded at the end. Any position may then hold the last token.
+    If updates have a fixed length, the caller pads shorter steps at the end. Any position may then contain the last
+    token.
     """
     asked = build.max_logits
     if plan.logits_span is None:
@@ -119,7 +120,7 @@ def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: 
 def make_profiles(
     plan: CachePlan, build: BuildOptions, limits: Limits, *, quantized: bool = False
 ) -> tuple[Profile, ...]:
-    """Return the profiles for a plan: two, or one if prefill and decode have the same shapes.
+    """Return the optimization profiles for a plan: prefill and decode, or one if both have the same shapes.
 
     Args:
         plan: plan of the model.
@@ -145,7 +146,7 @@ def make_profiles(
 
 
 def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
-    """Return the profile of an encoder, which reads one source at a time.
+    """Return the optimization profile of an encoder, which reads one source (such as an image or a text) at a time.
 
     Args:
         plan: plan of the encoder.
@@ -175,12 +176,12 @@ def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOpt
 
 
 def _encoder(build: BuildOptions) -> Range | None:
-    """Return the fewest, typical and most positions of an encoder's output, if the caller gives the most."""
+    """Return the fewest, typical and most positions of an encoder's output, if the caller gives the maximum."""
     return None if build.max_encoder is None else (1, build.max_encoder, build.max_encoder)
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    """Return a profile for batch size one, widened to two; unchanged if only the caller knows some size."""
+    """Return a profile for batch size one, widened to batch size two; unchanged if a size is unknown."""
     tensors = {t.name: t for t in plan.tensors if t.io == "input"}
     shapes = {}
     for name, range_ in profile.shapes.items():
@@ -194,7 +195,7 @@ def _wider(plan: CachePlan, profile: Profile) -> Profile:
 
 
 def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> int | None:
-    """Return the size that the model fixes; None if the size is dynamic."""
+    """Return the fixed size of an axis; None if the axis is dynamic. Refuse another size from the caller."""
     fixed = {s for s in sizes if isinstance(s, int)}
     if len(fixed) > 1:
         raise OptionError(f"the model's caches have different fixed {what}s: {', '.join(map(str, sorted(fixed)))}")
@@ -227,7 +228,8 @@ def _ranges(
 def _asked(tensor: TensorRole, index: int, asked: list[int | None], known: Range | None) -> Range:
     """Return the range of an axis that the caller asks for; check that it lies within the known range.
 
-    If no range is known, the caller gives at least one size (smallest, typical, largest); it replaces missing sizes.
+    If no range is known, the caller gives at least one size (smallest, typical, largest); this function replaces
+    missing sizes.
     """
     given = [size for size in (asked[1], asked[2], asked[0]) if size is not None]
     if known is None and not given:

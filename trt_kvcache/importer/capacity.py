@@ -15,7 +15,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "m
 
 
 def usual_capacity(folder: Path) -> int:
-    """Return the default capacity: the length of the model's longest text, at most 4096 tokens.
+    """Return the default capacity: the most tokens of a text in this model, but at most 4096.
 
     Args:
         folder: the model's folder, with its config files.
@@ -25,7 +25,7 @@ def usual_capacity(folder: Path) -> int:
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return the length of the model's longest text in tokens, and the source of this number; None if unknown.
+    """Return the most tokens that a text may have in this model, and where this number was found; None if unknown.
 
     Args:
         folder: the model's folder, with ``config.json`` or ``genai_config.json``. Unreadable files are ignored. If the

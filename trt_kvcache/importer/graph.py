@@ -29,7 +29,7 @@ INT64 = int(onnx.TensorProto.INT64)
 
 
 def is_op(node: gs.Node, *op_types: str) -> bool:
-    """True if `node` is one of these operators of the default ONNX domain."""
+    """True if `node` has one of the given operator types of the default ONNX domain."""
     return node.op in op_types and node.domain in ONNX_DOMAINS
 
 
@@ -76,12 +76,12 @@ def consumers(tensor: gs.Tensor) -> list[gs.Node]:
 
 
 def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
-    """True if `tensor` itself is in `tensors`; an equal tensor does not count."""
+    """True if `tensors` contains the object `tensor` itself; an equal tensor does not count."""
     return any(t is tensor for t in tensors)
 
 
 def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
-    """Map each tensor to the graph inputs on which it depends. Inputs of which only the shape is read do not count.
+    """Map each tensor to the graph inputs on which it depends. An input does not count if only its shape matters.
 
     The nodes must be in topological order, as ONNX requires.
     """
@@ -185,14 +185,14 @@ class Emitter:
         return self._constants[key]
 
     def once(self, key: object, make: Callable[[], _Result]) -> _Result:
-        """Return the result of `make()`; it is called only once for each key."""
+        """Return the result of `make()`. Only the first call with a given key calls `make`."""
         if key not in self._results:
             self._results[key] = make()
         return cast(_Result, self._results[key])
 
 
 def free_name(name: str, taken: Collection[str]) -> str:
-    """Extend a name until it is not in `taken`."""
+    """Append to a name until `taken` does not contain it."""
     while name in taken:
         name += "_"
     return name
@@ -209,8 +209,8 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
     """Remove nodes that no output needs, and sort all others. Faster than graphsurgeon's ``cleanup().toposort()``.
 
     Args:
-        graph: the graph to edit in place. It is also returned.
-        sort: False: only remove nodes.
+        graph: the graph to edit in place; also the return value.
+        sort: if False, only remove nodes.
     """
     if graph.functions or any(isinstance(v, gs.Graph) for node in graph.nodes for v in node.attrs.values()):
         return graph.cleanup().toposort() if sort else graph.cleanup()
@@ -270,7 +270,7 @@ def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:
 
 
 def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
-    """Export a graph with all shapes that ONNX infers, and store these in the graph, to avoid a new import."""
+    """Export a graph with all shapes that ONNX infers. Also store these shapes in the graph, to avoid an import."""
     model: onnx.ModelProto = onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True)
     tensors = graph.tensors()
     for value in (*model.graph.value_info, *model.graph.output):

@@ -19,7 +19,8 @@ def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: boo
         network: a parsed ``INetworkDefinition`` of the rewritten model.
         plan: the plan, with the kind of each attention.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed the network.
-        decompose_all: allow it for every attention, because this TensorRT lacks a kernel that the plan expects.
+        decompose_all: allow TensorRT to decompose every attention, because this TensorRT lacks a kernel that the plan
+            expects.
 
     Raises:
         BuildError: the network and the plan have different attention layers.

@@ -106,12 +106,12 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
 def import_model(
     model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, thorough: bool = False
 ) -> ImportedModel:
-    """Plan and rewrite a model in memory.
+    """Plan and rewrite a model in memory, and check the result.
 
     Args:
         model: path of the ``.onnx`` file.
         options: the options of the plan.
-        thorough: also compare the rewritten model with the original after every past of up to 4,096 tokens.
+        thorough: if True, also compare steps after every number of past tokens up to 4,096.
 
     Raises:
         ModelError: the model is unreadable, invalid or unsupported, or the check failed.
@@ -127,7 +127,7 @@ def import_unchecked(
 ) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs.
 
-    The caller must not publish the model, or anything made from it, before the future ends without an error.
+    Before the future ends without an error, the caller must not publish the model or anything made from it.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -160,15 +160,15 @@ def rewrite_model(
 ) -> CachePlan:
     """Rewrite a model into standard ONNX that TensorRT can build, with the same meaning, and write it to a file.
 
-    If `output` is in the model's folder, external data stay in their files. Else the files are copied to the folder of
-    `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
+    If `output` is in the model's folder, external data stay in their files. Otherwise this function copies the files to
+    the folder of `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
 
     Returns:
         The plan of the rewritten model.
 
     Raises:
         ModelError, OptionError: as in `plan_model`.
-        UnsupportedModelError: TensorRT does not support the scales of quantized weights. Only this function reads the
+        UnsupportedModelError: TensorRT does not support the scales of quantized weights. `plan_model` does not read the
             scales.
         OutputError: `output` cannot be written.
     """
@@ -187,7 +187,7 @@ def _load(model: str | os.PathLike[str], options: PlanOptions) -> SourceModel:
 def _rewrite(
     source: SourceModel, options: PlanOptions, default_capacity: int | None = None
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
-    """Return the plan and the rewritten model, before the check. Large weights of the model are stand-ins."""
+    """Return the plan and the rewritten model, before the check. The model has placeholders for large weights."""
     usual = usual_capacity(source.path.parent)
     if default_capacity is not None:
         longest = longest_text(source.path.parent)
@@ -198,7 +198,7 @@ def _rewrite(
 
 @contextmanager
 def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
-    """Within the ``with`` block, turn a MemoryError into an error that names the model and its fixed sizes."""
+    """Within the ``with`` block, turn a MemoryError into an error with the name and fixed sizes of the model."""
     try:
         yield
     except MemoryError:
@@ -210,7 +210,7 @@ def _memory_named(model: str | os.PathLike[str]) -> Iterator[None]:
 
 @contextmanager
 def _default_named(capacity: int | None, usual: int | None) -> Iterator[None]:
-    """Within the ``with`` block, add to errors about the default capacity that it is the default."""
+    """Within the ``with`` block, make errors about the default capacity say that it is the default."""
     try:
         yield
     except OptionError as error:
@@ -280,7 +280,7 @@ def _check(
 
 
 def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
-    """Complete a rewritten model: add adapters, restore weights, and quantize caches, as the options say."""
+    """Complete a rewritten model as the options say: add adapters, restore weights, quantize caches."""
     plan = _adapt(source, prepared, plan, rewritten)
     attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # also loads tables that became integers, as load_source does
@@ -288,7 +288,7 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
-    """If the options request adapters, add them to a rewritten model, in place. Also count weights in the plan."""
+    """Add LoRA adapters to a rewritten model, in place, if the options request them. Count weights in the plan."""
     plan = replace(plan, weights=weights_read(rewritten))
     if plan.options.lora_rank is None:
         return plan
@@ -301,7 +301,7 @@ def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> Imported
 
     Args:
         imported: a model with unquantized caches.
-        plain: True: the result is for ONNX Runtime instead of TensorRT; this needs `PlanOptions.cache_ranges`.
+        plain: if True, the result is for ONNX Runtime instead of TensorRT, which needs `PlanOptions.cache_ranges`.
 
     Raises:
         OptionError: a cache cannot be quantized to this type.
@@ -348,7 +348,7 @@ def analyze(
     findings: Findings,
     path: Path,
 ) -> CachePlan:
-    """Return the plan of a prepared model, without changing it.
+    """Return the plan of a prepared model. The model does not change.
 
     Raises:
         UnsupportedModelError: the model has no cache update, or no route supports an update.
@@ -399,7 +399,7 @@ def analyze(
 
 
 def _check_operators(model: onnx.ModelProto) -> None:
-    """Refuse operators that TensorRT for RTX can never build (measured, 1.7.1)."""
+    """Refuse operators that TensorRT for RTX never supports (measured with version 1.7.1)."""
     for node in all_nodes(model.graph):
         if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
             raise UnsupportedModelError(
@@ -410,7 +410,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Return warnings about position tables with fewer rows than caches; later lookups read the last row."""
+    """Return warnings about position tables with fewer rows than the caches: positions beyond read the last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [
@@ -422,7 +422,7 @@ def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
 
 
 def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
-    """Return notes about inputs with several positions per token."""
+    """Return notes about position inputs that have several positions per token."""
     return [
         f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width). A session gives "
         "a token the same position in all planes, which is correct for text. Tokens of images need different "
@@ -465,7 +465,7 @@ def _holder(graph: gs.Graph) -> str:
 
 
 def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
-    """If `tensor` is a view of a graph input of rank 3 or more, return the name of the input; else an empty string."""
+    """Return the name of the graph input (rank 3 or more) of which `tensor` is a view; else an empty string."""
     while (node := producer(tensor)) is not None and is_op(node, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
         tensor = node.inputs[0]
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
@@ -492,7 +492,7 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
 def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
-    """Return all changes of inputs and outputs that the caller sees, including the logits."""
+    """Return all changes of inputs and outputs for the caller, including those of the logits."""
     if not findings.written or logits is None:
         return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))

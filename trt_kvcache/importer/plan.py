@@ -26,7 +26,7 @@ Dim = int | str
 
 
 class OriginalRole(str, Enum):
-    """The role of an input or output of the exported model. Plans have it only if the rewrite changes the interface."""
+    """The role of an input or output of the exported model, recorded only if the rewrite changes the interface."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -63,7 +63,7 @@ class InterfaceChange:
         io: ``"input"`` or ``"output"``.
         old: name and shape in the exported model, such as ``"attention_mask [batch, P + S]"``; empty if it was added.
         new: name and shape in the rewritten model; empty if it was removed.
-        why: what replaces it, or what the caller gives instead.
+        why: what replaces the input or output, or what the caller gives instead.
     """
 
     io: str
@@ -83,8 +83,8 @@ class OriginalTensor:
             ``"capacity"``, or ``""``.
         window_rows: for a cache that keeps only this many newest rows; None: it keeps all rows. Its past has ``min(P,
             rows)`` rows, its present ``min(P + S, rows)`` rows, and a padding mask over it ``min(P, rows) + S``
-            columns. If the axis of rows has a fixed size, the cache is shifted: the cache always has this many rows,
-            and a mask over it this many columns; tokens are in the last ones.
+            columns. If the axis of rows has a fixed size, every step shifts the cache: it always has this many rows,
+            the mask has as many columns, and the tokens are in the last rows.
         on: for a switch, the value that chooses the branch with a past.
     """
 
@@ -100,7 +100,7 @@ class OriginalTensor:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """A state: a tensor that every step replaces as a whole, such as those of convolutions and linear attention.
+    """A state: a tensor, such as that of a convolution or linear attention, that every step replaces as a whole.
 
     Attributes:
         past, present: names of the graph input and output, which have the same dtype and shape.
@@ -116,7 +116,7 @@ class StateUpdate:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """The columns ``start .. stop - 1`` of a product's result that one module of the checkpoint computes."""
+    """The columns ``start .. stop - 1`` of a MatMul's result that one module of the checkpoint computes."""
 
     module: str
     start: int
@@ -125,14 +125,14 @@ class AdapterPart:
 
 @dataclass(frozen=True)
 class AdapterProduct:
-    """A product ``y = x W`` of the model, to which the adapter's ``(x A[slot]) B[slot]`` is added.
+    """A MatMul ``y = x W`` of the model, to which the adapter's ``(x A[slot]) B[slot]`` is added.
 
     Attributes:
         a: name of the input A ``[slots + 1, inputs, rank]``.
         b: name of the input B ``[slots + 1, rank, outputs]``.
         dtype: ONNX name of the type of A and B.
-        rank: the sum of the ranks of all parts that may have an adapter.
-        parts: the modules of the checkpoint that this product computes. An adapter may change each of them.
+        rank: the sum of the ranks of all modules in `parts` that may have an adapter.
+        parts: the modules of the checkpoint that this MatMul computes. An adapter may change each module.
         whole: name of the fused module, which an adapter may also change; None if no name is known.
         found_by: the evidence for these modules.
     """
@@ -150,13 +150,13 @@ class AdapterProduct:
 
 @dataclass(frozen=True)
 class AdapterPlan:
-    """The inputs of a model for adapters.
+    """The inputs of a model for LoRA adapters.
 
     Attributes:
         rank: rank of the largest adapter.
-        slots: the number of adapters that fit, in slots 1 to `slots`. Slot 0 holds zeros, for no adapter.
+        slots: the number of adapters that the inputs can hold, in slots 1 to `slots`. Slot 0 holds zeros: no adapter.
         index: name of the int64 input ``[B]``, the slot of each sequence.
-        products: the products that adapters may change.
+        products: the MatMuls that adapters may change.
     """
 
     rank: int
@@ -166,7 +166,7 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """The way in which a cache is updated in the engine, what it guarantees, and who enforces this."""
+    """The way in which the engine updates a cache, what this guarantees, and who enforces this."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer.
@@ -223,7 +223,7 @@ class AttentionKind(str, Enum):
 
 
 class Role(str, Enum):
-    """The role of an input or output of the model in a decode loop."""
+    """The role of an input or output in a decode loop."""
 
     TOKENS = "tokens"
     POSITIONS = "positions"
@@ -248,9 +248,9 @@ class Role(str, Enum):
 
 @dataclass(frozen=True)
 class UpdateContract:
-    """A promise of the caller about updates of a circular cache.
+    """A promise by the caller about how it updates a circular cache.
 
-    The engine cannot enforce the contract: TensorRT would drop the write without a message.
+    The engine cannot check the promise: TensorRT would drop a wrong write without a message.
 
     Attributes:
         no_straddle: True if no update may cross the end of the ring: ``write_index mod capacity + S_new <= capacity``.
@@ -317,7 +317,7 @@ class CacheUpdate:
 
 @dataclass(frozen=True)
 class Mask:
-    """One attention mask. The graph computes it once; all attentions that name it share it.
+    """One attention mask. The graph computes a mask once for all attentions that name this mask.
 
     Query ``i`` of row ``b`` sees key ``j`` if all of these conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <=
     i + offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset
@@ -328,7 +328,7 @@ class Mask:
         causal: True if the mask is causal, aligned to the bottom right.
         lengths: name of the int64 ``[B]`` tensor of valid keys, or None.
         left_window, right_window: keys before and after the query's own; -1: unlimited (Attention-25).
-        mask: name of the mask tensor in the model, or None.
+        mask: name of the model's own mask tensor, or None.
         additive: True if the result is a float bias; else it is bool (True = visible).
         span: name of the added input whose length is the number of keys to read; None: all keys.
         guarded: True if results of queries that see no key are set to zero, as ONNX defines.
@@ -350,10 +350,10 @@ class AttentionPlan:
     """How one Attention node is computed.
 
     Attributes:
-        caches: names of the pasts of the caches that this attention reads.
+        caches: for each cache that this attention reads, the name of its past.
         mask: name of the `Mask`; None if no mask is needed.
-        keys: the keys that are read: ``"span"`` (as many as `SpanInput` says), ``"mask"`` (as many as the model's own
-            mask has) or ``"all"``.
+        keys: which keys the attention reads: ``"span"`` (as many as `SpanInput` says), ``"mask"`` (as many as the
+            model's own mask has) or ``"all"``.
     """
 
     node: str
@@ -371,10 +371,10 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class SpanInput:
-    """An added int64 input ``[span]`` that holds 0, 1, ..., span - 1. Its *shape* says how many cache rows are read.
+    """An added int64 input ``[span]``: 0, 1, ..., span - 1. Its *shape* says how many cache rows a step reads.
 
-    All spans from the longest valid length of the batch up to the capacity give the same numbers. The contents never
-    change, so one constant device buffer serves every step. A step sets only the shape.
+    The result is the same for every span from the longest valid length of the batch up to the capacity. The contents
+    never change, so one constant device buffer serves every step. A step sets only the shape.
     """
 
     name: str
@@ -385,7 +385,7 @@ class SpanInput:
 
 @dataclass(frozen=True)
 class LogitsSpan:
-    """An added int64 input ``[span]``. Its *shape* says for how many last positions of a step logits are computed.
+    """An added int64 input ``[span]``. Its *shape* says how many of a step's last positions get logits.
 
     The number is 1 to S, the tokens of the step; a larger number means S. The contents of the input do not matter.
 
@@ -433,7 +433,7 @@ class TensorRole:
 
 @dataclass(frozen=True, repr=False)
 class CachePlan:
-    """All changes to one model.
+    """The plan of a model: all changes to caches, attention, inputs and outputs.
 
     Attributes:
         schema_version: version of this data, written into JSON.
@@ -442,13 +442,14 @@ class CachePlan:
         notes: facts about the rewrite, such as the memory that a circular window saves.
         changes: inputs and outputs that the rewrite changes, adds or removes.
         original: the interface of the exported model; empty if its caches already were in canonical form.
-        states: tensors of fixed size that each step replaces, but that are no attention caches.
+        states: tensors of fixed size that each step replaces; attention caches do not count.
         logits_span: the input that chooses the number of positions with logits. None: logits have the same positions as
             in the exported model.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
-        adapters: the inputs and products for adapters (LoRA); None: the model has none.
-        weights: bytes of weights that a step of one token reads. Of a lookup table, such as embeddings, only the rows
-            for one token count. 0: not counted.
+        adapters: the inputs for LoRA adapters, and the MatMuls that the adapters change; None: the model takes no
+            adapters.
+        weights: bytes of weights that a step of one token reads. A lookup table, such as embeddings, counts only with
+            the rows for one token. 0: nobody counted the bytes.
     """
 
     options: PlanOptions
@@ -488,7 +489,7 @@ class CachePlan:
         return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Return the bytes of carried caches and states for `batch` sequences; those not in place count twice."""
+        """Return the bytes of all caches and states for `batch` sequences; those not updated in place count twice."""
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
 
@@ -504,7 +505,7 @@ class CachePlan:
         return caches | {s.present: s.past for s in self.states}
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
-        """Return the only input or output with this role; None if none or several have this role."""
+        """Return the only input or output with this role; None if there is no such tensor, or more than one."""
         matches = [t for t in self.tensors if t.role is role and t.io == io]
         return matches[0] if len(matches) == 1 else None
 

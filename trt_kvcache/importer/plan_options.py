@@ -103,7 +103,7 @@ class PlanOptions:
     """The options of a plan. Values of enums may also be given as text.
 
     Raises:
-        OptionError: a value has another type, is not in its enum, or is out of range.
+        OptionError: a value has the wrong type, is not in its enum, or is out of range.
     """
 
     if TYPE_CHECKING:

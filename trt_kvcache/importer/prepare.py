@@ -34,9 +34,9 @@ class Prepared:
     """A model that is ready to be planned: flat, with a fixed capacity and canonical caches.
 
     Attributes:
-        reference: the exported model with inlined functions, for the check. Its large weights are stand-ins, too.
+        reference: the exported model with inlined functions, for the check. Its large weights are placeholders, too.
         options: the caller's options, with the capacity filled in if the model does not fix it.
-        model: the working copy. Its large inline weights are stand-ins until `attach_weights`.
+        model: the working copy. Its large inline weights are placeholders until `attach_weights`.
         weights: the detached weights; maps names to tensors of the source model, which are not copied.
         inlined: names of functions and control-flow nodes that were inlined.
         findings: facts about the canonical form; empty if the export already had it.
@@ -100,7 +100,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
 
 
 def _writers(graph: onnx.GraphProto) -> dict[str, str]:
-    """Return the operator that computes each tensor, except casts and operators that only change a layout."""
+    """Map tensors to the operators that compute them, skipping casts and operators that only change a layout."""
     found: dict[str, str] = {}
     for node in graph.node:
         moves = node.op_type in ("Cast", "Identity", "Transpose", "Reshape")
@@ -135,7 +135,7 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
-    """Return notes about operators that compute in double, because TensorRT silently uses float32 (RTX 1.7.1)."""
+    """Return notes about operators that compute in double. TensorRT uses float32 silently (measured, RTX 1.7.1)."""
     double = {v.name for v in graph.value_info if elem_type_of(v) == onnx.TensorProto.DOUBLE}
     nodes = [n for n in graph.node if n.op_type not in ("Cast", *MOVES) and not double.isdisjoint(n.output)]
     if not nodes:
@@ -149,7 +149,7 @@ def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Return a copy of `source` with empty stand-ins for large inline initializers; and these initializers by name."""
+    """Return a copy of `source` with placeholders for large inline initializers, and a map from names to these."""
     model = onnx.ModelProto(**{field.name: value for field, value in source.ListFields() if field.name != "graph"})
     fields = {field.name: value for field, value in source.graph.ListFields() if field.name != "initializer"}
     model.graph.CopyFrom(onnx.GraphProto(**fields))
@@ -165,7 +165,7 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
 
 
 def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
-    """Replace stand-ins with their detached weights, one after the other, in place."""
+    """Replace the placeholders with their detached weights, one after the other, in place."""
     for tensor in model.graph.initializer:
         if (weight := detached(tensor, weights)) is not None:
             tensor.CopyFrom(weight)
@@ -178,14 +178,14 @@ def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
 
 
 def fix_digit_dims(graph: onnx.GraphProto) -> None:
-    """Replace symbols such as ``"2"``, which some exporters write, with numbers: TensorRT takes them for dynamic."""
+    """Replace symbols such as ``"2"`` with numbers, because TensorRT would treat these sizes as dynamic."""
     for dim in _dims(graph):
         if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
             dim.dim_value = int(dim.dim_param.strip())
 
 
 def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fits: bool = False) -> int | None:
-    """Give every cache a fixed length, because TensorRT needs it.
+    """Give every cache a fixed length, because TensorRT needs one.
 
     Args:
         graph: the graph to edit in place.

@@ -65,7 +65,7 @@ def part_of(
     outputs: Iterable[str],
     constants: Sequence[TensorProto],
 ) -> ModelProto:
-    """Return a model that consists of some nodes of another model without functions, for ONNX Runtime."""
+    """Return a model for ONNX Runtime that consists of some nodes of another model, which has no functions."""
     named = [ValueInfoProto(name=name) for name in outputs]
     graph = helper.make_graph(list(nodes), "part", inputs, named, constants)
     return helper.make_model(graph, ir_version=min(model.ir_version, 12), opset_imports=list(model.opset_import))
@@ -93,7 +93,7 @@ def all_nodes(scope: Scope) -> Iterator[NodeProto]:
 
 
 def captured_names(body: GraphProto) -> set[str]:
-    """Return all names of tensors that a body (of If, Loop or Scan) reads, its own and those of outer graphs."""
+    """Return the names of all tensors that a body (of If, Loop or Scan) reads, from itself or outer graphs."""
     scopes = [s for s in nested_scopes(body) if isinstance(s, GraphProto)]
     return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
 
@@ -138,7 +138,7 @@ def constant_value(node: NodeProto) -> TensorProto | None:
 
 
 def constants_of(scope: Scope) -> dict[str, TensorProto]:
-    """Return initializers and values of Constant nodes; maps names in the graph to tensors, whose names may differ."""
+    """Return a map from names to initializers and to values of Constant nodes. A value may have another name."""
     constants = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
     return constants | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
 
@@ -174,9 +174,9 @@ def describe(node: NodeProto) -> str:
 
 
 def shape_of(info: ValueInfoProto | None) -> Shape | None:
-    """Return the shape of a value: sizes, symbols, ``"?"`` if unknown. None if even the rank is unknown.
+    """Return the shape of a value: fixed sizes, symbols, and ``"?"`` for unknown sizes. None if the rank is unknown.
 
-    Some exporters write a size as a symbol of digits. Then this function returns the number.
+    Some exporters write a fixed size as a symbol, such as ``"64"``. This function returns such a size as a number.
     """
     if info is None or not info.type.HasField("tensor_type") or not info.type.tensor_type.HasField("shape"):
         return None

@@ -25,12 +25,12 @@ _KEYS = (_RECORD, "trt_kvcache.plan")  # the second key: older versions stored t
 
 
 def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
-    """Write the options with which a model was rewritten into its metadata."""
+    """Write the options with which a model was rewritten into the metadata of the model."""
     model.metadata_props.add(key=_RECORD, value=msgspec.json.encode(options).decode())
 
 
 def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse an already rewritten model: its added inputs and masks would be taken for those of the original.
+    """Refuse a model that was rewritten before: the importer would take added inputs for those of the original.
 
     Raises:
         UnsupportedModelError: the metadata of the model say that it was rewritten.
@@ -43,14 +43,14 @@ def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
 
 
 def was_rewritten(path: Path) -> bool:
-    """True if the end of a file, where protobuf writes the metadata of a model, says that it was rewritten."""
+    """True if the metadata at the end of a model file say that trt_kvcache rewrote the model."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
         return _RECORD.encode() in file.read()
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
-    """Describe the first difference between the inputs and outputs of a plan and of a model; empty if they agree."""
+    """Describe the first difference between the inputs and outputs of a plan and of a model; empty if equal."""
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
         declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
@@ -85,7 +85,7 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
 
 
 def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if both shapes have the same rank, and no known sizes differ."""
+    """True if a planned and a declared shape have the same rank and no fixed size differs."""
     return (
         declared is not None
         and len(planned) == len(declared)
@@ -106,7 +106,8 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 
     Args:
         model: the rewritten model.
-        options: the caller's options. The limits of the check and the file of name patterns are always taken from them.
+        options: the caller's options. The limits of the check and the file of name patterns always come from these
+            options.
         path: path of the model, for messages.
 
     Raises:

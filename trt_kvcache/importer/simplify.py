@@ -79,15 +79,15 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
     """Bring a model to opset 24 or later: without functions, folded, with named nodes and inferred shapes.
 
     Args:
-        model: a model with stand-ins for large inline weights. It may be edited in place.
+        model: a model with placeholders for large inline weights. This function may edit it in place.
 
     Returns:
         The model and the names of the functions and branches that were inlined.
 
     Raises:
         InvalidModelError: the shapes that the model states contradict each other.
-        UnsupportedModelError: a cache update or an attention is in a body that may not run exactly once, or the opset
-            cannot be raised.
+        UnsupportedModelError: a cache update or an attention is in a body that may run never or several times, or the
+            importer cannot raise the opset.
     """
     model, inlined = inline_functions(model)
     name_nodes(model.graph)
@@ -129,7 +129,8 @@ def name_nodes(graph: GraphProto) -> None:
 def drop_unused_outputs(graph: GraphProto) -> None:
     """Drop outputs of Attention and LayerNormalization that no node reads, because TensorRT refuses them.
 
-    Call this before shape inference: from opset 25 on, it fails for present outputs together with `nonpad_kv_seqlen`.
+    Call this before shape inference: from opset 25 on, shape inference fails for present outputs together with
+    `nonpad_kv_seqlen`.
     """
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
@@ -144,7 +145,7 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """Inline functions, because TensorRT's parser prefers its own operator to a function of the same name.
 
     For example, TensorRT builds a function ``my::Relu`` that squares as a ReLU, without a message (measured on TensorRT
-    for RTX 1.7.1). A function that defines TensorRT's own cache update is not inlined.
+    for RTX 1.7.1). A function that defines TensorRT's own cache update stays.
     """
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
@@ -168,11 +169,12 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 def raise_opset(model: ModelProto) -> ModelProto:
-    """Raise a model without functions to opset 24. A model of opset 24 or later is returned unchanged.
+    """Raise a model without functions to opset 24. Return a model of opset 24 or later unchanged.
 
     ONNX's converter fails for operators that the old opset does not have, but exporters write such operators into
     ONNX's domain (SimplifiedLayerNormalization). So these operators are in another domain during the conversion. The
-    converter loses metadata, functions and stated shapes. So only nodes and new constants are taken from its result.
+    converter loses metadata, functions and stated shapes. So this function takes only nodes and new constants from the
+    result.
 
     Raises:
         UnsupportedModelError: the opset is below 13, or ONNX's converter cannot convert an operator.
@@ -223,9 +225,9 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Replace tensors that are computed from constants and known sizes by constants, and remove branches.
+    """Replace tensors that depend only on constants and known sizes by constants, and remove branches.
 
-    Return the model with inferred shapes, and the names of the If nodes that were replaced.
+    Return the model with inferred shapes, and the names of the replaced If nodes.
     """
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
@@ -283,10 +285,10 @@ def _is_small(dims: Iterable[int]) -> bool:
 
 
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Return integers that are computed from known sizes; maps names to values.
+    """Return integers that the model computes from known sizes, as a map from names to values.
 
-    ONNX's shape inference computes such integers, but shows them only in shapes. So a ConstantOfShape reads each of
-    them:
+    ONNX's shape inference computes such integers, but shows them only in shapes. So this function adds a
+    ConstantOfShape that reads each integer:
 
     Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: so the result of the Gather is 64
     """
@@ -317,7 +319,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compute nodes over small constants in ONNX Runtime. Return the results that other nodes read, by name."""
+    """Compute nodes over small constants in ONNX Runtime. Return a map from names to results that others read."""
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -344,7 +346,7 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
-    """True if a node computes a small tensor only from known constants."""
+    """True if a node computes a small tensor from known constants only."""
     if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
         return False
     for name in (name for name in node.output if name):
@@ -372,7 +374,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace the node at `index` by one of its branches, in place. Names in the branch get the node's as prefix."""
+    """Replace the node at `index` by one of its branches, in place. Names in the branch get the node's name first."""
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}
@@ -394,7 +396,7 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
 
 
 def _short(name: str) -> str:
-    """Limit the length of a name. Else each nested branch would double it."""
+    """Limit the length of a name, because names in nested branches would double with each level."""
     return name if len(name) <= _NAME else f"{name[:_NAME]}~{hashlib.sha1(name.encode()).hexdigest()[:12]}"
 
 
@@ -441,7 +443,7 @@ def _drop_shapes(graph: GraphProto) -> None:
 
 
 def _refuse_hidden(node: NodeProto) -> None:
-    """Refuse an If, Loop or Scan that contains a cache update or an attention, because TensorRT would always run it."""
+    """Refuse an If, Loop or Scan with a cache update or an attention, because TensorRT would always run its body."""
     bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
     inner = [n for body in bodies for n in all_nodes(body)]
     hidden = {n.op_type for n in inner if n.op_type == "TRT_KVCacheUpdate"}

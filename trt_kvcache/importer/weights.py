@@ -21,7 +21,7 @@ _OF = "trt_kvcache:of"
 
 
 def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
-    """Return a tensor without data that stands for a tensor whose data are elsewhere."""
+    """Return a tensor without data, as a placeholder for a tensor whose data are elsewhere."""
     empty = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
     empty.data_location = onnx.TensorProto.EXTERNAL
     empty.external_data.add(key="location", value=STAND_IN)
@@ -29,12 +29,12 @@ def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 def is_stand_in(tensor: onnx.TensorProto) -> bool:
-    """True if a tensor is a stand-in without data."""
+    """True if a tensor is a placeholder without data."""
     return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
 
 
 def storage(tensor: onnx.TensorProto) -> str | None:
-    """Return a text that identifies a tensor's data, equal for all views; None if the tensor contains its data."""
+    """Return a text that identifies the stored data of a tensor; None if the tensor contains its data."""
     if tensor.data_location != onnx.TensorProto.EXTERNAL:
         return None
     entries = {e.key: e.value for e in tensor.external_data}
@@ -44,7 +44,7 @@ def storage(tensor: onnx.TensorProto) -> str | None:
 
 
 def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:
-    """Return the tensor that a stand-in replaces, with the stand-in's type and shape; None for other tensors."""
+    """Return the tensor whose placeholder this is, with the placeholder's type and shape; None for other tensors."""
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") != STAND_IN:
         return None

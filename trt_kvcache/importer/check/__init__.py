@@ -50,7 +50,8 @@ class Checked:
     """Facts that the check adds to a plan.
 
     Attributes:
-        notes: notes for the plan: parts that were not compared, and facts that only a run of the model shows.
+        notes: notes for the plan, about parts that were not compared, and about facts that only a run of the model
+            shows.
         prefill_in_one_step: True if tokens of a step depend on each other, so that prompts must not be split.
     """
 
@@ -58,7 +59,7 @@ class Checked:
     prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """Return the plan with the notes and the flag of this result of the check."""
+        """Return the plan with the notes and the flag from this check."""
         whole = plan.prefill_in_one_step or self.prefill_in_one_step
         return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 
@@ -75,12 +76,12 @@ def check_rewrite(
     """Refuse a rewritten model that does not compute the same numbers as the original.
 
     Args:
-        original: the exported model, without functions; its large weights may be stand-ins (without data).
-        rewritten: the rewritten model; its large weights may be stand-ins, too.
+        original: the exported model, without functions; its large weights may be placeholders (without data).
+        rewritten: the rewritten model; its large weights may be placeholders, too.
         plan: plan of the model; its options limit memory and time.
-        weights: the weights that have stand-ins in the models; maps names to tensors.
+        weights: maps names to weights that have placeholders in the models.
         folder: folder of the external data.
-        thorough: also run steps after pasts of every length up to 4,096.
+        thorough: if True, also compare steps after every number of past tokens up to 4,096.
 
     Raises:
         OptionError: the capacity is larger than the model supports.
@@ -144,12 +145,12 @@ class Verdict:
     """The result of the check for one region (a changed part of the model).
 
     Attributes:
-        name: the tensor or the cache that the region computes.
+        name: name of the tensor or the cache that the region computes.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (the region cannot
-            run), ``"stuck"`` (the original side runs, the rewritten side does not), ``"dependent"`` (a sequence depends
-            on other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as `name` says),
-            ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or ``"mixed"`` (the
-            numbers of a token depend on how many tokens a step has).
+            run), ``"stuck"`` (ONNX Runtime runs the original, but not the rewritten region), ``"dependent"`` (a
+            sequence depends on other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as
+            `name` says), ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or
+            ``"mixed"`` (the numbers of a token depend on how many tokens a step has).
         why: the reason in words; empty for most equal regions.
         layer: index of the attention that reads the region's caches; None if unknown.
     """
@@ -166,7 +167,7 @@ class Request:
 
     Attributes:
         folder: the folder of external data.
-        thorough: also run steps after pasts of every length up to 4,096.
+        thorough: if True, also compare steps after every number of past tokens up to 4,096.
     """
 
     plan: CachePlan
@@ -183,9 +184,9 @@ _answering: list[Child] = []
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Start the child process of the check, or return the running one. It loads ONNX Runtime in the background.
+    """Start the child process of the check, or return the running one. The child loads ONNX Runtime in the background.
 
-    If `to_ask` is set, the caller will ask this process something: until then, no other call ends it.
+    If `to_ask` is true, the caller will send this process a request. Until then, no other call ends the process.
     """
     memory = options.check_memory << 30
     with _lock:

@@ -38,7 +38,7 @@ _DRAWN = (1 << 20, 8 << 20)  # bytes of random weights: usual limit, and limit i
 
 
 def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict, ...]:
-    """Compare the two models of a request in the child process; return the verdicts of all regions."""
+    """Check the two models of a request, in the child process; return the verdicts of all changed parts."""
     original, rewritten = (onnx.ModelProto.FromString(parts.pop(0)) for _ in range(2))
     verdicts = open_verdicts(again=request.plan.options.recheck)
     with exact_experts(), listening(caller.tell), keeping(verdicts):
@@ -47,7 +47,7 @@ def check(request: Request, parts: list[bytes], caller: Caller) -> tuple[Verdict
 
 
 class _Asked(Mapping[str, onnx.TensorProto]):
-    """Weights stored inside the model, which only the caller has. Each access asks the caller for one weight."""
+    """Weights inside the model's file, which only the parent process has. Each access asks it for one weight."""
 
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
@@ -72,7 +72,7 @@ def check_models(
     *,
     thorough: bool = False,
 ) -> list[Verdict]:
-    """Return a verdict for every region; `check_rewrite` describes the arguments."""
+    """Return a verdict for every changed part of the model; `check_rewrite` describes the arguments."""
     plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
     pair, limits = pair_models(original, rewritten, plan), index_limits(rewritten, plan)
     judge = _Judge(plan, limits, weights, folder, thorough)
@@ -105,7 +105,7 @@ def check_models(
 
 
 def _with_batch(tensor: TensorRole) -> TensorRole:
-    """Name a tensor's first axis "batch" if the exporter gave it another symbol than the batch of other inputs."""
+    """Name the first axis of a tensor "batch", even if the exporter gave this axis another name."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
     if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
         return tensor
@@ -114,7 +114,7 @@ def _with_batch(tensor: TensorRole) -> TensorRole:
 
 @dataclass(frozen=True)
 class _Judge:
-    """Compares the two sides of regions. Of regions with the same key, only the first is compared."""
+    """Compares both versions of regions (changed parts of the model). Regions with equal keys share a verdict."""
 
     plan: CachePlan
     limits: IndexLimits
@@ -124,16 +124,16 @@ class _Judge:
     done: dict[str, Verdict] = field(default_factory=dict)
 
     def verdict(self, region: Region) -> Verdict:
-        """Return whether both models compute the same in a region; the verdict of an equal earlier region is reused."""
+        """Return whether both models compute the same in a changed part; equal parts share one verdict."""
         if region.key not in self.done:
             self.done[region.key] = self._compared(region)
         name = next(iter(region.joins), ", ".join(region.presents))
         return replace(self.done[region.key], name=name, layer=region.layer)
 
     def _compared(self, region: Region) -> Verdict:
-        """Run both sides of a region and return the verdict.
+        """Run both versions of a changed part of the model, and return the verdict.
 
-        A region with caches runs with the model's weights. Other regions run with random weights of few rows.
+        A part with caches runs with the model's weights. Other parts run with random weights of few rows.
         """
         own = has_caches(region, self.plan)
         first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)

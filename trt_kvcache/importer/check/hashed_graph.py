@@ -27,7 +27,7 @@ class Graph:
         inputs: graph inputs without a default value; maps names to inputs.
         constants: initializers and values of Constant nodes; maps names to tensors.
         nodes: all other nodes, in topological order.
-        makes: maps the name of a tensor to the node that makes it.
+        makes: maps the name of a tensor to the node that computes it.
         reads: maps the `id` of a node to the names of the tensors that the node reads.
     """
 
@@ -53,7 +53,7 @@ class Graph:
         self._attributes: dict[int, list[tuple[str, bytes]]] = {}
 
     def constant_digest(self, name: str) -> str:
-        """Return a digest of a constant: of its contents if it is small, otherwise of its name, type and shape."""
+        """Return a digest of a small constant's contents; for a large constant, of its name, type and shape."""
         if name not in self._digests:
             self._digests[name] = _digest_of(_contents(self.constants[name], name))
         return self._digests[name]
@@ -87,13 +87,13 @@ class Graph:
         """Return a digest of how each tensor is computed; tensors with equal digests are equal.
 
         Args:
-            leaves: digests of the graph inputs, or of the inputs of the part, by name.
+            leaves: maps the names of inputs (of the graph, or of the part in `nodes`) to digests.
             taken: tensors that count as equal in both models. Digests of their readers contain only their names.
             nodes: the part of the graph to digest; None: the whole graph.
 
         Returns:
-            Digests of all tensors, to be used for their readers; and digests of how the tensors in `taken` are
-            computed.
+            Digests of all tensors as their readers see them; and digests of how the graph computes the tensors in
+            `taken`.
         """
         seen = dict(leaves)
         own: dict[str, str] = {}
@@ -133,11 +133,11 @@ class Graph:
         return [*direct, *self._inner[id(node)]]
 
     def _holds(self, name: str) -> bool:
-        """True if the tensor belongs to the main graph, not to a subgraph such as the branch of an If."""
+        """True if a tensor belongs to the main graph, not to a subgraph such as the branch of an If."""
         return name in self.makes or name in self.constants or name in self.inputs
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
-        """Return all tensors that depend on `roots`. Paths end at `through`, and at Shape nodes unless `shapes`."""
+        """Return all tensors that depend on `roots`. Stop at `through`; also at Shape nodes if `shapes` is False."""
         tainted = set(roots)
         for node in self.nodes:
             if not shapes and node.op_type in ("Shape", "Size"):
@@ -147,11 +147,11 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """Return the nodes that compute `outputs` from the tensors in `stop` and graph inputs.
+        """Return the nodes that compute `outputs` from the tensors in `stop` and from graph inputs.
 
         Returns:
             The nodes in order; the names of the tensors in `stop` and of the graph inputs that these nodes read; and
-                the names of the constants that they read.
+                the names of the constants that these nodes read.
         """
         todo = list(outputs)
         wanted = set(todo)
@@ -176,7 +176,7 @@ class Graph:
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    """Yield the nodes except Identity, whose input and output get one name: that of a graph output, if any."""
+    """Yield the nodes except Identity. Input and output of an Identity get one name, if possible that of an output."""
     fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
     names: dict[str, str] = {}

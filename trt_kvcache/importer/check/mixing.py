@@ -60,10 +60,10 @@ _EXACT = 1e-5  # sums may be taken in another order
 
 
 def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """Return a verdict if the model mixes sequences of a batch, or tokens of a step, outside of regions with caches.
+    """Return a verdict if the model mixes sequences, or tokens of a step, outside of the parts that read caches.
 
-    `load` returns a copy of a model with the data of its weights. The result is None if nothing is mixed, or if ONNX
-    Runtime cannot run this part of the model.
+    `load` returns a copy of a model with the data of its weights. The result is None if the model mixes nothing, or if
+    ONNX Runtime cannot run this part of the model.
     """
 
     @lru_cache
@@ -105,7 +105,7 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
 
 
 def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
-    """Return a verdict if tokens of one step depend on each other; None otherwise, and for models with states."""
+    """Return the verdict "mixed" if a token's numbers depend on how many tokens its step has; otherwise None."""
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in pair.plan.caches), default=0)
@@ -117,11 +117,11 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
 
 
 class _Outside:
-    """The rewritten model without the regions that read caches, as a model that can run.
+    """The rewritten model without the changed parts that read caches (regions), as a model that can run.
 
-    A step has `batch` sequences with `length` new tokens each. If `inner` is set, all tensors are outputs. If `whole`
-    is set, no region is left out: in models with a fixed batch, all rows start at the same position, so regions cannot
-    compare sequences of different lengths.
+    A step has `batch` sequences with `length` new tokens each. If `inner` is true, all tensors are outputs. If `whole`
+    is true, the model contains the regions too: in a model with a fixed batch, all rows start at the same position, so
+    a comparison of regions cannot use sequences of different lengths.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class _Outside:
         self._session = UnfusedSession(open_types(model, wide=True))
 
     def _axis(self, shape: Shape | None) -> int | None:
-        """Return the axis of a shape that holds the sequences: the batch, or the batch times other sizes."""
+        """Return the axis of a shape that contains the sequences: the batch, or the batch times other sizes."""
         if shape and self._is_fixed:  # shapes are numbers: the batch is first
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
     def runs(self, past: int) -> bool:
-        """True if the model runs after `past` tokens per sequence. ONNX Runtime fails beyond the end of a table."""
+        """True if ONNX Runtime runs the model after `past` tokens. It fails beyond the end of a table of positions."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError:
@@ -179,7 +179,7 @@ class _Outside:
         return True
 
     def why_it_ends(self, past: int) -> str:
-        """Return a text that names the operator that does not run after `past` tokens."""
+        """Return a text that names the operator that ONNX Runtime cannot run after `past` tokens."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
@@ -195,7 +195,7 @@ class _Outside:
     def failing_past(self, last: int) -> int:
         """Return the smallest number of past tokens, up to `last`, after which the model fails; 0 if it never fails.
 
-        ONNX Runtime fails beyond the end of a table; TensorRT would return arbitrary numbers.
+        ONNX Runtime fails beyond the end of a table, such as of positions; TensorRT would return arbitrary numbers.
         """
         if self.runs(last):
             return 0
@@ -206,7 +206,7 @@ class _Outside:
         return fails
 
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
-        """Return the name of the first tensor in which sequence `row` differs between two batches; empty if all agree.
+        """Return the name of the first tensor in which sequence `row` differs between two batches; empty if none.
 
         In the first batch, all sequences have `own` tokens before the step. In the second batch, `row` has `own`
         tokens, and all others have `other`.
@@ -226,7 +226,7 @@ class _Outside:
         return self._same(a[both], b[both])
 
     def first_mixed_token(self, start: int) -> str:
-        """Return the name of the first tensor that differs between one step and steps of one token; empty if none.
+        """Return the name of the first tensor that changes if a step is split into single tokens; empty if none does.
 
         Raises:
             RunError: it is unknown which part of an input belongs to which token.
@@ -249,7 +249,7 @@ class _Outside:
         return ""
 
     def _of_token(self, feeds: Mapping[str, Array], place: int) -> Feeds:
-        """Return the inputs for a step of one token, cut out of the inputs of a longer step."""
+        """Return the inputs for a step of one token, as a slice of the inputs of a longer step."""
         taken = {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
         for tensor in (t for t in self._plan.tensors if t.name in feeds and t.name not in taken):
             values = feeds[tensor.name]
@@ -287,7 +287,7 @@ class _Outside:
         return feeds
 
     def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
-        """Return the inputs of a step for the second batch, in which sequence `row` is taken from the first batch."""
+        """Return the inputs of the second batch, except that sequence `row` comes from the first batch."""
         inputs = [t for t in self._plan.tensors if t.io == "input"]
         axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
         axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
@@ -311,7 +311,7 @@ class _Outside:
 def _caches_left_out(
     pair: ModelPair, regions: Sequence[Region], pasts: set[str]
 ) -> tuple[dict[str, Shape], list[str]]:  # fmt: skip
-    """For regions with caches, return the shapes of their results, by name, and the tensors that they read."""
+    """Return shapes of the results of all parts with caches, by name, and the tensors that these parts read."""
     graph = pair.rewritten
     stops: dict[str, Shape] = {}
     read: list[str] = []
@@ -332,11 +332,11 @@ def _caches_left_out(
 def _large_left_out(
     pair: ModelPair, read: list[str]
 ) -> tuple[dict[str, Shape], list[tuple[NodeProto, TensorProto]]]:  # fmt: skip
-    """Find operators with large weights that compute each token separately; add the tensors that they read to `read`.
+    """Find operators with large weights that compute tokens separately; add the tensors that they read to `read`.
 
     Returns:
-        The shapes of the operators' results, by name; and for each lookup in a large table, a lookup in a table with as
-        many rows, but one number in each row.
+        A map from the operators' results to their shapes; and, for each lookup in a large table, a lookup in a table
+        with as many rows, but only one number in each row.
     """
     graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
     large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
@@ -360,7 +360,7 @@ def _large_left_out(
 
 
 def _is_by_token(node: NodeProto, large: set[str]) -> bool:
-    """True for an operator with a large weight that computes each token separately."""
+    """True if a node is an operator with a large weight that computes each token separately."""
     if is_op(node, "Gather"):
         return node.input[0] in large
     if node.op_type in ("MatMulNBits", "QMoE", "MoE"):
@@ -370,7 +370,7 @@ def _is_by_token(node: NodeProto, large: set[str]) -> bool:
 
 
 def _separates_tokens(shape: Sequence[Term]) -> bool:
-    """True if the tokens of a step have their own axis in a shape, or the shape does not depend on their number."""
+    """True if a shape has a separate axis for the tokens of a step, or does not depend on their number."""
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 

@@ -34,7 +34,7 @@ class ModelPair:
 
 
 def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> ModelPair:
-    """Read both models for the check. Only the roles of inputs and outputs are taken from the plan."""
+    """Read both models for the check. The check uses only the roles of inputs and outputs from the plan."""
     sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
@@ -42,7 +42,7 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """Return the axes of an input; an unknown axis of a constant is the length of the encoder's output."""
+        """Return the axes of an input. An unknown axis of a constant input is the length of the encoder's output."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -70,7 +70,7 @@ def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _same(plan: CachePlan) -> set[str]:
-    """Return the names of inputs with the same meaning in the original and the rewritten model."""
+    """Return the names of the inputs that have the same meaning in the original and in the rewritten model."""
     after = {t.name: t for t in plan.tensors if t.io == "input"}
     return {
         t.name
@@ -124,7 +124,7 @@ def check_interface(pair: ModelPair, presents: set[str]) -> None:
 
 
 def _depends_on_text(pair: ModelPair, name: str) -> bool:
-    """True if an output of the original, other than a copied input, is computed from tokens or float inputs."""
+    """True if an output of the original depends on tokens or float inputs, and is not just a copy of an input."""
     graph = pair.original
     inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in FLOATS}
     inputs |= {t.name for t in pair.plan.original if t.role is OriginalRole.TOKENS}

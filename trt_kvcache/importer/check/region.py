@@ -34,13 +34,15 @@ _FEW = 4  # the most numbers of a constant from which lengths are computed
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that both sides of a region read as input: equal in both models, and fed with random numbers.
+    """A tensor that both models of a changed part read: equal in both, and filled with random numbers in tests.
 
     Attributes:
-        names: its names in the original and in the rewritten graph; several if a graph computes it more than once.
-        elem_type: its element type in the original.
-        shape: its shape, in terms of B and S.
-        in_span: True if the rewritten side has only the last positions of the tensor, those whose logits are wanted.
+        names: the tensor's names in the original and in the rewritten graph; several if a graph computes it more than
+            once.
+        elem_type: the tensor's element type in the original.
+        shape: the tensor's shape, in terms of B and S.
+        in_span: True if the rewritten model has only the last positions of the tensor, for which the caller wants
+            logits.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -51,21 +53,20 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Region:
-    """The part of both graphs that computes joins and presents from boundaries, caches and graph inputs.
+    """A changed part of the model. In both graphs, it computes the same outputs from the same inputs.
 
     Attributes:
-        joins: maps the names of joins, which are the same on both sides, to their shapes.
-        in_span: joins of which the rewritten side has only the last positions.
+        joins: maps the computed tensors that have the same name in both graphs to their shapes.
+        in_span: joins of which the rewritten graph computes only the last positions.
         presents: names of cache outputs that the region computes.
-        models: the two sides: the region in the original and in the rewritten graph. The outputs are `joins`, then
-            `presents`.
-        boundaries: tensors that are inputs of both sides.
+        models: the region in the original and in the rewritten graph. The outputs are `joins`, then `presents`.
+        boundaries: tensors that both models take as inputs.
         key: regions with the same key get the same verdict.
-        integers: integer constants from which either side computes lengths.
+        integers: integer constants from which one of the models computes lengths.
         rows: for caches of fixed length in the original: maps the name of the past to its number of rows.
         layer: index of the attention that reads the region's caches, from 0. None if the region has no cache, or the
             model has only one attention.
-        is_end: True if the join is a graph output that no other region reads.
+        is_end: True if the only join is a graph output that no other region reads.
         drawn: True if the weights are random numbers; then the results must vary.
     """
 
@@ -83,7 +84,7 @@ class Region:
 
 
 def find_regions(pair: ModelPair) -> list[Region]:
-    """Return all regions; those with caches come first.
+    """Return all regions (parts of the model that the rewrite changed); those with caches come first.
 
     Raises:
         UnsupportedModelError: an output is computed differently, and no region can show that it is equal.
@@ -164,9 +165,10 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Return tensors of the original, such as keys and scores, with one entry for every cache row, used or not.
+    """Return tensors of the original that have an entry for every cache row, used or not, such as keys and scores.
 
-    They cannot be joins: rows without a token hold garbage, but joins are fed with normal numbers.
+    Such tensors cannot be inputs or outputs of a region (changed part of the model), because rows without a token hold
+    garbage.
     """
     graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
@@ -185,12 +187,13 @@ def _over_rows(pair: ModelPair) -> set[str]:
 def _ends(
     pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """Return the outputs that the two models compute differently, and that a region can compare.
+    """Return the graph outputs that the two models compute differently, and that the check can compare.
 
-    If the rewritten model returns only the logits of the last positions, remove its Slice before the comparison.
+    If the rewritten model returns only the logits of the last positions, remove the Slice that selects these positions
+    before the comparison.
 
     Raises:
-        UnsupportedModelError: no region can compare one of these outputs.
+        UnsupportedModelError: the check cannot compare one of these outputs.
     """
     span = pair.plan.logits_span
     if span is not None and span.output in differ:
@@ -208,7 +211,7 @@ def _ends(
 
 
 def _without_span(graph: Graph, span: str) -> Graph:
-    """Return the graph without the Slice that selects the last positions."""
+    """Return a graph without the Slice that selects the last positions of the logits."""
     below = graph.tainted([span])
     model = copied(graph.model)
     slices = [n for n in graph.nodes if n.op_type == "Slice" and not below.isdisjoint(n.input[1:])]
@@ -227,11 +230,11 @@ def _region(
     stops: Sequence[Mapping[str, str]],
     equal: Sequence[Mapping[str, str]],
 ) -> Region:
-    """Return the region that computes `joins` (tensors that differ between the models) and `presents`.
+    """Return the region (changed part of the model) that computes the tensors `joins` and `presents`.
 
-    The region begins at the tensors in `stops`. If it reads only the shape of a tensor in `equal` (computed in the same
-    way by both models), it begins at this tensor, too. Otherwise most regions would contain the embedding table,
-    because exporters take batch and length from the embedded tokens.
+    The region begins at the tensors in `stops`. If the region reads only the shape of a tensor in `equal` (both models
+    compute it in the same way), the region begins at this tensor, too. Otherwise most regions would contain the
+    embedding table, because exporters take batch and length from the embedded tokens.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
@@ -314,7 +317,7 @@ def _layer(plan: CachePlan, inputs: Iterable[str]) -> int | None:
 
 
 def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
-    """Return the names of the keys and values in one side of a region: operands of its products and attentions."""
+    """Return the names of keys and values in a model: operands of attentions and of MatMuls that read `caches`."""
     graph = Graph(model)
     weights = {name for node in graph.nodes if node.op_type == "Softmax" for name in node.output}
     of_caches = graph.tainted(caches, through=weights, shapes=False)
@@ -323,7 +326,7 @@ def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
 
 
 def unread(models: Iterable[onnx.ModelProto], caches: Iterable[str]) -> set[str]:
-    """Return caches that the models neither return nor read, except for their shape."""
+    """Return the caches that no model returns, and of which the models read nothing but the shape."""
     both = list(models)
     nodes = (node for model in both for node in model.graph.node if node.op_type not in ("Shape", "Size"))
     outputs = ({value.name for value in model.graph.output} for model in both)
@@ -338,7 +341,7 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
 
 
 def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Return the tensors of which these nodes read only the shape."""
+    """Return the tensors that `nodes` read only for their shape."""
     read: set[str] = set()
     measured: set[str] = set()
     for node in nodes:
@@ -355,7 +358,7 @@ def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tu
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
-    """Return one side of a region as an ONNX model. Its inputs have symbolic shapes, because steps differ in size."""
+    """Return one version of a changed part as a model. Its input shapes are symbolic, because steps differ in size."""
     nodes, fed, used = cone
     inputs = []
     for name in fed:
@@ -371,7 +374,7 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
-    """Return a node whose outputs in `fed` are renamed: those are inputs of the region's model instead."""
+    """Return a node without the outputs in `fed`, because these tensors are inputs of the test model instead."""
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
@@ -398,7 +401,7 @@ def _key(
     numbers: dict[str, str],
     pair: ModelPair,
 ) -> list[str]:
-    """Return a digest of how each output is computed, with numbers instead of the names of inputs and weights."""
+    """Return a digest of how each output is computed, with numbers in place of names of inputs and weights."""
     caches = {c.past: c for c in pair.plan.caches}
     exported = {t.name: t for t in pair.plan.original}
     kinds: dict[str, str] = {}
@@ -430,7 +433,7 @@ def _key(
 
 
 def _facts(tensor: OriginalTensor | None) -> str:
-    """Return the facts that the check uses about an input or output of the original, without names and symbols."""
+    """Return the properties of an input or output that the check compares: all except its name and symbols."""
     if tensor is None:
         return ""
     sizes = tuple(size if isinstance(size, int) else "?" for size in tensor.shape)
@@ -444,7 +447,7 @@ def _leaves(
     leaves: Container[str],
     seen: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the inputs of a region (leaves) in the order in which its outputs depend on them."""
+    """Yield the inputs of a changed part of the model, in the order in which its outputs depend on them."""
     makes = {name: node for node in nodes for name in node.output}
     todo = [*outputs][::-1]
     done = set()
@@ -460,7 +463,7 @@ def _leaves(
 
 
 def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """Return texts that identify weights that both models read. A verdict does not depend on their numbers."""
+    """Return texts that identify the weights that both models read. A verdict does not depend on their values."""
     data = [
         {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(pair.sides, cones, strict=True)
@@ -483,7 +486,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Yield the integers in a region's constants that may decide lengths; sizes of heads are left out."""
+    """Yield the integer constants that may decide lengths in a changed part of the model, except sizes of heads."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)
@@ -502,7 +505,7 @@ def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> 
 
 
 def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
-    """True for a Reshape or Split that changes no axis of tokens and no axis that is as long as a cache."""
+    """True for a Reshape or Split that keeps all axes of tokens, and all axes as long as a cache."""
     if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
         return False
     shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]

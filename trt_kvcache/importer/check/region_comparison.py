@@ -59,7 +59,7 @@ _SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (
 
 
 def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Verdict:
-    """Run both sides of a region over all steps that it needs, and return the verdict."""
+    """Compare the original and the rewritten region (changed part of the model), and return the verdict."""
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = False
     alive: set[str] = set()
@@ -88,7 +88,7 @@ def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thor
 
 
 def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Iterator[_Run]:
-    """Yield the runs that compare a region: on short and on full caches, in float32 and in the model's own types."""
+    """Yield the test runs for a changed part: on short and on full caches, in float32 and in the model's types."""
     capacities = [c.capacity for c in plan.caches]
     capacity = min((c.capacity for c in _caches(region, plan)), default=max(capacities, default=1))
     allowed = read_limits(plan, _BATCH)
@@ -122,22 +122,22 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if queries, keys or values may be normalized; small numbers are needed to show the norm's epsilon."""
+    """True if a changed part of the model may normalize Q, K or V. Only small numbers show a wrong epsilon."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
 
 
 class _Run:
-    """A comparison of both sides of a region over several steps.
+    """A comparison of both versions of a region (changed part of the model) over several steps.
 
     Attributes:
-        runs, region: the object that runs the two sides, and their region.
+        runs, region: the object that runs both versions, and the region.
         compared: the steps that were compared so far.
-        alive: joins whose numbers vary, so that a comparison says something.
+        alive: outputs whose numbers vary. A comparison of other outputs would show nothing.
 
     Args:
-        runs: the object that runs the two sides.
+        runs: the object that runs both versions.
         steps: the steps to run.
     """
 
@@ -162,18 +162,18 @@ class _Run:
 
     @property
     def compares(self) -> bool:
-        """True if steps were compared, now or when the verdict was stored."""
+        """True if the verdict comes from compared steps, in this run or an earlier one that stored the verdict."""
         return bool(self.compared) or self._was_compared
 
     def has_verdict(self, *, first: bool) -> bool:
-        """Use a stored verdict for this run. True if there is one, which always says that nothing differs."""
+        """Use a stored verdict for this run. Return True if there is one; a stored verdict always says "equal"."""
         alive = None if self._verdicts is None else self._verdicts.find(self._name(first=first))
         if alive is not None:
             self.alive, self._was_compared = set(alive), True
         return alive is not None
 
     def judge(self, *, first: bool) -> str:
-        """Return a description of the first difference; empty if both sides are equal.
+        """Return a description of the first difference; empty if both versions of the changed part are equal.
 
         Args:
             first: True if no earlier run of the region has compared a step.
@@ -186,11 +186,11 @@ class _Run:
         return why
 
     def _name(self, *, first: bool) -> str:
-        """Return the key of this run's stored verdict. The first run has its own key, because it compares more."""
+        """Return the key of this run's stored verdict. The first run has another key, because it compares more."""
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
-        """True if both sides can run a step."""
+        """True if ONNX Runtime can run a step of this changed part of the model, in both versions."""
         try:
             self.runs.open(self._steps)
         except RunError:
@@ -198,7 +198,7 @@ class _Run:
         return bool(self.runs.sessions)
 
     def compare(self) -> str:
-        """Return a description of the first difference; empty if both sides are equal."""
+        """Return a description of the first difference; empty if both versions of the changed part are equal."""
         if not self._steps:
             return ""
         if not self.runs.sessions:
@@ -214,11 +214,11 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Find the first difference between both sides of the region, in all steps.
+        """Find the first difference between both versions of a changed part of the model, in all steps.
 
         Returns:
-            A description of the first difference, or an empty text; and True if the original reads garbage (rows
-            without a token) in the step that differs, or, without a difference, in any step.
+            A description of the first difference, or an empty text; and a bool: True if the original reads garbage
+            (rows without a token), in the step that differs or, if no step differs, in any step.
         """
         self.compared = []
         leaks = False
@@ -243,14 +243,14 @@ class _Run:
         return "", leaks
 
     def _reads_garbage(self, step: Step, full: Feeds) -> bool:
-        """True if garbage of magnitude `full` in rows without a token changes the original's result."""
+        """True if the original's result changes when cache rows without a token contain garbage of magnitude `full`."""
         if not self.runs.shows_garbage or not self.region.joins:
             return False
         clean = self.runs.original(step, self.runs.feeds(step, 0.0))
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
-        """Find keys or values of the rewritten side that are not finite in cache rows without a token.
+        """Find keys or values that are not finite in cache rows without a token, in the rewritten model.
 
         Returns:
             A text with the name of the operand, or an empty text.
@@ -301,7 +301,7 @@ class _Run:
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], span: int) -> str:
-        """Describe where the sides differ: the query, and a key that only one side sees, if there is one."""
+        """Describe where both versions differ: the query, and a key that only one version sees, if any."""
         axis = sequence_axis(shape)
         query = None if axis is None else at[axis] + (step.length - span if name in self.region.in_span else 0)
         words = "" if query is None else f"; query {query} of the step"
@@ -325,7 +325,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Return indices of the float32 boundaries that no cache stores. A cache would round them on both sides."""
+    """Return indices of a changed part's float32 inputs that no cache stores. A cache would round such numbers."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -337,15 +337,15 @@ def _queries(region: Region) -> list[int]:
 
 
 class _LargeRun(_Run):
-    """A run on float32 numbers beyond the range of float16: the rewritten side must not cast them to float16.
+    """A test with float32 numbers beyond the range of float16, because the rewrite must not cast them to float16.
 
-    Results that overflow in the original do not count. The run looks only for overflows: with scores of millions, a
-    softmax leaves only one key for each query, so other differences are not visible.
+    The test looks only for overflows. With scores of millions, a softmax leaves only one key for each query, which
+    hides other differences. Results that overflow in the original do not count.
 
     Args:
-        runs: the object that runs the two sides, in the model's own types.
+        runs: runs both versions of the region (changed part of the model), in the model's own types.
         steps: the steps to run.
-        large: indices of the float32 boundaries. In each pass, one of them holds large numbers.
+        large: indices of the float32 inputs. In each pass, one of these inputs holds large numbers.
     """
 
     def __init__(self, runs: RegionRuns, steps: Sequence[Step], large: Sequence[int]) -> None:
@@ -377,7 +377,7 @@ class _LargeRun(_Run):
 
 
 def _depends_on_numbers(region: Region) -> bool:
-    """False if the region's output depends only on shapes. Then the output may be the same in all steps."""
+    """False if the outputs of a changed part depend only on shapes, so that they may be equal in all steps."""
     graph = Graph(region.models[0])
     return not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
 
@@ -411,30 +411,31 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
-    """Return how many rows a cache needs for all steps of the schedule, except the steps at the end of the capacity."""
+    """Return how many cache rows all test steps of a changed part need, except those at the end of the capacity."""
     return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Return test steps: with lengths near every integer, at the end of caches and rings, and with unequal sequences.
+    """Return test steps: with lengths near every integer, at the end of caches and rings, and for unequal texts.
 
     Args:
         limits: limits of the model.
-        integers: integer constants from which the region computes lengths. Only the eight smallest are used.
+        integers: integer constants from which the changed part of the model computes lengths. Only the eight smallest
+            are used.
         capacity: rows of the linear caches.
-        thorough: also plan steps after pasts of every length up to 4,096.
+        thorough: if True, also plan steps after every number of past tokens up to 4,096.
     """
     return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """Return steps that end near the capacity. If it is large, return one, because each step copies whole caches."""
+    """Return steps that end near the capacity; only one for a large capacity, because steps copy whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
     return _fitting(steps[:1] if capacity > _LONG else steps, limits, capacity)
 
 
 def _fitting(steps: Iterable[Step], limits: Limits, capacity: int) -> list[Step]:
-    """Return the steps, adapted to the limits of the model, without duplicates."""
+    """Return the test steps, adapted to the limits of the model and without duplicates."""
     return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
 
 
@@ -485,7 +486,7 @@ def _even(batch: int, past: int, length: int) -> Step:
 
 
 def _fit(step: Step, limits: Limits, capacity: int) -> Step | None:
-    """Adapt a step to the limits of the model; None if no similar step fits."""
+    """Adapt a test step to the limits of the model; None if no similar step fits."""
     length, starts = step.length, step.starts
     counts = [v - s if v else 0 for s, v in zip(starts, step.valid, strict=True)]
     if limits.length is not None and length != limits.length:

@@ -45,24 +45,25 @@ _LARGEST = 1 << 30  # the same for one sequence; longer caches are checked only 
 
 
 class StuckError(RunError):
-    """The original side of a region runs, but the rewritten side does not."""
+    """Raised if ONNX Runtime runs a changed part of the original, but not the rewritten version of this part."""
 
 
 class RegionRuns:
-    """Runs the two sides of a region, either in float32 or in their own types.
+    """Runs both versions of a changed part of the model (region), either in float32 or in their own types.
 
     Attributes:
-        caches: caches and states that either side reads.
-        interface: translates inputs and outputs to the original's interface; None if both sides have the same
+        caches: caches and states that one of the versions reads.
+        interface: translates inputs and outputs to the original's interface; None if both versions have the same
             interface.
         shows_garbage: True if caches of the original have rows without a token.
         garbage: magnitude of the numbers in cache rows without a token.
         settled: True if a step of the original wrote the past rows; needed for models that round cached rows.
-        sessions: sessions of the original and of the rewritten side, once they are open. Several runs of the same
-            models share them.
-        wide: True if both sides compute in float32.
-        large: index of the boundary that holds numbers beyond the range of float16; None: none holds such numbers.
-        small: True: all boundaries hold small numbers in every step. False: only in the steps that `is_small` names.
+        sessions: sessions of the original and of the rewritten version, once they are open. Several runs of the same
+            models share these sessions.
+        wide: True if both versions compute in float32.
+        large: index of the shared input with numbers beyond the range of float16; None: there is no such input.
+        small: if True, all shared inputs hold small numbers in every step; if False, only in the steps that `is_small`
+            names.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class RegionRuns:
         return OriginalInterface(replace(self.plan, original=original))
 
     def reads(self) -> bytes:
-        """Return all data that determine the results of steps, as bytes: a part of the key of a stored verdict."""
+        """Return as bytes all data that determine the results of steps, for the key of a stored verdict."""
         region = self.region
         options = PlanOptions(capacity=self.plan.options.capacity)
         plan = replace(self.plan, options=options, warnings=(), notes=(), changes=(), inlined=())
@@ -116,7 +117,7 @@ class RegionRuns:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if an input of either side gives the number of tokens before a step."""
+        """True if an input of a changed part of the model gives the number of tokens before a step."""
         fed = {name for b in self.region.boundaries for side in b.names for name in side}
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
@@ -137,10 +138,10 @@ class RegionRuns:
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
     def open(self, steps: Iterable[Step]) -> None:
-        """Open ONNX Runtime sessions for both sides, and run the first of `steps` that the original can run.
+        """Open sessions for both versions of a changed part of the model. Run the first step that the original can run.
 
         Raises:
-            RunError: the original does not run. `StuckError`: only the rewritten side does not run.
+            RunError: the original does not run. `StuckError`: only the rewritten region does not run.
         """
         refusals = []
         # Try steps with a past first: some originals cannot run with an empty one.
@@ -161,7 +162,7 @@ class RegionRuns:
             raise RunError(f"ONNX Runtime cannot run this part of the original: {refusals[0]}")
 
     def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
-        """Make all inputs of a step: graph inputs by name, boundaries by index, caches as the original stores them."""
+        """Make all inputs of a step: graph inputs by name, shared inner tensors by index, and the original's caches."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
         inputs = DrawnInputs(
@@ -196,7 +197,7 @@ class RegionRuns:
                     old[row, :tokens] = new[row, :tokens]
 
     def change_key(self, key: int, first_new: int, feeds: Feeds) -> None:
-        """Change the numbers of one token: in the caches if it is an earlier token, else in the boundaries."""
+        """Change the numbers of one token: in the caches for an earlier token, in the other inputs for a new token."""
         for cache in self.caches:
             if key < first_new and cache.update is not None:
                 rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
@@ -208,11 +209,11 @@ class RegionRuns:
                 np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
     def originals(self, step: Step, feeds: Feeds) -> Iterator[Feeds]:
-        """Yield the original's joins and presents: from one run per sequence, and from one run for all, if possible.
+        """Yield the original's outputs for a changed part: from a run per sequence; from a run for all, if possible.
 
         Raises:
             RunError: the original does not run the step.
-            UnsupportedModelError: a join has fewer axes than shape inference says.
+            UnsupportedModelError: an output has fewer axes than shape inference says.
         """
         yield self.original(step, feeds)
         groups = self.interface.groups if self.interface is not None else None
@@ -221,13 +222,13 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original side of the region, and return its joins and presents.
+        """Run the original version of a changed part of the model, and return its outputs.
 
-        If `together`, one run takes as many sequences as possible.
+        If `together` is true, one run takes as many sequences as possible.
 
         Raises:
             RunError: the original does not run the step.
-            UnsupportedModelError: a join has fewer axes than shape inference says.
+            UnsupportedModelError: an output has fewer axes than shape inference says.
         """
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
@@ -244,7 +245,7 @@ class RegionRuns:
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
-        """Return the inputs for the original's runs; each run takes some sequences of the batch."""
+        """Return the inputs for each run of the original. A run takes some sequences of the batch."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
@@ -262,17 +263,17 @@ class RegionRuns:
         ]
 
     def logits_spans(self, step: Step) -> tuple[int, ...]:
-        """Return the numbers of last positions (logits span) for which the rewritten side runs in this step."""
+        """Return the logits spans (numbers of last positions) for which the rewritten part runs in this step."""
         span = self.plan.logits_span
         if span is None or span.name not in self._needed[1]:
             return (step.length,)
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
-        """Run the rewritten side, and return its joins and presents. The caches have the layout of the rewritten model.
+        """Run the rewritten version of a changed part of the model, with caches as it stores them; return its outputs.
 
         Raises:
-            StuckError: the rewritten side does not run.
+            StuckError: the rewritten version does not run.
         """
         try:
             return self.sessions[1].run(self._of_rewritten(step, feeds, span))
@@ -294,7 +295,7 @@ class RegionRuns:
         return inputs
 
     def products(self, step: Step) -> Feeds:
-        """Return the keys and values that the rewritten side multiplies; maps names to arrays."""
+        """Return the keys and values that the rewritten model multiplies, as a map from their names to arrays."""
         names = products_of(self._models[1], [c.role.name for c in self.caches])
         if not names:
             return {}
@@ -302,7 +303,7 @@ class RegionRuns:
         return open_session(with_outputs(self._models[1], names), inputs).run(inputs)
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """Return a cache's description with linear rows if the rewrite made it circular."""
+        """Return the description of a cache with linear rows, even if the rewrite made this cache circular."""
         return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
     def _has_rings(self, step: Step) -> bool:

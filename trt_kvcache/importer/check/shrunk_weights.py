@@ -44,11 +44,11 @@ _NUMBERS = 4  # the most numbers of a constant from which shapes are computed
 
 @dataclass(frozen=True)
 class _Choice:
-    """The smaller sizes that replace the sizes of a region's weights.
+    """The smaller sizes that replace the sizes of weights in a changed part of the model.
 
     Attributes:
         sizes: maps each size that shrinks to the smaller size.
-        experts: the number of experts, which never shrinks; 0 without experts.
+        experts: the number of experts, which never shrinks; 0 if the model has no experts.
     """
 
     sizes: Mapping[int, int]
@@ -58,7 +58,7 @@ class _Choice:
         return self.sizes.get(size, size)
 
     def shape(self, dims: Sequence[int]) -> list[int]:
-        """Return the smaller shape of a constant. If it has one axis, this axis may combine rows and columns."""
+        """Return the smaller shape of a constant. The only axis of a constant may combine rows and columns."""
         if len(dims) == 1 and dims[0] not in self.sizes:
             for size in sorted(self.sizes, reverse=True):
                 if dims[0] % size == 0:
@@ -66,12 +66,12 @@ class _Choice:
         return [d if not axis and d == self.experts else self.of(d) for axis, d in enumerate(dims)]
 
     def terms(self, shape: Sequence[Term]) -> tuple[Term, ...]:
-        """Return the smaller shape of a boundary or a join."""
+        """Return the smaller shape of an input or output of the region (a changed part of the model)."""
         return tuple(t if t.factor == self.experts else replace(t, factor=self.of(t.factor)) for t in shape)
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return how many bytes of constants both sides of a region read. Data that both read count once."""
+    """Return the bytes of constants that both models of a changed part read. Shared data count only once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -83,7 +83,7 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
 def shrunk(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
-    """Yield smaller variants of a region: first those of at most `few` bytes, then those of at most `most` bytes.
+    """Yield variants of a changed model part with smaller weights: first at most `few` bytes, then at most `most`.
 
     If the region itself has at most `few` bytes, it is the first variant.
     """
@@ -101,7 +101,7 @@ def shrunk(
 
 
 def drawn(region: Region) -> Region:
-    """Return the region with random numbers in all weights whose data are outside of its models."""
+    """Return the region (changed part of the model) with random numbers in the weights that contain no data."""
     models = copied(region.models[0]), copied(region.models[1])
     for tensor in (t for model in models for t in model.graph.initializer):
         if (own := storage(tensor)) is not None:
@@ -139,7 +139,7 @@ def _choices(region: Region, plan: CachePlan) -> Iterator[_Choice]:
 
 
 def has_caches(region: Region, plan: CachePlan) -> bool:
-    """True if the region writes or reads a cache."""
+    """True if a region (changed part of the model) writes or reads a cache."""
     caches = {c.past for c in plan.caches}
     return bool(region.presents) or any(v.name in caches for model in region.models for v in model.graph.input)
 
@@ -147,7 +147,7 @@ def has_caches(region: Region, plan: CachePlan) -> bool:
 def _smaller(
     region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
 ) -> tuple[Region, CachePlan, IndexLimits] | None:
-    """Return both sides with smaller weights; None if constants of the rewritten side would lose important rows."""
+    """Return both versions of a changed model part with smaller weights; None if constants lose important rows."""
     rows = _rows(region, choice)
     if rows is None:
         return None
@@ -179,10 +179,10 @@ def _smaller(
 
 
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
-    """Return the row numbers that shrunk constants of the graph keep; maps the size of an axis to row numbers.
+    """Return which row numbers the shrunk constants keep: a map from the size of an axis to row numbers.
 
-    Up to half of these rows differ from the first row. None: some rows differ, and more than one size shrinks; then it
-    is unknown which rows of several axes belong together.
+    Up to half of these rows differ from the first row. The result is None if some rows differ and more than one size
+    shrinks, because nobody knows which rows of several axes belong together.
     """
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]

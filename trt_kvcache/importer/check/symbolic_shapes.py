@@ -93,7 +93,7 @@ def _sizes(
 
 
 def terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
-    """Derive the terms of a shape from its sizes at both `POINTS`; None if a size is no term or is unknown."""
+    """Return a shape as formulas in the dynamic sizes, from its sizes at both `POINTS`; None if a size has none."""
     if first is None or second is None or len(first) != len(second):
         return None
     terms = [_term(a, b) for a, b in zip(first, second, strict=True)]

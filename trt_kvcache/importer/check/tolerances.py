@@ -33,11 +33,14 @@ FAR = 512  # tokens; after longer pasts, sums over keys and biases have ten time
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
-    """Return the largest allowed differences of joins and of cache rows, as shares of the largest number.
+    """Return the largest allowed differences of outputs and cache rows, as shares of the largest number.
 
-    They depend only on the original, so that rounding in the rewritten model cannot enlarge them.
+    The differences depend only on the original, so that rounding in the rewritten model cannot enlarge them.
 
-        `wide` says that both sides compute in float32, `caches` that the region reads caches.
+    Args:
+        region: the changed part of the model that computes the outputs.
+        wide: True if both models compute in float32.
+        caches: True if the region reads caches.
     """
     original = region.models[0]
     kinds = all_types(original)
@@ -54,10 +57,11 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def added_rounding(region: Region) -> str:
-    """Return a text that says where only the rewritten side rounds to a narrower type; empty if it never does.
+    """Say where a changed part of the model rounds to a narrower type, unlike the original; empty if nowhere.
 
-    Runs cannot show this rounding, because they use float32 or a tolerance. So this function reads the graphs: a path
-    from input to result without a narrowing cast in the original must have none in the rewritten model.
+    A comparison of results cannot show this rounding, because it uses float32 or a tolerance. So this function reads
+    the graphs: a path from input to result without a narrowing cast in the original must have none in the rewritten
+    model.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
@@ -80,7 +84,7 @@ def added_rounding(region: Region) -> str:
 
 
 def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
-    """For each tensor, return how many bits of precision of `sources` reach it on the most precise path."""
+    """Return for each tensor how many bits of precision of `sources` remain on the most precise path to it."""
     digits = dict.fromkeys(sources, _DIGITS[TensorProto.FLOAT])
     for node in graph.nodes:
         ways = [digits[name] for name in graph.reads[id(node)] if name in digits]
@@ -98,13 +102,14 @@ def _type_name(kind: int) -> str:
 def cache_differs(
     cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
-    """Find the first difference of a cache between both sides.
+    """Find the first difference of a cache between the original and the rewritten model.
 
-    `first` is the original's output, in the layout of the plan. Only `rows` of the batch are compared. The original
-    keeps at most `limit` cache rows of each sequence.
+    `first` is the original's output, in the layout of the plan. The comparison covers only `rows` of the batch. The
+    original keeps at most `limit` cache rows of each sequence.
 
     Returns:
-        A description of the difference, or an empty text; and True if the difference is in a row from before the step.
+        A description of the difference, or an empty text; and a bool: True if the difference is in a row from before
+        the step.
     """
     assert cache.update is not None
     try:
@@ -128,7 +133,7 @@ def cache_differs(
 
 
 def _rows(cache: Array, first: int, end: int) -> Array:
-    """Return the cache rows of tokens ``first .. end - 1``. In a ring, token t is in row t modulo its size."""
+    """Return the cache rows of tokens ``first .. end - 1``. In a ring of R rows, token t is in row t modulo R."""
     return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
@@ -137,7 +142,7 @@ def _batch_axis(shape: Sequence[Term]) -> int | None:
 
 
 def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
-    """Return the values of some batch rows of a tensor. A tensor without a batch axis is returned whole."""
+    """Return the values of some batch rows of a tensor; the whole tensor if it has no batch axis."""
     axis = _batch_axis(shape)
     if axis is None:
         return values
@@ -151,13 +156,13 @@ def sequence_axis(shape: Sequence[Term]) -> int | None:
 
 
 def token(values: Array, shape: Sequence[Term], place: int) -> Array:
-    """Return the values of one token of a step. A tensor without an axis of tokens is returned whole."""
+    """Return the values of one token of a step; the whole tensor if it has no axis of tokens."""
     axis = sequence_axis(shape)
     return values if axis is None else np.take(values, [place], axis)
 
 
 def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array:
-    """Return the last `count` of `length` positions of a tensor. Without an axis of tokens, return all of it."""
+    """Return the last `count` of `length` positions of a tensor; the whole tensor if it has no axis of tokens."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
     if not axes:
         return values
@@ -165,20 +170,20 @@ def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array
 
 
 def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
-    """Concatenate the results of runs that each took some sequences of the batch."""
+    """Concatenate results along the batch; each result is from a run with some of the sequences."""
     axis = _batch_axis(shape)
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
 
 
 def hidden(scores: Array) -> Array:
-    """Replace the type's lowest number with -inf, because ONNX Runtime's Attention writes it to masked scores."""
+    """Replace the type's lowest number with -inf, because ONNX Runtime's Attention uses it for masked scores."""
     return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
 
 
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
     """Return the first index at which two arrays differ by more than `tolerance` times the largest number of `a`.
 
-    Integers and booleans must be equal; only if an operator of the region rounds, they may differ.
+    Integers and booleans must be equal, except if an operator of the compared part of the model rounds.
     """
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
         other = np.argwhere(a != b)
@@ -197,7 +202,7 @@ def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | 
 
 
 def both(original: Any, rewritten: Any) -> str:
-    """Return two differing numbers, original and rewritten, as text for a message."""
+    """Return two differing numbers, of the original and the rewritten model, as a text for a message."""
     return f"{_number(original)} in the original, {_number(rewritten)} in the rewritten model"
 
 
@@ -206,5 +211,5 @@ def _number(value: Any) -> str:
 
 
 def said(starts: Sequence[int]) -> str:
-    """Return the numbers of tokens before a step as text; only one number if all sequences have the same."""
+    """Return a text with the numbers of tokens before a step; a single number if all sequences have the same."""
     return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -49,7 +49,7 @@ class Verdicts:
 
     Args:
         folder: an existing folder for which `is_private` returns True.
-        again: do not use stored verdicts, but store new ones.
+        again: if True, do not use stored verdicts, but store new verdicts.
     """
 
     def __init__(self, folder: Path, *, again: bool = False) -> None:
@@ -57,7 +57,7 @@ class Verdicts:
         self._tidied = False
 
     def find(self, key: str) -> frozenset[str] | None:
-        """Return the stored verdict of a comparison: the joins whose numbers varied. None if none is stored."""
+        """Return the stored verdict of a comparison (the outputs whose numbers varied); None if not stored."""
         path = self._folder / key
         if self._again:
             return None
@@ -78,7 +78,7 @@ class Verdicts:
         return frozenset(entry.alive)
 
     def keep(self, key: str, alive: Iterable[str]) -> None:
-        """Store that a comparison found no difference. An error is ignored; then the next check compares again."""
+        """Store that a comparison found no difference. Ignore errors; then the next check compares again."""
         part = self._folder / f".{key}.{secrets.token_hex(4)}"
         with suppress(OSError):
             self._tidy()
@@ -103,7 +103,7 @@ _current: ContextVar[Verdicts | None] = ContextVar("verdicts", default=None)
 
 
 def current_verdicts() -> Verdicts | None:
-    """Return the store of verdicts in use; None outside of a `keeping` block."""
+    """Return the store of verdicts that is in use; None outside of a `keeping` block."""
     return _current.get()
 
 
@@ -118,7 +118,7 @@ def keeping(verdicts: Verdicts | None) -> Iterator[None]:
 
 
 def open_verdicts(*, again: bool) -> Verdicts | None:
-    """Return the user's store of verdicts; None if its folder is not private, or the user switched the store off."""
+    """Return the user's store of verdicts; None if its folder is not private, or the user turned the store off."""
     base = cache_folder()
     if base is None or os.environ.get(SWITCH) == "off":
         return None
@@ -144,19 +144,19 @@ def cache_folder() -> Path | None:
 
 
 def is_private(folder: Path) -> bool:
-    """True if only this user and root can change or replace a folder. On Windows, %LOCALAPPDATA% is private."""
+    """True if only this user and root can change or replace a folder. Folders in %LOCALAPPDATA% are private."""
     return sys.platform == "win32" or (
         _is_own(folder.lstat()) and all(_is_protected(parent.lstat()) for parent in folder.parents)
     )
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """True if the file belongs to this user, and other users have no rights to it."""
+    """True if a file belongs to this user, and other users have no rights to the file."""
     return sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
 
 
 def _is_protected(parent: os.stat_result) -> bool:
-    """True if other users cannot rename this user's files in a folder: no rights, or a sticky bit as in /tmp."""
+    """True if other users cannot rename this user's files in a folder: no write permission, or a sticky bit."""
     written = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     return sys.platform == "win32" or (parent.st_uid in (0, os.geteuid()) and not written)
 
@@ -172,7 +172,7 @@ def key_of(*parts: bytes) -> str:
 
 @lru_cache(maxsize=1)
 def _compares() -> bytes:
-    """Return a digest of all code that compares: versions of packages, and the importer's sources."""
+    """Return a digest of all code that can change verdicts: versions of packages, and the importer's sources."""
     versions = (
         trt_kvcache.__version__, onnx.__version__, ort.__version__, np.__version__, ml_dtypes.__version__,
         sys.version, platform.system(), platform.machine(),

@@ -43,9 +43,9 @@ def normalize(
     """Bring the caches of a model into canonical form.
 
     Args:
-        model: one flat graph with named nodes, without functions; stand-ins replace large inline weights. It is not
+        model: one flat graph with named nodes, without functions; placeholders replace large inline weights. It is not
             changed.
-        weights: the weights that have stand-ins.
+        weights: the weights that have placeholders.
         options: capacity, name patterns, and how to handle windows.
         usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
@@ -128,7 +128,7 @@ def _own_masks(attentions: Sequence[Attention]) -> list[str]:
 
 
 def _narrower(attentions: Sequence[Attention]) -> list[str]:
-    """Return a note if attention weights, float32 in the export, get the narrower type of the caches here."""
+    """Return a note if the rewrite computes float32 attention weights in the narrower type of the caches."""
     kinds = {elem_type(a.key.past) for a in attentions if a.wide_weights and not a.wide}
     return [
         f"the attention weights (results of softmax) are float32 in the exported model, but {name} here, which rounds "
@@ -139,7 +139,7 @@ def _narrower(attentions: Sequence[Attention]) -> list[str]:
 
 
 def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
-    """Remove outputs that return the number of tokens in the cache, because the caller knows it. Return their names."""
+    """Remove outputs that return the number of tokens, which callers know. Return the names of the outputs."""
 
     def counts(tensor: gs.Tensor) -> bool:
         values = [(step, step.probe.value(tensor.name)) for step in samples.plain]

@@ -42,7 +42,7 @@ class Canonical:
 
     Args:
         graph: the graph to edit in place.
-        tokens: the graph input ``[B, S, ...]`` of the new tokens; B and S are read from its shape.
+        tokens: the graph input ``[B, S, ...]`` of the new tokens, whose shape gives B and S.
         cache: one of the caches; its first dimension is the batch.
         capacity: tokens per sequence.
 
@@ -65,12 +65,12 @@ class Canonical:
 
     @property
     def write_indices(self) -> gs.Variable:
-        """int64 ``[B]``: the row in which each sequence writes its first new token."""
+        """Return int64 ``[B]``: the row in which each sequence writes its first new token."""
         return self._input("write_indices", Role.WRITE_INDICES)
 
     @property
     def lengths(self) -> gs.Variable:
-        """int64 ``[B]``: the number of rows that hold tokens after this step."""
+        """Return int64 ``[B]``: the number of rows that hold tokens after this step."""
         return self._input("nonpad_kv_seqlen", Role.VALID_LENGTHS)
 
     def positions(self) -> gs.Variable:
@@ -157,7 +157,7 @@ class Canonical:
             output.dtype = query.dtype
 
     def _beside_sinks(self, output: gs.Tensor, sinks: Array, kind: int) -> list[gs.Tensor]:
-        """Scale an attention's output by the share of weights on keys, not sinks. Return the Attention's outputs."""
+        """Multiply an attention's output by the softmax share of keys (not sinks). Return Attention's outputs."""
         emit, nothing = self.emit, gs.Variable.empty()
         plain, scores = (gs.Variable(emit.name(name), dtype=kind) for name in ("attention", "scores"))
         wide = scores if kind == FLOAT else emit.op("Cast", [scores], "scores_wide", FLOAT, to=FLOAT)
@@ -186,7 +186,7 @@ class Canonical:
         return own_mask
 
     def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
-        """Return a present cache as keys or values ``[B, N, L, D]``, cast to float32 if the products need it."""
+        """Return a present cache as keys or values ``[B, N, L, D]``, in float32 if attention computes in float32."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
@@ -329,7 +329,7 @@ def relaid(
 
     Args:
         emit: emitter of the graph.
-        tokens: the input of the new tokens; B and S are read from its shape.
+        tokens: the input of the new tokens, whose shape gives B and S.
         tensor: the tensor to change.
         old: its layout.
         new: the layout of the result.
@@ -347,14 +347,14 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """Return the product of the sizes in one axis; "?" if the batch or the tokens are combined with another size."""
+    """Return the product of the sizes that share one axis; "?" if the batch or the tokens are one of several."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"
 
 
 def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Tensor:
-    """Emit a shape as an int64 tensor. A dimension is a number, "batch", "sequence" (new tokens), or once "?" (-1)."""
+    """Emit a shape as int64 tensor. A dimension is a number, "batch", "sequence" (new tokens), or once "?" (-1)."""
     if "?" not in dims:
         last = max((i for i, d in enumerate(dims) if isinstance(d, str)), default=-1)
         dims = tuple("?" if i == last else d for i, d in enumerate(dims))
@@ -383,7 +383,7 @@ class Findings:
         roles: roles of the inputs and outputs, and of added inputs.
         states: states: tensors that go from step to step, but are no caches.
         notes: notes for the reader of the plan.
-        longest: maps the input name of each cache that became circular to the most tokens of one update.
+        longest: for each cache that became circular, maps its input name to the most tokens of one update.
         capacity: tokens per sequence if the model does not fix the capacity; else None.
     """
 

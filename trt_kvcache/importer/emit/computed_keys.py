@@ -33,7 +33,7 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """Raised if a node mixes cache rows. The message gives the reason, or is empty."""
+    """Raised if a node mixes cache rows. The message gives the reason; it is empty if no reason is known."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class RowFunction:
         tensor: the tensor in the exported graph.
         axes: the axis of the batch, and the axis of the rows.
         caches: the caches from which the tensor is computed.
-        node: the node that makes the tensor; None if the tensor is a cache.
+        node: the node whose output the tensor is; None if the tensor is a cache.
         shape: the new shape operand if the node is a Reshape or Expand, with 0 and -1 as in Reshape; otherwise None.
     """
 
@@ -83,7 +83,7 @@ class Computed:
         """Emit an attention's keys and values from the cache rows in use. Return the attention that reads them.
 
         Raises:
-            UnsupportedModelError: keys or values are not computed row by row.
+            UnsupportedModelError: keys or values are not computed row by row from the caches.
         """
         emitted: dict[str, gs.Tensor] = {}
         key, value = (
@@ -112,7 +112,7 @@ class Computed:
         return replace(cache, past=tensor, present=tensor, axis=2)
 
     def _emit(self, name: str, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """Emit a tensor that is computed from the rows in use of canonical caches. `emitted` holds earlier results."""
+        """Emit a tensor computed from the used rows of canonical caches. `emitted` holds earlier results."""
         if name in emitted:
             return emitted[name]
         function, emit = self._known[name], canonical.emit
@@ -194,7 +194,7 @@ class Computed:
         return batch[0], row
 
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
-        """Return a shape operand for a Reshape or Expand that is correct for every batch and length."""
+        """Return a shape tensor for a Reshape or Expand that is correct for every batch and length."""
         shape = list(self._shapes(tensor)[0])
         for i, axis in enumerate(after):  # 0: this axis keeps its size
             if is_op(node, "Expand"):
@@ -204,7 +204,7 @@ class Computed:
         return tuple(shape)
 
     def _shapes(self, tensor: gs.Tensor) -> list[Axes]:
-        """Return the shapes of a tensor in the samples.
+        """Return the shapes that a tensor has in the sample runs of the model.
 
         Raises:
             MixedError: a shape is unknown.
@@ -217,5 +217,5 @@ class Computed:
 
 
 def _axes_of(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
-    """Return the axes of a tensor whose sizes in all samples equal `sizes`."""
+    """Return the axes of a tensor whose length in each sample step is the number in `sizes` for this step."""
     return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]

@@ -64,9 +64,9 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
     Args:
         graph: a graph with canonical caches and attention, without dead nodes.
-        canonical: emits into this graph.
+        canonical: emits canonical nodes into this graph.
         interface: inputs and outputs of the exported model.
-        samples: makes steps of the exported model.
+        samples: makes sample steps of the exported model.
 
     Returns:
         True if the model itself computes positions from the tokens of a step.
@@ -130,7 +130,7 @@ def check_readers(graph: gs.Graph) -> None:
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
-    """Return the first node that reads a cache or its view, but is neither the update nor an attention; else None."""
+    """Return the first node that reads a cache or its view, except the cache's update and attention; else None."""
     for node in consumers(tensor):
         is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
         if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
@@ -147,7 +147,7 @@ def _is_view(node: gs.Node) -> bool:
 
 
 def drop_copies(graph: gs.Graph) -> set[str]:
-    """Remove graph outputs that return a graph input unchanged, in place. Return their names."""
+    """Remove graph outputs that return a graph input unchanged, in place. Return the names of these outputs."""
 
     def is_copy(tensor: gs.Tensor) -> bool:
         while (node := producer(tensor)) is not None and is_op(node, "Identity"):
@@ -160,7 +160,7 @@ def drop_copies(graph: gs.Graph) -> set[str]:
 
 
 def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """If a node reads only the shape of an input that will be removed, make it read the tokens instead, in place."""
+    """Make nodes that read only the shape of an input that will be removed read the tokens instead, in place."""
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     reached = _numbers_of(graph, {t.name for t in interface.of(*_LOST)}) - {t.name for t in graph.inputs}
     for node in [n for n in graph.nodes if is_op(n, "Shape") and n.inputs[0].name in reached]:
@@ -182,7 +182,7 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: S
 
 
 def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None:
-    """Replace a Shape node with a Concat of these sizes, each int64 ``[1]``."""
+    """Replace a Shape node with a Concat of the given sizes, each int64 ``[1]``."""
     taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
     if taken:
         shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
@@ -192,7 +192,7 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """Emit the sizes of a tensor, int64 ``[1]`` each, from the tokens' shape; None where samples do not explain one."""
+    """Emit the sizes of a tensor, int64 ``[1]`` each, from the shape of the tokens; None for other sizes."""
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]
@@ -217,9 +217,9 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a tensor that depends on P, the length of the past, if it gives positions; otherwise refuse it.
+    """Replace a tensor that depends on P (the length of the past) if it gives positions; otherwise refuse it.
 
-    Return True if the tensors computed from `output` must be handled, too.
+    Return True if the caller must handle the tensors computed from `output`, too.
     """
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
@@ -257,7 +257,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
     """True if a tensor has the same value after every sampled length of the past, up to the longest one.
 
-    Short pasts are not enough: floor(P / 16), for example, is the same for many of them.
+    Short pasts are not enough, because floor(P / 16), for example, is the same for many short pasts.
     """
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
@@ -267,7 +267,7 @@ def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
 
 
 def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
-    """Return all tensors that depend on the values, not only shapes, of these inputs. The graph must be sorted."""
+    """Return all tensors that depend on the values, not only shapes, of these inputs. Sort the graph first."""
     reached = set(names)
     for node in graph.nodes:
         if not is_op(node, "Shape", "Size") and any(t.name in reached for t in node.inputs):
@@ -279,7 +279,8 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
     """Replace a tensor computed from a padding mask with a constant, if all its numbers in all samples are equal.
 
     For example, some models multiply inputs of states by the last columns of the mask, which belong to the new tokens.
-    In a mask over the rows of caches of fixed capacity, the new tokens have other columns.
+    In the rewritten model, the mask covers caches of fixed capacity, and its last columns do not belong to the new
+    tokens.
     """
     values = [(s, s.probe.value(output.name)) for s in (*samples.plain, *samples.twins)]
     first = values[0][1]
@@ -296,7 +297,7 @@ def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interfac
 
 
 def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
-    """Return offset and axis of the S new tokens if a tensor is P + arange(S) + offset; otherwise None."""
+    """Return offset and axis of the S new tokens if a tensor equals P + arange(S) + offset; otherwise None."""
     counts = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
     return counts.pop() if len(counts) == 1 else None
 
@@ -315,7 +316,7 @@ def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
 
 
 def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, samples: Samples) -> gs.Variable:
-    """Emit the positions of each sequence plus `offset`, in the rank and type of `output`."""
+    """Emit the positions of each sequence plus `offset`, with the rank and type of the tensor `output`."""
     emit, positions = canonical.emit, _shifted(canonical, offset)
     others = [i for i in range(1, len(samples.twins[0].probe.shape(output.name) or ())) if i != axis]
     if others:
@@ -338,9 +339,9 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a node that slices the new tokens' rows from a table by a Gather by position; True if replaced.
+    """Replace a node that slices new tokens' rows from a table by a Gather by position; return True if replaced.
 
-    A constant offset of the rows is kept, because a table may begin with other rows (BART).
+    The Gather keeps a constant offset of the rows, because a table may begin with other rows (BART).
     """
     rows = node.outputs[0]
     taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
@@ -374,7 +375,7 @@ def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: 
 
 
 def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
-    """Return the number of the first table row that a node takes, minus P, the length of the past."""
+    """Return the first row that a node takes from a table, minus P (the length of the past)."""
     table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
     if table is None or len(table) != 2 or shape != (sample.length, table[1]):
         return None
@@ -394,9 +395,9 @@ def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]
     """Find the nodes that combine table rows ``[S, H]`` with tensors of a batch; None if rows cannot get a batch axis.
 
     Returns:
-        First, the nodes between the rows and these readers, which compute row by row, each with the shape of its output
-        (-1 for the rows). Second, for each reader: the node, its operand, the number of axes of its result between
-        batch and tokens, and the sizes of the operand after the axis of tokens.
+        First, the nodes between the rows and the nodes that combine them, which compute row by row, each with the shape
+        of its output (-1 for the rows). Second, for each found node: the node, its operand, the number of axes of its
+        result between batch and tokens, and the sizes of the operand after the axis of tokens.
     """
     chain: _Chain = []
     readers: _Readers = []
@@ -437,7 +438,7 @@ def _axis_of_rows(tensor: gs.Tensor, sample: Sample) -> int | None:
 
 
 def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int, tuple[int, ...]] | None:
-    """Return the number of axes between batch and tokens in a node's result, and the sizes of the rows' last axes."""
+    """Return, for a node's result, the number of axes between batch and tokens, and the sizes after the tokens."""
     own, whole = (sample.probe.shape(t.name) for t in (rows, node.outputs[0]))
     axis = _axis_of_rows(rows, sample)
     if own is None or whole is None or axis is None or not is_op(node, "Add", "Sub", "Mul", "Div", "Expand"):
@@ -448,7 +449,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """If a node adds P, the length of the past, to integers ``[B, S]``, make it add each sequence's own length."""
+    """Make a node that adds P (the length of the past) to integers ``[B, S]`` add each sequence's own length."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

@@ -53,7 +53,7 @@ __all__ = ["Rings", "make_circular", "slide"]
 
 @dataclass(frozen=True, eq=False)
 class _Windowed:
-    """The caches of keys and values of a layer, if only attentions with one window size read them."""
+    """The caches of keys and values of a layer that only attentions with one common window size read."""
 
     keys: gs.Node
     values: gs.Node
@@ -186,7 +186,7 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if an Attention sees only a window. It must have lengths; otherwise ONNX counts from row 0."""
+    """True if an Attention sees only a window, and has lengths; without lengths, ONNX counts from row 0."""
     if reads_columns(graph, node):
         return False  # the graph reads scores, whose columns belong to rows of the linear cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
@@ -206,7 +206,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """Return a node (Min, Mod) that makes write indices differ from token counts; None if there is none."""
+    """Return the node (Min, Mod) that limits write indices to other numbers than the token count; else None."""
     node = producer(indices)
     if node is None:
         return None
@@ -216,7 +216,7 @@ def _bound(indices: gs.Tensor) -> gs.Node | None:
 
 
 def _other_reader(graph: gs.Graph, pair: _Windowed) -> gs.Node | None:
-    """Return the first node that reads a cache before the update, or returns the cache in another shape."""
+    """Return the first node that reads a cache before its update, or that returns the cache in another shape."""
     for update in (pair.keys, pair.values):
         for node in consumers(update.inputs[0]):
             if node is not update and not is_op(node, "Shape"):
@@ -233,7 +233,7 @@ def _views(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _spelled(update: gs.Node, capacity: int, rows: int) -> Iterator[tuple[gs.Node, list[int] | None]]:
-    """Yield each Reshape of a cache with a constant number of rows, and its shape for `rows` rows (None: ambiguous)."""
+    """Yield each Reshape of a cache to a fixed number of rows, and its shape for `rows` rows; None: ambiguous."""
     is_open = isinstance((dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))], str)
     before = _rows(update, capacity)
     for node in _views(update.outputs[0]):

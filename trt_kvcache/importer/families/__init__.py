@@ -59,11 +59,11 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Repair a model in place after reading it. Return True if operators now read other tensors than in the file.
+    """Repair a model in place after reading it. Return True if this changed which tensors operators read.
 
     Raises:
         ModelError: the model belongs to a family, but the family's module does not support it. The other functions of
-            this module raise this, too.
+            this module raise this error, too.
     """
     edited: bool = _family("tool_repairs").read(model)
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
@@ -72,7 +72,7 @@ def read(model: onnx.ModelProto) -> bool:
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """If an input of a decoder chooses between two branches (optimum's merged decoder), keep the branch with a past."""
+    """Keep the branch with a past, if an input of a decoder chooses the branch (optimum's merged decoder)."""
     inputs = {value.name for value in model.graph.input}
     if not any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node):
         return model, []
@@ -100,7 +100,7 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Edit a decoder before caches are searched: join assigned slices, and remove an input for the number of logits."""
+    """Edit a decoder before the search for caches: join assigned slices, and drop an input for the number of logits."""
     finishes: list[Finish] = []
     operators = _operators(model)
     if {"ScatterND", "ConstantOfShape"} <= operators:
@@ -113,7 +113,7 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
-    """Return a model with operators that ONNX Runtime runs on the CPU, and notes on what it computes differently."""
+    """Return a model that ONNX Runtime can run on the CPU, and notes on what this model computes differently."""
     blocks = {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
     narrow = any(t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if not narrow and blocks.isdisjoint(_operators(model)):

@@ -28,9 +28,9 @@ _END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least thi
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
-    """Make a model return logits of all positions; replace its input for their number with a constant.
+    """Make a model return logits of all positions; replace the input that limits the number of logits with a constant.
 
-    If the model uses the input in another way (a tensor of indices may have this name), it stays unchanged.
+    A model that uses this input in another way, such as for indices, stays unchanged.
     """
     edited = copied(model)
     graph = edited.graph
@@ -55,7 +55,7 @@ def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
 
 
 def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
-    """True if a Slice goes from the beginning to the end of an axis with step 1."""
+    """True if a Slice takes a whole axis, from beginning to end with step 1."""
     bounds = [
         numpy_helper.to_array(constants[n]) if n in constants else None for n in (*node.input[1:3], *node.input[4:])
     ]

@@ -74,7 +74,7 @@ class _Update:
 
     @property
     def shared(self) -> list[gs.Tensor]:
-        """Inputs that both updates of a pair share: write indices, and lengths if packed."""
+        """Return the inputs that both updates of a pair share: write indices, and lengths if packed."""
         return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
@@ -132,14 +132,14 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
-    """Return the operator of the plugin with the same meaning as TensorRT's own update."""
+    """Return the operator of the plugin with the same meaning as a cache update of TensorRT."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
     return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
 
 
 def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
-    """Move a node to this project's domain. If it has no write indices, it gets zeros."""
+    """Move a node to this project's domain. If the node has no write indices, give it zeros."""
     copy = copied(node)
     copy.domain = NAMESPACE
     if len(node.input) < 3 or not node.input[2]:
@@ -185,9 +185,10 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """If a suitable QuantizeLinear makes the update, let the plugin quantize. Return the scales and their number.
+    """Let the plugin quantize, if a suitable QuantizeLinear computes the update. Return the scales and their number.
 
-    It must have float32 scales (so that the division is in float32), zero point 0, and one scale or one per head.
+    The QuantizeLinear must have float32 scales (so that the division is in float32), zero point 0, and one scale or one
+    per head.
     """
     between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
@@ -240,7 +241,7 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """True if one node can do both updates: same kernel, same write indices, and neither depends on the other.
+    """True if one plugin node can do both cache updates: they use the same kernel and indices, and are independent.
 
     The attention that reads the caches is not considered, because the plan does not list attentions that read caches
     through DequantizeLinear.
@@ -293,7 +294,7 @@ _OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # attributes tha
 
 
 def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
-    """Return the ONNX function that defines one operator, for a model of this opset.
+    """Return the ONNX function that defines one operator, for a model of opset `opset`.
 
     Args:
         operator: the plugin's operator.
@@ -393,7 +394,7 @@ def _body(operator: Operator, wide: str) -> str:
 
 
 def _scatter(operator: Operator, i: int, wide: str) -> str:
-    """Return the lines of the function that write the rows of update `i`. In quantized updates, axis 1 is the heads."""
+    """Return lines of the ONNX function that write the rows of update `i`. If quantized, axis 1 is the heads."""
     update, cache, present = f"update_{i}{wide}", f"cache_{i}{wide}", f"present_{i}{wide}"
     quantized = f"""
         unquantized_{i} = Cast <to = {TensorProto.FLOAT}> (update_{i})

@@ -81,7 +81,7 @@ _INT4 = (
 
 @dataclass(frozen=True)
 class _Form:
-    """The layout of a row of codes in a cache.
+    """The layout of a quantized row in a cache: codes (quantized numbers) and perhaps a scale.
 
     Attributes:
         most: the largest code.
@@ -103,7 +103,7 @@ class _Form:
     route: Route
 
     def numbers(self, size: int) -> int:
-        """Return how many numbers hold the codes of a row of `size` elements."""
+        """Return how many numbers of the cache's type a quantized row of `size` elements takes."""
         return -(-size // self.codes)
 
     def row_bits(self, size: int) -> int:
@@ -112,12 +112,12 @@ class _Form:
 
     @property
     def zero(self) -> int:
-        """The integer in which all packed codes are 0, before it is shifted into the range of `dtype`."""
+        """The integer whose packed codes (quantized numbers) are all 0, before the shift into the range of `dtype`."""
         return sum(1 << (self.bits * i + self.bits - 1) for i in range(self.codes))
 
 
 def rotation(size: int) -> npt.NDArray[np.float32]:
-    """Return the rotation R ``[size, size]`` of rows. It is its own inverse.
+    """Return the rotation R ``[size, size]`` of rows. R is its own inverse.
 
     R is block-diagonal. Each block is an orthonormal Hadamard matrix, whose size is the largest power of two that
     divides `size`.
@@ -136,7 +136,7 @@ def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CacheP
         graph: the rewritten model. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and
             attention.
         plan: the model's plan, with unquantized caches.
-        plain: True: the model is for ONNX Runtime, so standard operators write integers.
+        plain: if True, the model is for ONNX Runtime, so that standard operators write integers.
 
     Raises:
         OptionError: a cache cannot be quantized to this type.
@@ -216,7 +216,7 @@ class _Quantized:
 
     Args:
         emitter: adds nodes.
-        form: layout of the codes.
+        form: layout of the codes (quantized numbers).
         cache: the unquantized cache in the plan.
         node: the update, or the attention that contains it.
     """
@@ -267,7 +267,7 @@ class _Quantized:
             tensor.dtype, tensor.shape = dtype, [*tensor.shape[:-1], self._planned_size]
 
     def _hold_in_attention(self) -> None:
-        """Make ONNX Runtime's attention quantize new rows and read codes. For 4 bits, a uint8 holds two codes."""
+        """Make ONNX Runtime's attention quantize new rows, and read quantized rows. A uint8 holds two 4-bit numbers."""
         node, which, bits = self._node, "kv"[self._at - 3], self._form.bits
         assert self._scale is not None
         node.inputs[self._at - 2] = self._turn_packed(node.inputs[self._at - 2])
@@ -283,7 +283,7 @@ class _Quantized:
         self._retype(_elem_type(self._dtype))
 
     def planned(self) -> tuple[CacheUpdate, ...]:
-        """Return the entries of the plan for this cache: codes, and scales if they have a separate cache."""
+        """Return the plan of the caches for quantized numbers and, if these are stored separately, scales."""
         form, cache = self._form, self._cache
         shape = cache.physical_shape[:-1]
         moved = replace(
@@ -328,7 +328,7 @@ class _Quantized:
         return self._emitter.scalar(value, FLOAT)
 
     def _quantize(self, rows: gs.Tensor) -> tuple[gs.Variable, gs.Tensor]:
-        """Quantize new rows [..., H]: return codes [..., L] and scales (float32 [..., 1], or a constant)."""
+        """Quantize new rows [..., H] to integers [..., L] and scales (float32 [..., 1], or a constant)."""
         form, scale = self._form, self._scale
         codes = self._turn(self._op("Cast", [rows], "wide", to=FLOAT), FLOAT)
         if scale is None:
@@ -355,7 +355,7 @@ class _Quantized:
         return self._emitter.tensor(onnx.helper.make_tensor("", dtype, [], [0]))
 
     def _pack(self, codes: gs.Variable) -> gs.Variable:
-        """Pack codes [..., H] into numbers [..., L]: the lowest bits hold the first L codes, and so on."""
+        """Pack quantized numbers [..., H] into numbers [..., L]: the lowest bits hold the first L, and so on."""
         form, rank = self._form, 3 if self._cache.form is UpdateForm.PACKED_NHD else 4
         if missing := self._numbers * form.codes - self._size:
             pads = self._emitter.ints([0] * (2 * rank - 1) + [missing])
@@ -384,11 +384,11 @@ class _Quantized:
 
     @property
     def _shift(self) -> int:
-        """The offset that is subtracted from packed integers so that they fit the cache's type."""
+        """The offset to subtract from packed integers so that these fit the cache's type."""
         return 0 if self._form.dtype == "float" else 1 << (dtype_bits(self._form.dtype) - 1)
 
     def _powers(self, first: int, sign: int = 1) -> gs.Constant:
-        """Return powers of two ``[codes, 1]`` that shift each code to its bits in a packed number."""
+        """Return powers of two ``[codes, 1]`` that shift each quantized number to its bits in a packed number."""
         places = np.arange(first, first + self._form.codes) * self._form.bits * sign
         return self._emitter.constant(np.exp2(places).astype(np.float32)[:, None])
 
@@ -397,7 +397,7 @@ class _Quantized:
         return self._op("Slice", [tensor, *ends], "part")
 
     def _dequantize_for(self, reader: gs.Node, present: gs.Tensor) -> None:
-        """Dequantize codes for a reader. If it is a Slice of the rows in use, dequantize its result."""
+        """Dequantize a cache for a reader. If the reader is a Slice of the rows in use, dequantize its result."""
         axes = small_constant(reader.inputs[3]) if is_op(reader, "Slice") and len(reader.inputs) == 4 else None
         if axes is None or list(axes) not in ([_ROW], [_ROW - 4]):
             values = self._emitter.once(("values", present.name), lambda: self._dequantize(present, None))
@@ -411,13 +411,13 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Make a node that reads codes read values. For attentions, queries or results are rotated, not values."""
+        """Make a node that reads quantized numbers read values instead. For attentions, rotate queries or results."""
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """If a node is an attention over these keys or values, rotate its queries or its result; else return False."""
+        """Rotate the queries or result of a node that is an attention over these keys or values; else return False."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False
@@ -428,7 +428,7 @@ class _Quantized:
         return True
 
     def _turn_result(self, node: gs.Node, turn: Callable[[gs.Tensor], gs.Variable]) -> None:
-        """Rotate the first output of an attention back."""
+        """Rotate the first output of an attention back, after rotated values."""
         (result, *others), inner = node.outputs, gs.Variable(self._emitter.name("rotated"), dtype=node.outputs[0].dtype)
         node.outputs = [inner, *others]
         (maker,) = turn(inner).inputs
@@ -449,7 +449,7 @@ class _Quantized:
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
     def _dequantize(self, rows: gs.Tensor, reader: gs.Node | None) -> gs.Variable:
-        """Dequantize all rows, or only the rows that the Slice `reader` takes."""
+        """Dequantize all rows of a cache, or only the rows that the Slice `reader` takes."""
         codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
         if self._form.scale_inside:
             codes, scale = self._slice(rows, 0, self._numbers), self._slice(rows, self._numbers, self._numbers + 1)
@@ -464,11 +464,11 @@ class _Quantized:
         return self._op("Cast", [values], "read", to, to=to)
 
     def _codes(self, numbers: gs.Tensor) -> gs.Variable:
-        """Emit cached numbers of a narrow type as float32, times the constant scale if each is one code."""
+        """Emit cached numbers of a narrow type as float32. If each is one quantized number, apply a constant scale."""
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
-        """Add a cache for the scales, and its update beside the update of the codes."""
+        """Add a cache for the scales, with an update next to the update of the quantized numbers."""
         graph, node, past, present = self._emitter.graph, self._node, self._past, self._present
         taken = set(graph.tensors())
         names = []

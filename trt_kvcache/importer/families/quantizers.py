@@ -89,7 +89,7 @@ def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
 
 
 class Writer:
-    """Collects new nodes in `nodes`. Constants go to the main graph, where bodies of If and Loop can read them, too."""
+    """Collects new nodes in `nodes`. Adds constants to the main graph, where bodies of If and Loop can read them."""
 
     def __init__(self, graph: GraphProto, prefix: str) -> None:
         self.nodes: list[NodeProto] = []
@@ -186,7 +186,7 @@ def is_block_operator(node: NodeProto) -> bool:
 
 
 def read(model: ModelProto) -> bool:
-    """Replace ModelOpt's operators of the domain ``trt`` with those of ONNX, in place; True if there were any.
+    """Replace ModelOpt's operators of the domain ``trt`` with those of ONNX, in place; return True if any existed.
 
     Raises:
         UnsupportedModelError: the model's opset does not have ONNX's operator, or a scale is not a single number.
@@ -210,7 +210,7 @@ def read(model: ModelProto) -> bool:
 
 
 def _check_scale(scope: Scope, node: NodeProto) -> None:
-    """Refuse a scale that is not one constant number, because the new zero point must have the shape of the scale."""
+    """Refuse a scale that is not one constant number, because the added zero point must have the same shape."""
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
@@ -266,7 +266,7 @@ def _infer_dequantized(context: InferenceContext) -> None:
 
 
 def _of(source: TypeProto | None, kind: int) -> TypeProto:
-    """Return a type with the source's shape, if known, and the element type `kind`."""
+    """Return a tensor type with the shape of `source`, if known, and the element type `kind`."""
     result = TypeProto()
     if source is not None:
         result.CopyFrom(source)
@@ -296,15 +296,15 @@ _CPU_OPSET = 21  # the first opset whose DequantizeLinear has blocks
 
 
 def block_steps(model: ModelProto) -> int:
-    """Return the number of operators that quantize activations in blocks."""
+    """Return the number of operators in a model that quantize activations in blocks."""
     return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
 
 
 def with_plain_blocks(model: ModelProto) -> ModelProto:
-    """Return a copy of the model whose block operators are replaced for ONNX Runtime.
+    """Return a copy of the model with plain operators instead of block operators, for ONNX Runtime.
 
     Raises:
-        UnsupportedModelError: the operators are not connected as in models of ModelOpt.
+        UnsupportedModelError: the block operators are not connected as in models of ModelOpt.
     """
     if (opset_version(model) or 0) < _CPU_OPSET:
         model = raise_opset(model)
@@ -358,7 +358,7 @@ class _Editor:
             self._write.nodes.append(node)
 
     def _exponents(self, node: NodeProto) -> None:
-        """Emit the dequantization of a weight that has exponents instead of scales."""
+        """Emit the dequantization of a weight whose scales are stored as exponents."""
         write, result = self._write, node.output[0]
         wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
         power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
@@ -368,7 +368,7 @@ class _Editor:
         write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
     def _doubles(self, weight: TensorProto) -> str:
-        """Emit the doubled numbers of a float4 weight in int8; return their name."""
+        """Emit the numbers of a float4 weight times two, in int8. Return the name of the result."""
         write, name = self._write, weight.name
         if name not in self._scaled:
             bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)

@@ -78,9 +78,9 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def read(model: ModelProto) -> bool:
-    """Repair a model in place. Return True if operators now read other tensors than in the file.
+    """Repair a model in place. Return True if a repair changed which tensors the operators read.
 
-    Other faults stay in the model; ONNX's checker reports them later.
+    Faults without a known repair stay in the model; ONNX's checker reports them later.
     """
     _unalias(model)
     for scope in iter_scopes(model):
@@ -96,7 +96,7 @@ def read(model: ModelProto) -> bool:
 def _unalias(model: ModelProto) -> None:
     """Replace the domain "ai.onnx" with "", ONNX's own name of this domain.
 
-    If a model imports both in different versions, it stays unchanged, and ONNX's checker refuses it.
+    A model that imports both domains in different versions stays unchanged; ONNX's checker refuses this model.
     """
     for owner in (model, *model.functions):
         versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
@@ -129,7 +129,7 @@ def _rename_casts(graph: GraphProto) -> None:
 
 
 def _unstate(scope: Scope) -> None:
-    """Drop shapes stated for initializers or stated twice, in place; shape inference finds them again."""
+    """Drop shapes of initializers, and shapes that are stated twice, in place. Shape inference restores them."""
     is_graph = isinstance(scope, GraphProto)
     known = {value.name for value in (*scope.initializer, *scope.output, *scope.input)} if is_graph else set[str]()
     counts = Counter(value.name for value in scope.value_info)
@@ -212,7 +212,7 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _finish(
     inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
 ) -> CachePlan:
-    """Add the inputs and outputs that `choose` removed to the plan."""
+    """Add the inputs and outputs that `choose` removed from the model to the plan's list of changes."""
     original = (*plan.original, *tensors) if plan.original else ()
     return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
@@ -223,7 +223,7 @@ def take_first_branch(graph: onnx.GraphProto) -> None:
 
 
 def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
-    """Return the inputs that choose between branches, and for each the value that chooses the branch with a past."""
+    """Return a map from inputs that choose between branches to the values that choose a branch with a past."""
     inputs = {v.name: v for v in graph.input}
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 
@@ -275,7 +275,7 @@ _Part = tuple[int, int, str, list[int]]
 
 
 def join_slices(model: ModelProto) -> ModelProto:
-    """Replace a chain of ScatterND that fills a tensor of zeros by one Concat. The check tests this guess."""
+    """Replace a chain of ScatterND that fills a tensor of zeros by one Concat. The check finds a wrong Concat."""
     edited = copied(model)
     makers = {name: node for node in model.graph.node for name in node.output}
     tensors = {tensor.name: tensor for tensor in model.graph.initializer}
@@ -294,7 +294,7 @@ def join_slices(model: ModelProto) -> ModelProto:
 
 
 def _parts(node: NodeProto, makers: Mapping[str, NodeProto], tensors: Mapping[str, TensorProto]) -> list[_Part]:
-    """Return the tensors that a chain of ScatterND up to `node` writes into one tensor of zeros; empty if none."""
+    """Return the tensors that a chain of ScatterND, up to `node`, writes into zeros; empty without such a chain."""
     parts: list[_Part] = []
     perm: list[int] = []
     current: NodeProto | None = node

@@ -248,8 +248,8 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
     """Move operators that ONNX does not define to a separate domain, which the checker ignores.
 
     TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
-    ``SimplifiedLayerNormalization``), so exporters write them in this domain. If TensorRT or ONNX Runtime do not know
-    an operator, they refuse it later.
+    ``SimplifiedLayerNormalization``), so exporters write them in this domain. An operator that TensorRT or ONNX Runtime
+    does not know fails later, with an error.
     """
     for owner, top in [(skeleton, skeleton.graph), *((function, function) for function in skeleton.functions)]:
         nodes = [node for scope in nested_scopes(top) for node in scope.node]
@@ -261,7 +261,7 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
 
 
 def _without_stated_shapes(model: ModelProto) -> ModelProto:
-    """Return the model without stated shapes of inner tensors, because some exporters state wrong shapes.
+    """Return the model without the shapes that the exporter stored for inner tensors, because some of these are wrong.
 
     Shapes of outputs of operators from other domains stay, because ONNX cannot infer them.
     """
@@ -272,7 +272,7 @@ def _without_stated_shapes(model: ModelProto) -> ModelProto:
 
 
 def _without_external_data(skeleton: ModelProto) -> ModelProto:
-    """Return a copy whose external tensors are empty, because the checker looks for files in the working directory."""
+    """Return a copy whose external tensors are empty, because ONNX's checker would look for their files."""
     copy = copied(skeleton)
     for tensor in iter_tensors(copy):
         if tensor.data_location == TensorProto.EXTERNAL:
@@ -309,7 +309,7 @@ def check_text(message: Message, source: str) -> None:
 
 
 def _check_are_tensors(graph: GraphProto, source: str) -> None:
-    """Refuse inputs and outputs that are sequences, maps or optional, or that have sizes too large for an engine."""
+    """Refuse inputs and outputs that are not tensors, or that have sizes too large for an engine."""
     for info in (*graph.input, *graph.output):
         kind = info.type.WhichOneof("value")
         if kind not in (None, "tensor_type"):
@@ -414,14 +414,15 @@ _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
     """Remove the default values of those inputs that the caller gives in each step, in place.
 
-    These are inputs with a symbolic dimension, inputs whose name shows their role, caches, write indices and lengths.
+    The caller gives inputs with a symbolic dimension, inputs whose name shows their role, caches, write indices and
+    lengths.
 
     Args:
         graph: the graph to edit.
         named: name patterns of the caller, in addition to the shipped patterns.
 
     Returns:
-        True if anything was changed.
+        True if a default value was removed.
     """
     patterns = (*named, *shipped_patterns())
     brought = {
@@ -448,7 +449,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
 
 
 def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
-    """Give inputs without a shape the shape of their default value. Return True if there were any."""
+    """Give each input without a shape the shape of its default value. Return True if an input changed."""
     shapes = {tensor.name: tensor.dims for tensor in constants}
     bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
     for value in bare:

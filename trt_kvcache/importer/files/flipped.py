@@ -13,7 +13,7 @@ _BLOCK = 1 << 25  # bytes read at a time
 
 @dataclass(frozen=True)
 class Flipped:
-    """The external data of one unsigned weight, of which one bit in each number must still be flipped.
+    """External data of an unsigned weight whose numbers still need one bit flipped.
 
     Attributes:
         name: name of the initializer.

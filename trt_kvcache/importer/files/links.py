@@ -40,7 +40,7 @@ def read_data(tensor: TensorProto, folder: Path) -> None:
 
 
 def held(tensor: TensorProto, folder: Path) -> TensorProto:
-    """Return a tensor that contains its data: the same, or a copy with the external data. Errors: see `read_data`."""
+    """Return the tensor itself, or a copy that contains its external data. Errors: see `read_data`."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return tensor
     copy = TensorProto()
@@ -52,7 +52,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
     """Return the model with the real paths of external data behind links, and the folder that contains all of them.
 
-    If no link leads out of the model's folder, model and folder are returned unchanged. Else the model is a copy.
+    If no link leads out of the model's folder, return model and folder unchanged. Otherwise the model is a copy.
     """
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):

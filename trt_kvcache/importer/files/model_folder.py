@@ -34,7 +34,7 @@ _CACHE_RANK = 4
 
 
 def find_model(folder: Path) -> Path:
-    """Return the decoder in the folder of an export. Encoders, embeddings and files that `rewrite` wrote are ignored.
+    """Return the decoder in the folder of an export. Ignore encoders, embeddings and files that `rewrite` wrote.
 
     Raises:
         InvalidModelError: the folder has no decoder, or several files may be the decoder.

@@ -90,7 +90,7 @@ def _check_target(target: Path, source: SourceModel) -> None:
 
 @dataclass(frozen=True)
 class _Data:
-    """The part of a data file that a model needs, as sorted separate byte ranges; None stands for the whole file."""
+    """The part of a data file that a model needs, as sorted separate byte ranges; None: the whole file."""
 
     original: Path
     ranges: tuple[tuple[int, int], ...] | None
@@ -99,7 +99,7 @@ class _Data:
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
     """Return the data files that must be copied to the target's folder, as a map from the copy's path to the data.
 
-    If a file holds weights in `flipped`, it is copied without these weights.
+    The copy of a file leaves out weights in `flipped`.
     """
     moved, emptied = {weight.name for weight in flipped}, {weight.location for weight in flipped}
     used: dict[str, list[tuple[int, int]]] = {}
@@ -124,7 +124,7 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return sorted byte ranges, in which overlapping ranges are merged."""
+    """Sort byte ranges, merge overlapping ones, and return them."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -145,7 +145,7 @@ def _same_content(copy: Path, data: _Data) -> bool:
 
 
 def _copy(data: _Data, file: BinaryIO) -> None:
-    """Copy the needed byte ranges of a data file. All other bytes become holes (unused blocks), which take no space."""
+    """Copy the byte ranges of a data file that a model needs. Other bytes become holes, which use no disk space."""
     status = data.original.stat()
     holes = getattr(status, "st_blocks", status.st_size) * 512 < status.st_size
     if data.ranges is None and not holes:
@@ -160,7 +160,7 @@ def _copy(data: _Data, file: BinaryIO) -> None:
 
 
 def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Yield the parts of a byte range that are not holes. If the system cannot tell, yield the whole range."""
+    """Yield the parts of a byte range that are not holes; the whole range if the system does not know."""
     if sys.platform == "win32":
         yield start, stop
     else:
@@ -177,7 +177,7 @@ def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes of an open file in these ranges, in pieces."""
+    """Yield the bytes that these ranges of an open file contain, in pieces."""
     for start, stop in ranges:
         file.seek(start)
         while (left := stop - file.tell()) > 0:
@@ -188,7 +188,7 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Let each weight in `flipped` (4-bit weights whose signs changed) refer to its bytes in the file of `_aligned`."""
+    """Make each weight in `flipped` (4-bit weights with changed signs) refer to its bytes in a new file."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]
@@ -199,7 +199,7 @@ def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None
 
 
 def _aligned(flipped: Sequence[Flipped], folder: Path) -> Iterator[bytes]:
-    """Yield the flipped data. Each weight starts at a page boundary, so that it can be memory-mapped."""
+    """Yield the flipped data. Each weight starts at a page boundary, which memory mapping needs."""
     for weight in flipped:
         yield from weight.read(folder)
         yield bytes(-weight.length % _PAGE)

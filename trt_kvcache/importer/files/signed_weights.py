@@ -31,7 +31,7 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, mi
 
 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Make unsigned weights of a rewritten model signed, in place, before TensorRT reads the model.
+    """Make unsigned weights of a rewritten model signed, in place, as TensorRT needs them.
 
     This applies to weights that only DequantizeLinear nodes read.
 
@@ -74,7 +74,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
 
 def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse zero points other than the middle of the range, which `lower.matmul_nbits` could not correct."""
+    """Refuse zero points that are not the middle of the range; `lower.matmul_nbits` cannot correct these."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
     middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0
@@ -98,8 +98,8 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
 
     TensorRT for RTX 1.7.1 accepts these scales only for 4-bit weights.
 
-    TensorRT checks only scales in initializers. It is unknown whether its kernels are correct for other negative
-    scales.
+    TensorRT checks only scales in initializers. Nobody knows if TensorRT's kernels are correct for other scales that
+    are negative.
     """
     scales = weights.get(node.input[1])
     if scales is None or bool(np.all(numpy_helper.to_array(held(scales, folder)) > 0)):

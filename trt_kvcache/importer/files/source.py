@@ -76,7 +76,7 @@ class SourceModel:
     is_edited: bool = False
 
     def check_unchanged(self) -> None:
-        """Check that no file has been changed or replaced since it was read.
+        """Check that nobody changed or replaced a file since the importer read it.
 
         Raises:
             InvalidModelError: a file changed; the message names the first one.
@@ -99,7 +99,8 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     Args:
         path: path of a file, path of an export's folder with one decoder, or name of a model in the local hub cache.
         first_step: also accept an export of only the first step, which has caches as outputs but not as inputs.
-        config: a YAML file with name patterns for roles. Default values of inputs with such a name are dropped.
+        config: a YAML file with name patterns for roles. If an input has a name from this file, its default value is
+            dropped.
 
     Raises:
         OptionError: `config` cannot be read.
@@ -129,10 +130,11 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
-    """Load small constants from external data into the model, but no weights. The files must have been checked.
+    """Load small constants from external data into the model, but no weights. The caller has already checked the files.
 
     The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
-    data: torch.onnx.export shapes, axes and row numbers; optimum-onnx all Constant nodes of 100 bytes or more.
+    data: torch.onnx.export stores shapes, axes and row numbers there, and optimum-onnx all Constant nodes of 100 bytes
+    or more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
         masks = sliced_squares(graph)
@@ -283,7 +285,7 @@ def _check_external(
 
 
 def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
-    """Return the file at a location, and its stamp. After links are resolved, it must lie in the model's folder.
+    """Return the file at a location, and its stamp. After resolving links, the file must lie in the model's folder.
 
     If the model file is a symbolic link (as in the Hugging Face cache), its data may also lie beside the real file.
     """

@@ -53,8 +53,8 @@ def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto
 
     Args:
         source: the model as read; it is not changed.
-        keep_tables: True if small tables of floats, and masks, keep their contents: recognizers read rotary factors and
-            biases.
+        keep_tables: True if small tables of floats, and masks, keep their contents, because the importer reads rotary
+            factors and biases.
     """
     model = copied(source.proto)
     tables, count = sliced_squares(model.graph) if keep_tables else frozenset(), 0
@@ -128,7 +128,7 @@ def _rename_node(node: NodeProto, name: str, names: dict[str, str], new: Any) ->
 
 
 def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any]) -> None:
-    """Write a report: a zip file with a stripped model and its facts.
+    """Write a report: a zip file with a model without weights and names, and with facts about this model.
 
     Args:
         path: path of the zip file.

@@ -88,7 +88,7 @@ def find_roles(
 
 
 def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Return the roles of inputs and outputs after an edit of the model, with their new shapes.
+    """Return the roles of inputs and outputs of an edited model, with the new shapes.
 
     Args:
         roles: roles of inputs and outputs before the edit, and of added inputs. Roles of removed tensors are dropped.
@@ -108,7 +108,7 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
 
 
 def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Finding | None:
-    """Return the role of a cache or state, or the role from a pattern of the user; None if neither applies."""
+    """Return the role of a cache or state, or the role from a pattern of the user; None in other cases."""
     is_cache = name in (known.caches if io == "input" else known.caches.values())
     is_state = name in (known.states if io == "input" else known.states.values())
     if named is not None and (is_cache or is_state):
@@ -129,7 +129,7 @@ def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Fi
 
 
 def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -> _Finding:
-    """Return the role of an input or output that is no cache, from facts of the graph or a shipped name pattern."""
+    """Return the role of an input or output that is not a cache, from the graph or a shipped name pattern."""
     certain = [fact for fact in said if fact.certain]
     if len(certain) > 1:
         raise AmbiguousRoleError(
@@ -177,7 +177,7 @@ def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern
 def _settle_single_roles(
     tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
 ) -> list[_Finding]:
-    """If several tensors have a role that only one can have, keep the user's choice, or that of a shipped pattern."""
+    """Settle roles that only one tensor can have: take the tensor that the user named, or a shipped pattern names."""
     settled = list(findings)
     for role in _SINGLE:
         claims = [i for i, finding in enumerate(findings) if finding.role is role]

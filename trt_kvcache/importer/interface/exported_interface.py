@@ -92,9 +92,9 @@ class Interface:
         return [t for t in self.inputs.values() if t.role in roles]
 
     def fixed_capacity(self, asked: int | None) -> int | None:
-        """Return the capacity that the model fixes; None if the caller chooses it.
+        """Return the capacity that the model fixes; None if the caller can choose the capacity.
 
-        Shifted caches (always full, the newest token in the last row) count only if all caches are shifted.
+        Shifted caches (always full, newest token in the last row) fix the capacity only if all caches are shifted.
 
         Raises:
             OptionError: `asked` contradicts the model.
@@ -202,7 +202,7 @@ class Interface:
 
 
 def _check_ids(role: TensorRole) -> None:
-    """Refuse an input ``[B, K, S]`` with K ids for each token, because tokens must be on axis 1."""
+    """Refuse token ids ``[B, K, S]`` with K ids for each token, because tokens must be on axis 1."""
     match role.shape:
         case (_, int() as count, str()) if role.dtype in _INTEGERS and role.role in (Role.TOKENS, Role.OTHER):
             raise UnsupportedModelError(
@@ -229,7 +229,7 @@ _SIZES = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacit
 def find_changes(
     exported: Sequence[OriginalTensor], model: onnx.ModelProto, counts: set[str], copies: set[str]
 ) -> tuple[InterfaceChange, ...]:
-    """Return the differences between the interfaces of an exported model and its canonical form.
+    """Return the differences between the inputs and outputs of an exported model and of its canonical form.
 
     Args:
         exported: inputs and outputs of the exported model.
@@ -264,7 +264,7 @@ def find_changes(
 
 
 def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
-    """Return the sizes of an exported tensor. Symbols are replaced by the names of their meanings."""
+    """Return the sizes of an exported tensor, with the names of their meanings in place of symbols."""
     is_present = tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE
     names = {**_SIZES, "past": "P + S"} if is_present else _SIZES
     return [d if isinstance(d, int) else names.get(a, d) for a, d in zip(tensor.axes, tensor.shape, strict=True)]

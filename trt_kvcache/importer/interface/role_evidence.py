@@ -37,7 +37,7 @@ class Known:
 
     Attributes:
         caches: maps the name of a past (graph input) to that of its present (graph output).
-        states: the same for states, which are no caches.
+        states: maps past to present in the same way for states, which are not caches.
         write_indices: names of tensors that are write indices of TensorScatter.
         update_lengths: names of cumulative lengths ``[B + 1]`` of packed updates.
         updates: maps the name of a tensor that is written into a cache to the meaning of each axis, as in
@@ -56,7 +56,7 @@ class Fact:
     """A role that the graph shows for an input or output, with the evidence.
 
     Attributes:
-        certain: True if the fact overrides shipped name patterns.
+        certain: True if this role overrides shipped name patterns.
     """
 
     role: Role
@@ -116,7 +116,7 @@ class GraphIndex:
         return name
 
     def reached(self, names: set[str]) -> set[str]:
-        """Return these tensors, and all tensors that are computed from their numbers. The graph must be sorted."""
+        """Return `names` and all tensors that the graph computes from their numbers. The graph must be sorted."""
         found = set(names)
         for node in self.nodes:
             if node.op_type not in ("Shape", "Size") and not found.isdisjoint(names_read(node)):
@@ -125,7 +125,7 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """Return the roles that the graph shows, by name of the input or output, except for caches and states."""
+    """Return a map from inputs and outputs to the roles that the graph shows, without caches and states."""
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)
@@ -150,7 +150,7 @@ def _named_by_operators(index: GraphIndex, known: Known) -> Iterator[tuple[str, 
 
 
 def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
-    """Find the input of the tokens: it indexes a table with as many rows as logits, or else the widest table."""
+    """Find the input of tokens: it indexes a table with as many rows as there are logits, or the widest table."""
     presents = set(known.caches.values())
     outputs = {n: index.shape(n) or () for n in index.outputs if n not in presents and index.elem_type(n) in FLOATS}
     tables = []
@@ -171,7 +171,7 @@ def _tokens(index: GraphIndex, known: Known) -> Iterator[tuple[str, Fact]]:
 
 
 def fits(index: GraphIndex, name: str, role: Role) -> bool:
-    """True if the dtype and the rank of a tensor allow the role."""
+    """True if a tensor's dtype and rank allow the role."""
     shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
         return False
@@ -229,7 +229,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> t
 
 
 def open_axes(role: TensorRole) -> TensorRole:
-    """Return the role with names only for its dynamic axes."""
+    """Return the role of a tensor with names for its dynamic axes only."""
     # Positions with several planes keep "batch": their shape does not show which axis it is.
     named = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
     dims = zip(role.shape, role.axes, strict=True)
@@ -261,7 +261,7 @@ def _check_order(role: TensorRole) -> None:
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
-    """Return the role of logits with a corrected shape: some models declare one token, but compute logits of all."""
+    """Return the role of logits with a corrected shape. Some models declare one position, but compute all."""
     tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
     if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3:
         return role
@@ -279,8 +279,8 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
 
     Exporters that trace one decode step may declare ``[batch, 1, vocab]``, or a new symbol, for logits that the graph
     computes as ``[batch, S, vocab]``. The graph shows the truth: element-wise operators, norms and products with
-    weights keep the sequence axis. Along the residual stream they lead from the token embeddings to the logits, except
-    if an operator picks a single token on the way.
+    weights keep the sequence axis. On the residual stream, such operators lead from the token embeddings to the logits,
+    unless an operator picks a single token on the way.
 
     Args:
         index: index of the model's graph.
@@ -382,10 +382,10 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
 
 
 def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Return positions in the shape of a model's input, for proofs and verification.
+    """Return positions in the shape of a model's input, for proofs (recorded decodes) and verification.
 
-    If there are several planes, the first has the positions of the tokens, and the others have other numbers. So the
-    results also hold for image tokens, whose planes differ.
+    If a token has several positions (planes), the first plane has the positions of the tokens, and the other planes
+    have other numbers. So the results also hold for image tokens, which have a different position in each plane.
 
     Args:
         rows: int64 ``[B, S]``.

@@ -55,7 +55,7 @@ class NamePattern:
 
 
 def example(names: Mapping[Role, Sequence[str]]) -> str:
-    """Return a config, on one line, that gives these roles to tensors with these names."""
+    """Return a config, on one line, that gives each role in `names` to the tensors with these names."""
 
     def pattern(name: str) -> str:
         plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None and yaml.safe_load(name) == name
@@ -75,10 +75,10 @@ def shipped_patterns() -> tuple[NamePattern, ...]:
 
 
 def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
-    """Read the patterns of one file.
+    """Read the name patterns in one config file.
 
     Raises:
-        OptionError: the file is missing, is not YAML, or has another form than the module's docstring describes.
+        OptionError: the file is missing, is not YAML, or does not have the form that the module's docstring describes.
     """
     path = Path(path)
     try:

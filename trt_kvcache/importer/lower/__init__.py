@@ -44,7 +44,7 @@ def simplified_layer_norm(call: Call) -> str:
 
 
 def skip_layer_norm(call: Call) -> str:
-    """Return the body (ONNX text) of a layer or RMS normalization of a sum."""
+    """Return the body (ONNX text) of SkipLayerNormalization or its RMS variant: a normalization of a sum."""
     _refuse_statistics(call, "mean", "inverse")
     is_rms = call.node.op_type == "SkipSimplifiedLayerNormalization"
     operator, operands = ("RMSNormalization", "sum, scale") if is_rms else ("LayerNormalization", "sum, scale, shift")
@@ -91,7 +91,7 @@ _GATES = ("none", "silu", "swish")
 
 
 def gelu(call: Call) -> str:
-    """Return the body ``Gelu(x + bias)``, with erf, or with tanh for FastGelu."""
+    """Return the body (ONNX text) of a Gelu of ``x + bias``, with erf; for FastGelu, with tanh."""
     approximate = "tanh" if call.node.op_type == "FastGelu" else "none"
     return f"""
         {call.when("bias", "x = Add (x, bias)")}
@@ -100,7 +100,7 @@ def gelu(call: Call) -> str:
 
 
 def quick_gelu(call: Call) -> str:
-    """Return the body ``x * Sigmoid(alpha * x)``."""
+    """Return the body (ONNX text) of QuickGelu: ``x * Sigmoid(alpha * x)``."""
     return f"""
         {scaled("gate", "x", call.number("alpha", 1.702))}
         gate = Sigmoid (gate)
@@ -109,7 +109,7 @@ def quick_gelu(call: Call) -> str:
 
 
 def fused_matmul(call: Call) -> str:
-    """Return the body ``alpha * A @ B``. Attributes may say that A or B is transposed first."""
+    """Return the body (ONNX text) of FusedMatMul: ``alpha * A @ B``, with A or B transposed if attributes say so."""
     return f"""
         {_transposed(call, "a", "A")}
         {_transposed(call, "b", "B")}
@@ -119,7 +119,7 @@ def fused_matmul(call: Call) -> str:
 
 
 def fused_gemm(call: Call) -> str:
-    """Return the body ``activation(Gemm(a, b, c))``."""
+    """Return the body (ONNX text) of FusedGemm: ``activation(Gemm(a, b, c))``."""
     activation = call.string("activation")
     settings = {name for name in call.attributes if name.startswith("activation_")}
     if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
@@ -175,7 +175,7 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """Return lines of ONNX text that transpose an operand as the attributes of FusedMatMul say.
+    """Return lines of ONNX text that transpose an operand as the node's attributes (FusedMatMul) say.
 
     The attributes may swap the last two axes, and move the first axis after the other batch axes. Vectors stay
     unchanged (measured).
@@ -376,9 +376,9 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Replace nodes by their bodies, in place, where all shapes are known that the bodies need.
+    """Replace nodes by their bodies (plain operators), in place, if all shapes that a body needs are known.
 
-    Return True if there were any, and the reasons why other bodies must wait.
+    Return True if a node was replaced, and the reasons why other nodes must wait.
     """
     if not any(map(_operator, model.graph.node)):
         return False, []
@@ -403,7 +403,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
 
 
 def _operator(node: NodeProto) -> tuple[str, Writer] | None:
-    """Return the signature of a node's operator, and the function that writes its body. None if the node stays."""
+    """Return the signature of a node's operator and the function that writes its body; None: keep the node."""
     if node.domain in DEFAULT_DOMAINS:
         return _OF_ONNX.get(node.op_type)
     if node.domain != CONTRIB:
@@ -414,7 +414,7 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Simplify CastLike, and Shape of one symbol, in the bodies, in place, when types and shapes are known."""
+    """Simplify each CastLike, and each Shape of one symbol, of the bodies in place, if types and shapes are known."""
     tensors = Tensors(model)
     for node in model.graph.node:
         if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
@@ -428,7 +428,7 @@ def _complete(model: ModelProto) -> None:
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:
-    """Make a Shape of one symbol read the first model input with this symbol, so that layers share the Shape."""
+    """Make a Shape of one symbol read the first input with this symbol, so that layers can share the Shape."""
     start, end = (next((a.i for a in node.attribute if a.name == name), None) for name in ("start", "end"))
     shape = tensors.shapes.get(node.input[0]) or ()
     if start is None or end != start + 1 or not start < len(shape) or shape[start] == "?":

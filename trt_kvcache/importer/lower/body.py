@@ -39,7 +39,7 @@ class UnknownShapeError(Exception):
 
 
 class Tensors:
-    """The types, shapes and readers of a model's tensors. New initializers of bodies are added here."""
+    """The types, shapes and readers of a model's tensors. Bodies add their new initializers to this object."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -109,13 +109,13 @@ class Call:
         return self._outputs.get(formal, "")
 
     def forget_shape(self, output: str) -> None:
-        """Drop the declared shape of a model output, whose rank may be wrong; shape inference finds it again."""
+        """Drop the declared shape of a model output, because its rank may be wrong. Shape inference finds the shape."""
         for value in self._tensors.graph.output:
             if value.name == self.output(output):
                 value.type.tensor_type.ClearField("shape")
 
     def state_size(self, name: str, axis: int, size: int) -> None:
-        """If a model input leaves this size open, write the size into its shape, in place."""
+        """Write a size into the shape of a model's input, in place, if this size is still unknown there."""
         for value in self._tensors.graph.input:
             dims = value.type.tensor_type.shape.dim
             if value.name == self._names.get(name) and axis < len(dims) and not dims[axis].HasField("dim_value"):
@@ -126,11 +126,11 @@ class Call:
         return int(self.attributes.get(name, default))
 
     def number(self, name: str, default: float = 0.0) -> float:
-        """The value of a float attribute."""
+        """Return the value of a float attribute."""
         return float(self.attributes.get(name, default))
 
     def string(self, name: str, default: str = "") -> str:
-        """The value of a string attribute."""
+        """Return the value of a string attribute."""
         value = self.attributes.get(name, default)
         return value.decode() if isinstance(value, bytes) else str(value)
 
@@ -139,7 +139,7 @@ class Call:
         return self._names[formal]
 
     def bind(self, local: str, tensor: str) -> None:
-        """Make the name `local` in the body stand for a tensor of the model."""
+        """Define `local`, a name in the body for a tensor of the model."""
         self._names[local] = tensor
 
     def maker(self, name: str) -> NodeProto | None:
@@ -194,7 +194,7 @@ class Call:
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:
-        """Make the name `local` in the body stand for a weight's bytes in another shape and element type.
+        """Define `local`, a tensor of the body with the bytes of the weight `name` in another shape and element type.
 
         Raises:
             UnsupportedModelError: the input is no initializer, or its bytes do not fit the shape and type.
@@ -211,7 +211,7 @@ class Call:
             self.refuse(f"has the weight '{weight.name}' {list(weight.dims)} as {name} ({error})", AGAIN)
 
     def constant(self, local: str, tensor: TensorProto | np.ndarray[Any, Any]) -> None:
-        """Make the name `local` in the body stand for a constant. Equal constants are stored once."""
+        """Define `local`, a name in the body for a constant. Equal constants are stored once."""
         proto = tensor if isinstance(tensor, TensorProto) else numpy_helper.from_array(tensor)
         self._names[local] = self._tensors.constant(proto)
 

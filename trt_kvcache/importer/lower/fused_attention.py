@@ -155,7 +155,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Return lines of ONNX text for a mask over another layer's cache, which already holds the new rows."""
+    """Return lines of ONNX text for a mask over another layer's cache, which already contains the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -239,7 +239,7 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Return lines of ONNX text that add the bias to ``[B, S, N*D]`` inputs, but not to those with split heads."""
+    """Return lines of ONNX text that add the bias to ``[B, S, N*D]`` inputs, but not to inputs with split heads."""
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -256,7 +256,7 @@ def _biased(call: Call, heads: int, ranks: list[int]) -> str:
 
 
 def attention(call: Call) -> str:
-    """Return the body (ONNX text) of ONNX Runtime's Attention, which also projects its input to Q, K and V."""
+    """Return the body (ONNX text) of ONNX Runtime's Attention, which also computes Q, K and V from its input."""
     width = (call.shape("weight") or ("?",))[-1]
     if call.has("past") or call.is_read("present") or call.has("shared"):
         reason = "holds the keys and values of its cache in one tensor"
@@ -322,7 +322,7 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """Return the body (ONNX text) of an Attention over ``[B, S, N*D]``, or with only presents; None to keep it."""
+    """Return the body (ONNX text) of an Attention with 3-D inputs, or with presents but no pasts; None: keep it."""
     past = call.has("past_key")
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "returns its scores (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
@@ -417,9 +417,10 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Return lines of ONNX text for attention with sinks (one more logit in a head's softmax), in plain operators.
+    """Return lines of ONNX text for attention with sinks (extra logits in the softmax), in standard operators.
 
-    If `ring`, past and present are buffers of the same length, in which new rows follow the rows of earlier tokens.
+    If `ring` is true, past and present are buffers of the same length, in which new rows follow the rows of earlier
+    tokens.
     """
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)

@@ -80,7 +80,7 @@ def matmul_nbits(call: Call) -> str:
 
 
 def matmul(call: Call) -> str | None:
-    """Return the body (ONNX text) of a MatMul whose weight ``[K, N]`` is unsigned, in blocks of rows; else None."""
+    """Return the body (ONNX text) of a MatMul with an unsigned weight ``[K, N]`` in blocks of rows; else None."""
     node = call.maker("weight")
     if node is None or not is_op(node, "DequantizeLinear"):
         return None
@@ -105,7 +105,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Return lines of ONNX text that correct `y` for other zero points. `axis` is the weight's axis of blocks."""
+    """Return lines of ONNX text that correct the result `y` for other zero points. `axis` is the axis of blocks."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -122,7 +122,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """Return the body (ONNX text) of a lookup in a quantized table, whose layout a tied MatMulNBits may also use."""
+    """Return the body (ONNX text) of a lookup in a quantized table. A MatMulNBits may share the table's layout."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)
@@ -190,7 +190,7 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Return lines of ONNX text that convert zero points to floats; the middle is subtracted from unsigned ones.
+    """Return lines of ONNX text that convert zero points to floats. For unsigned ones, subtract the middle.
 
     Args:
         call: the node.

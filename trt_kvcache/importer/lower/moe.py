@@ -119,10 +119,10 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Return lines of ONNX text that choose experts, and assign rows of blocks to tokens.
+    """Return lines of ONNX text that choose experts, and assign the rows of blocks to tokens.
 
-    The lines compute the shares, float32 ``[T, k, 1]``; the places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
-    block_experts ``[n]``; and the numbers n and b as block_count and block_rows ``[1]``.
+    The lines compute: shares, float32 ``[T, k, 1]``; places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
+    block_experts ``[n]``; block_count ``[1]``, which is n; and block_rows ``[1]``, which is b.
     """
     spare = experts // 2
     return f"""

@@ -61,7 +61,7 @@ _BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
 
 @dataclass(frozen=True)
 class AttentionAnalysis:
-    """The plans of all Attention nodes, and the masks and spans that they share.
+    """The plans of all Attention nodes, and the masks and spans (ranges of cache rows to read) that they share.
 
     Attributes:
         relaxed: maps each mask input that may be shorter than the cache to the symbol of its last dimension.
@@ -87,7 +87,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 class _Planner:
-    """Plans Attention nodes one after the other. Equal masks, spans and warnings are planned once."""
+    """Plans Attention nodes one after the other. Equal masks, spans and warnings occur only once in the plan."""
 
     def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
         self._graph = graph
@@ -151,7 +151,7 @@ class _Planner:
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
-        """Return the caches from which K or V is read; operators in between may only move or select values."""
+        """Return the caches from which K or V is read. Operators between them may only move or select values."""
         if slices := row_slices(tensor):
             return [self._present[t.name] for piece in slices if (t := piece.inputs[0]).name in self._present]
         while tensor.name not in self._present:
@@ -164,7 +164,8 @@ class _Planner:
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
         """Return the span input of an Attention node, whose length says how many cache rows the node reads.
 
-        None if spans are off or unsafe. Nodes with equal capacity and lengths share one input.
+        Return None if the options turn spans off, or if reading fewer rows is unsafe. Nodes with equal capacity and
+        lengths share one input.
 
         The masks of all queries hide rows at and after the longest valid length. So attention need not read these rows.
         """
@@ -189,7 +190,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if a node's mask may have fewer keys than K; then K is cut, because ONNX hides the other keys."""
+        """True if an attention's mask may have fewer keys than K; then cut K, because ONNX hides the other keys."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -214,7 +215,7 @@ class _Planner:
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
-        """Return the planned mask of a node; None if it needs none. Nodes with equal masks share one."""
+        """Return the plan of an attention's mask, shared by equal masks; None if the attention needs no mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
         lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
@@ -241,7 +242,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Return the input that bounds `lengths`, because operators in between keep or lower values; else None."""
+    """Return the input that bounds `lengths`, if operators between them keep or lower values; else None."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -274,12 +275,12 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
-    """Return the number of queries: a fixed size, or the name and axis of a graph input (or Q) with this size."""
+    """Return the number of queries: a fixed size, or the name and axis of a graph input (or of Q) with this size."""
     return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
-    """Return the number of queries, or the name of a graph input and its axis of this size; None if unknown."""
+    """Return the number of queries, or a graph input's name and axis of this size; None if unknown."""
     if isinstance(facts.queries, int):
         return facts.queries
     places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
@@ -287,7 +288,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """Return the tensor of which Q is a view or a slice of positions. A slice of heads is not followed."""
+    """Return the tensor of which Q is a view or a slice of positions. Slices of heads are not followed back."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -302,11 +303,11 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Yield every node on which a Scan with a dynamic number of steps depends. TensorRT builds fewer operators there.
+    """Yield every node before a Scan with a dynamic number of steps. TensorRT builds fewer operators there.
 
-    Measured on TensorRT for RTX 1.7.1: the builder crashes (SIGSEGV) if such a Scan depends on an IAttention, and
-    repeats fail (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention also builds if it comes
-    after or beside a Scan, or before a Scan with a fixed number of steps.
+    Measured on TensorRT for RTX 1.7.1: if such a Scan depends on an IAttention, the builder crashes (SIGSEGV); if it
+    depends on repeats, the build fails (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention
+    also builds if it comes after or beside a Scan, or before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -340,7 +341,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
 
 
 def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Return whether an Attention is fused, decomposable or lowered to plain operators, and the reason."""
+    """Return how TensorRT gets an Attention (fused, decomposable, or lowered to plain operators), and the reason."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
     if facts.softcap:
@@ -376,8 +377,8 @@ class AttentionFacts:
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph selects columns of the scores. Then attention must read all keys, not only the rows
-            in use, so that the scores have a column for every key.
+        columns: True if the graph selects columns of the scores. Then the scores need a column for every key, so
+            attention must read all keys, not only the rows in use.
         keys: the number of keys, which is the size of K's sequence axis.
         queries: the number of queries, which is the size of Q's sequence axis.
     """

@@ -204,7 +204,7 @@ def _check_one_reader(update: gs.Node) -> None:
 
 
 def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> str:
-    """Return the reason why past and present cannot share a buffer; empty if they can."""
+    """Return the reason why past and present of a cache cannot share a buffer; empty if they can."""
     past, present = node.inputs[0], node.outputs[0]
     if not contains(graph.inputs, past):
         maker = producer(past)
@@ -233,7 +233,8 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
     """Return the names of the Attention nodes that read this cache as K or V.
 
-    Operators in between may move values, compute keys or values from rows in use, or be those in `through`.
+    Between the cache and the attention, operators may move values, or compute keys or values from rows in use. The
+    operators in `through` are allowed, too.
     """
     readers: list[str] = []
     seen: set[int] = set()
@@ -253,7 +254,7 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:
-    """Return the update with the layout that the cache has in the engine."""
+    """Return the update with the layout that its cache has in the engine."""
     shape, axis = update.logical_shape, update.sequence_axis
     native = len(shape) == 4 and axis == 2
     if native or update.route is Route.FUNCTIONAL or update.form is UpdateForm.PACKED_NHD:
@@ -267,9 +268,9 @@ def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> 
 
 
 def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
-    """Return the number of heads of a sequence-major cache if all readers read ``[B, N, S_max, H]``; otherwise None.
+    """Return the number of heads of a sequence-major cache if its readers read ``[B, N, S_max, H]``; else None.
 
-    These readers are ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
+    A reader is a ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
     """
     if len(shape) not in (3, 4):
         return None
@@ -293,7 +294,7 @@ def to_heads_major(node: gs.Node) -> bool:
 
 
 def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
-    """Return N if a node is a Reshape to ``[B, S_max, N, H]`` that only heads-major Transposes read; otherwise None."""
+    """Return N if a Reshape gives ``[B, S_max, N, H]`` and only Transposes of N and S_max read it; else None."""
     if not is_op(node, "Reshape"):
         return None
     target = small_constant(node.inputs[1])
@@ -321,10 +322,10 @@ PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """Return the update with its route (how the engine updates the cache), the reason, and the caller's contract.
+    """Return the update with its route (how the engine writes the cache), and why, and the caller's contract.
 
     Args:
-        facts: the update, without a route.
+        facts: the cache update, without a route.
         obstacle: the reason why past and present cannot share a buffer on any route; empty if they can.
         options: target and fallback.
 
@@ -437,8 +438,8 @@ def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
 def check_dtypes(tensors: Iterable[TensorRole]) -> None:
     """Refuse inputs and outputs of dtypes that TensorRT engines do not support.
 
-    TensorRT converts double to float32 without a message. For other types, its error names no tensor (measured on
-    TensorRT for RTX 1.7.1).
+    TensorRT converts double to float32 without a message. For other types, TensorRT's error names no tensor (measured
+    on TensorRT for RTX 1.7.1).
     """
     for tensor in tensors:
         if tensor.dtype not in TENSORRT_DTYPES:

@@ -23,10 +23,10 @@ _before: list[str | None] = []
 
 @contextmanager
 def exact_experts() -> Iterator[None]:
-    """Make ONNX Runtime's QMoE keep activations in float32, in sessions that are opened in the ``with`` block.
+    """Within the ``with`` block, open sessions in which ONNX Runtime's QMoE keeps activations in float32.
 
     With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits, it does so if the
-    node's ``accuracy_level`` requests it. The environment variable overrides both.
+    node's ``accuracy_level`` requests it. This function sets an environment variable that overrides this behaviour.
     """
     with _lock:
         _before.append(os.environ.get(ROUNDING) if not _before else None)

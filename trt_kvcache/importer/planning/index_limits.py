@@ -15,14 +15,14 @@ _SHIFTING = {"Add": 1, "Sub": -1}
 
 @dataclass(frozen=True)
 class IndexLimits:
-    """Exclusive upper bounds of token ids and positions, by name of the input; others have no known bound."""
+    """Exclusive upper bounds of token ids and positions, as maps from inputs. Inputs without a bound are absent."""
 
     tokens: dict[str, int]
     positions: dict[str, int]
 
 
 def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
-    """Find the bounds of the token and position inputs of a model without functions."""
+    """Find the exclusive upper bounds of the token and position inputs of a model without functions."""
     logits = [t.shape[-1] for t in plan.tensors if t.role is Role.LOGITS and t.io == "output" and t.shape]
     vocabulary = min((n for n in logits if isinstance(n, int)), default=None)
     limits = IndexLimits({}, {})
@@ -40,9 +40,10 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 
 
 def table_rows(model: ModelProto, name: str) -> int | None:
-    """Return the rows of the smallest table that this input indexes; None if there is none.
+    """Return the number of rows of the smallest table that this input indexes; None if there is no table.
 
-    Casts, reshapes and additions of a constant may lie in between. Rows before the row for input 0 do not count.
+    Casts, reshapes and additions of a constant may lie between input and table. Rows before the row for input 0 do not
+    count.
     """
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant
@@ -62,7 +63,7 @@ def table_rows(model: ModelProto, name: str) -> int | None:
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:
-    """If a node adds a constant integer to a known input, record this offset for the node's output."""
+    """Record an offset for a node's output, if the node adds a constant integer to a model input."""
     pairs = [(node.input[0], node.input[1])]
     pairs += [(node.input[1], node.input[0])] * (node.op_type == "Add")
     for source, other in pairs:

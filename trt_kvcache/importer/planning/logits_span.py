@@ -36,9 +36,9 @@ _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """Find the tensor to cut to the last positions, in a sorted graph; otherwise return None and the reason.
+    """Return the plan of the logits span (tensor to cut to the last positions), or None and the reason.
 
-    If the options keep all logits, or the model returns logits of only one position, return None and an empty text.
+    Return None and an empty text if the options keep all logits, or if the model returns logits of only one position.
     """
     logits = _only(roles, Role.LOGITS, "output")
     tokens = _only(roles, Role.TOKENS, "input")
@@ -83,7 +83,7 @@ def role_of(span: LogitsSpan) -> TensorRole:
 
 
 def with_span(role: TensorRole, span: LogitsSpan | None) -> TensorRole:
-    """Return the role of an output in the rewritten model. The input `logits_span` sets the positions of the logits."""
+    """Return the role of an output. In the rewritten model, `logits_span` sets the number of logits positions."""
     if span is None or role.name != span.output or role.io != "output":
         return role
     return replace(role, shape=(role.shape[0], span.symbol, role.shape[2]), axes=(role.axes[0], "kept", role.axes[2]))
@@ -99,7 +99,7 @@ def change_of(role: TensorRole, span: LogitsSpan) -> InterfaceChange:
 
 
 def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Return the input ``[B, S, H]`` of the last MatMul with a weight, and the nodes before the logits that read it."""
+    """Return the input ``[B, S, H]`` of the last MatMul with a weight, and the nodes from there to the logits."""
     sources = inputs_behind(graph)
 
     def is_fixed(tensor: gs.Tensor) -> bool:
@@ -141,7 +141,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
 def _before_factor(
     graph: gs.Graph, start: gs.Tensor, readers: list[gs.Node], is_fixed: Callable[[gs.Tensor], bool]
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
-    """Return an earlier place for the cut, before an operator such as a norm, if this computes positions separately."""
+    """Return an earlier tensor to cut, before an operator (such as a norm) that computes positions separately."""
     node = producer(start)
     if node is None or contains(graph.outputs, start) or len(consumers(start)) != len(readers):
         return None
@@ -153,7 +153,7 @@ def _before_factor(
 
 
 def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
-    """True if a node between the cut and the logits is known to compute each position separately.
+    """True if a node after the cut to the last positions surely computes each position separately.
 
     Args:
         node: a node between the cut and the logits.

@@ -33,9 +33,9 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """Return the row Slices from which a tensor is computed, in order of use; empty if it depends on a whole cache.
+    """Return the Slices of rows that compute a tensor, in order; empty if it depends on a whole cache.
 
-    K and V may share Slices; so some Slices may already end at `end`.
+    K and V may share Slices. So some Slices may already end at row `end`.
     """
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
@@ -55,7 +55,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Make the row Slices from which a tensor is computed end at row `end`. Return False if there are none."""
+    """Make the Slices of rows from which a tensor is computed end at row `end`. Return False without Slices."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

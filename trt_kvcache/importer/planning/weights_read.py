@@ -34,7 +34,7 @@ def _share(
     name: str, shape: Sequence[int], readers: Mapping[str, list[NodeProto]], makers: Mapping[str, NodeProto],
     constants: Mapping[str, TensorProto],
 ) -> float:  # fmt: skip
-    """Return the share of a constant that a step of one token reads."""
+    """Return the share (0 to 1) of a constant that a step of one token reads."""
     shares = [0.0] if name in readers else [1.0]
     for node in readers.get(name, ()):
         if node.op_type in _SAME and node.input[0] == name:
@@ -52,7 +52,7 @@ def _share(
 
 
 def _rows(indices: str, makers: Mapping[str, NodeProto], constants: Mapping[str, TensorProto]) -> float:
-    """Return the number of rows that a token looks up: the count of the TopK that made the indices, or 1."""
+    """Return the number of table rows to read for a token: the count of the TopK behind `indices`, or 1."""
     pending, seen = [indices], {indices}
     while pending:
         node = makers.get(pending.pop())

@@ -89,9 +89,9 @@ def recognize(
     """Find the caches and attentions of an exported model, by running parts of the model.
 
     Args:
-        model: one flat graph with named nodes, without functions; stand-ins replace large inline weights. It is not
+        model: one flat graph with named nodes, without functions; placeholders replace large inline weights. It is not
             changed.
-        weights: the weights that have stand-ins.
+        weights: the weights that have placeholders.
         options: capacity and name patterns.
         usual: the capacity to use if neither the options nor the model give a capacity.
         folder: folder of the external data.
@@ -142,7 +142,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Return those guessed caches whose present holds rows of the past when the model runs once.
+    """Run the model once; return the guessed caches whose present contains rows of the past.
 
     If the model has symbolic sizes or does not run, return all guesses.
     """
@@ -160,7 +160,7 @@ def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
 
 
 class _Recognizer:
-    """Finds caches and attentions in rounds. A round may find new facts on caches, which change the sample steps."""
+    """Finds caches and attentions in rounds. New facts on caches change the sample steps of the next round."""
 
     def __init__(
         self,
@@ -214,12 +214,12 @@ class _Recognizer:
         raise RecognizeError("could not determine how a step changes the caches")
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
-        """Return the names of integer inputs that may give the first row that a step writes in a fixed cache."""
+        """Return the names of integer inputs that may say at which row of a fixed-size cache a step starts to write."""
         whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
         return () if cache.growing else tuple(str(t.name) for t in whole)
 
     def _seen(self, cache: Cache) -> Cache:
-        """Return the guessed cache, corrected where a step of the model shows something else."""
+        """Return a guessed cache, corrected where a step of the model shows something else."""
         name = str(cache.past.name)
         if cache.growing and not cache.shifted:
             step = self._samples.few[1]
@@ -252,7 +252,7 @@ class _Recognizer:
         )
 
     def _looked(self, cache: Cache) -> Cache:
-        """Return a cache of fixed length, corrected by what a run of the nodes that write it shows."""
+        """Return a cache of fixed length, corrected by the result of running the nodes that write it."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.update(str(cache.past.name), passed)
@@ -272,7 +272,7 @@ class _Recognizer:
         return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Describe the attention that ends at `front`; its region grows until each input is a single tensor."""
+        """Describe the attention with the result `front`. Include more nodes until each input is a single tensor."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -290,10 +290,10 @@ class _Recognizer:
         raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """Find what a region computes, or reuse the result of an equal region.
+        """Find what a part of the model computes, or reuse the result of an equal part.
 
         Returns:
-            The result, with tensor names of the region that ran; and a map from these names to those of this region.
+            The result, with tensor names of the part that ran; and a map from these names to those in `region`.
         """
         if region.key not in known:
             try:
@@ -314,7 +314,7 @@ class _Recognizer:
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """Return the cache that takes the place of a known cache in an equal region, with the same kind of update."""
+        """Return the cache that an equal part of the graph uses in place of the cache `of`, with an equal update."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
@@ -327,7 +327,7 @@ class _Recognizer:
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
-        """Return a known attention with the tensors of an equal region in place of its own."""
+        """Return the attention `seen`, with its tensors renamed to those of an equal part of the graph."""
         result, query = (self._tensors[names[str(t.name)]] for t in (seen.result, seen.query))
         name = str(result.inputs[0].name) if result.inputs else seen.name
         key, value = (self._cache(c, names) for c in (seen.key, seen.value))
@@ -354,10 +354,10 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
         LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
         states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
-    TorchScript writes the first form if n is a dimension that never changes; TensorRT for RTX has no NonZero. If the
-    model always takes the same branch of an If, replacing the If also removes inputs that only its condition reads,
-    such as the mask. If a model has a special branch for steps of one token, this function removes that branch. The
-    other branch must give the same numbers for one token; the check compares them.
+    TorchScript writes the first form if n is a dimension that never changes. TensorRT for RTX does not support NonZero.
+    If the model always takes the same branch of an If, replacing the If also removes inputs that only its condition
+    reads, such as the mask. If a model has a special branch for steps of one token, this function removes that branch.
+    The other branch must give the same numbers for one token; the check compares them.
 
     Return a new model, or None if nothing was replaced.
     """
@@ -389,7 +389,7 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
 
 
 def _same(name: str, steps: Sequence[Sample]) -> Array | None:
-    """Return the value of a small tensor if it is the same in all steps, else None."""
+    """Return the value of a small tensor if all `steps` (runs of the model) gave the same value, else None."""
     first, *others = (step.probe.value(name) for step in steps)
     if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
         return None

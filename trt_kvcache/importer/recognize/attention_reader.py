@@ -56,18 +56,18 @@ _MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 
 
 class Reader:
-    """Describes one attention by running its region.
+    """Describes one attention by running its region (the part of the model that computes the attention).
 
     Args:
         region: the region (part of the model) that computes the attention.
-        caches: guessed caches, by the name of their past.
-        tensors: all tensors of the graph, by name.
+        caches: guessed caches; maps the name of a past to its cache.
+        tensors: maps names to all tensors of the graph.
         interface: inputs and outputs of the model.
         samples: makes short sample steps of the model.
         far: makes sample steps up to the model's capacity.
 
     Raises:
-        RecognizeError: the region does not load.
+        RecognizeError: ONNX Runtime cannot load the region.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Reader:
         self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
-        """Return a description of the attention, found by running its region.
+        """Return a description of the attention, found by running its part of the model.
 
         Raises:
             RecognizeError: the attention has no supported form; the message says what was seen.
-            FartherError: the queries or the new rows are several short tensors. In a larger region they may be one
+            FartherError: the queries or the new rows are in several tensors. In a larger part they may be in one
                 tensor.
         """
         region, sample = self._region, self._sample
@@ -163,7 +163,7 @@ class Reader:
         return self._runner.run(feeds)[self._region.result]
 
     def _roles(self, caches: list[Cache]) -> tuple[Cache, Cache]:
-        """Find which cache holds keys and which holds values. The result is linear in the values."""
+        """Find which cache holds keys and which holds values: the result of an attention is linear in the values."""
         feeds = self._runner.feeds(self._sample)
         plain, linear = self._run(feeds), []
         for cache in caches:
@@ -184,7 +184,7 @@ class Reader:
         return self._runner.held(self._value, sample) + sample.length
 
     def _filled(self, feeds: Feeds, cache: Cache, rows: Array, sample: Sample) -> Feeds:
-        """Return a copy of `feeds` in which the past and new rows of a cache hold `rows` (in its layout, broadcast)."""
+        """Return a copy of `feeds` with `rows` (in the cache's layout) as the past and the new rows of a cache."""
         new = feeds[_update(cache)].transpose(cache.perm)
         if cache.update is None:
             return {**feeds, _update(cache): np.broadcast_to(rows, new.shape).astype(np.float32)}
@@ -196,12 +196,12 @@ class Reader:
         return {**feeds, str(cache.past.name): past, _update(cache): after.transpose(np.argsort(cache.perm))}
 
     def _still(self, sample: Sample) -> Feeds:
-        """Return inputs of a step in which all queries and keys are 0."""
+        """Return inputs for the step `sample`, with all queries and keys 0."""
         feeds = self._runner.feeds(sample)
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """Return the weight of each of these keys in each number of the result; the keys are the last axis."""
+        """Return the share of each of these keys in each number of the result. The last axis is the keys."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -210,7 +210,7 @@ class Reader:
         return np.stack(columns, -1)
 
     def _weights(self, feeds: Feeds, sample: Sample, keys: range | None = None) -> Array:
-        """Return the attention weights ``[b, n, g, s, keys]``. One run reads as many keys as a head has numbers."""
+        """Measure attention weights ``[b, n, g, s, keys]``. One run measures as many keys as the head size."""
         value, size, heads = self._value, self._sizes["d"], self._sizes["n"]
         keys = range(self._keys(sample)) if keys is None else keys
         sizes, found = self._sizes | {"b": sample.batch, "s": sample.length}, []
@@ -224,7 +224,7 @@ class Reader:
         return np.concatenate(found, -1)
 
     def _layout(self) -> tuple[dict[str, int], Layout]:
-        """Find the sizes of heads, the layout of results, and sinks, in a step with one key and numbered values."""
+        """Run a step with one key and numbered values, to find the sizes of heads, the layout of results, and sinks."""
         value, batch = self._value, self._sample.batch
         one = self._step(batch, 0, 1)
         feeds = self._still(one)
@@ -265,9 +265,9 @@ class Reader:
             self._sinks = sinks[0].ravel().astype(np.float32)
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
-        """Find the head size, query layout, scale and softcap that explain the weights of both small and large scores.
+        """Find head size, query layout, scale and softcap that explain the weights for small and large scores.
 
-        `base` holds the attention weights of a step in which queries and keys are 0.
+        `base` holds the attention weights of a step in which all queries and keys are 0.
         """
         sample, key, query = self._sample, self._key, self._query
         feeds = self._runner.feeds(sample)
@@ -314,7 +314,7 @@ class Reader:
         return size, layout, *_fitted(products, (few, many), scale, size)
 
     def _mask(self, base: Array) -> Mask:
-        """Return which keys each query sees, and biases, from the weights `base` of a step with zero scores."""
+        """Derive the mask and the biases from `base`, the attention weights of a step in which all scores are 0."""
         sample, seen = self._sample, base > _NOTHING
         tokens = np.arange(sample.total - self._keys(sample), sample.total)
         own = sample.past + np.arange(sample.length)[:, None]
@@ -344,7 +344,7 @@ class Reader:
         )
 
     def _own(self, seen: Array, causal: Array) -> Mask:
-        """Return the mask of an attention that reads the caller's mask; causal if later keys are hidden, too."""
+        """Return the mask of an attention that reads the caller's own mask. `causal`: later keys are hidden, too."""
         sample, name = self._sample, self._runner.masks[0]
         shown = self._runner.shown(name, sample)
         shown = shown.reshape((1,) * (4 - shown.ndim) + shown.shape)
@@ -397,7 +397,7 @@ class Reader:
         return replace(mask, bias=self._bias())
 
     def _bias(self) -> Array:
-        """Return the number that is added to scores at each distance, float32 ``[L, H]``, the farthest key first."""
+        """Return the numbers added to the scores for each distance, float32 ``[L, H]``, the farthest key first."""
         capacity, most = self._far.capacity, _MOST_RUNS * self._sizes["d"]
         if capacity > most:
             raise AdvisedError(
@@ -415,7 +415,7 @@ class Reader:
         return (logs - logs[:, -1:]).T.astype(np.float32)
 
     def _window(self) -> int | None:
-        """Count the keys that a query sees after a past longer than any number in the region; None if it sees all."""
+        """Return how many keys a query sees after a long past (longer than any number in the model); None: all."""
         capacity, kept, length = self._far.capacity, self._key.window_rows, self._step(1, 0, 1).length
         fits = max((n for n in (*self._region.integers, kept or 0) if n <= capacity), default=0)
         most = _LONGEST // (self._sizes["n"] * self._sizes["d"])
@@ -431,7 +431,7 @@ class Reader:
 
 
 def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) -> Sample:
-    """Return a step whose batch size divides no other size of the region's inputs, to identify the batch axis."""
+    """Return a step whose batch size divides no other size of an attention's inputs, to identify the batch axis."""
     shifted = [c.window_rows for n in region.caches if (c := caches[n]).shifted and c.window_rows is not None]
     step, capacity = samples.step, min(samples.capacity, *shifted, samples.capacity)
     one = step(1, 1, 1).probe
@@ -442,7 +442,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Return the name of the tensor with the new rows of a cache, or with all rows of computed keys or values."""
+    """Return the name of the tensor that holds the new rows of a cache; for computed keys or values, all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
@@ -462,18 +462,18 @@ def _laid(rows: Array, cache: Cache) -> Array:
 
 
 def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
-    """Bring a result with an added last axis of keys to the shape ``[b, n, g, s, d, keys]``."""
+    """Bring an attention result with an added last axis of keys to the shape ``[b, n, g, s, d, keys]``."""
     return brought(rows, (*results, ("t",)), {**sizes, "t": rows.shape[-1]}, (*ATTENTION, "t"))
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores so that visible keys have the mean 0, which no softmax changes. Hidden keys become 0."""
+    """Shift scores so that visible keys have the mean 0, which changes no softmax. Hidden keys become 0."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 
 
 def _scaled(products: Array, step: Scores) -> float:
-    """Estimate the scale by least squares, assuming no softcap."""
+    """Estimate the scale of attention scores by least squares, assuming no softcap."""
     factor, scores, seen = step
     level = _level(products * factor, seen)
     return float((level * scores).sum() / ((level * level).sum() or 1.0))
@@ -519,6 +519,6 @@ def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: i
 
 
 def _rounded(scale: float, size: int) -> float:
-    """Round a measured scale to a common one (such as 1/sqrt(D)) if it is close, else to six digits."""
+    """Round a measured scale to a common value (such as 1/sqrt(D)) if this is close, else to six digits."""
     known = (size**-0.5, 1.0, 1.0 / size)
     return next((k for k in known if abs(scale - k) < 3e-4 * k), float(f"{scale:.6g}"))

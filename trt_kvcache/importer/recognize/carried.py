@@ -73,7 +73,7 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
 
 
 def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
-    """True for an output that returns an input unchanged, as keys and values of cross-attention."""
+    """True if a cache output is only a copy of an input, as for the keys and values of cross-attention."""
     tensor = present
     while (node := producer(tensor)) is not None and is_op(node, "Identity"):
         tensor = node.inputs[0]
@@ -81,7 +81,7 @@ def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
-    """Return the past that is the fewest nodes away from a present; of several, that with the most similar name."""
+    """Return the past that is the fewest nodes away from a present. Of equally near ones, take the closest name."""
     words = set(words_of(present.name))
     tensors, seen = [present], {id(present)}
     while tensors:
@@ -97,7 +97,7 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """Return the axis of cache rows, guessed from the shapes; None if past and present are not one cache."""
+    """Return the axis of cache rows, guessed from the shapes; None if past and present are not of one cache."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
@@ -120,9 +120,9 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """Give shapes to caches that are inputs and outputs of Attention operators.
+    """Complete the shapes of caches that are inputs and outputs of Attention operators.
 
-    The number and the size of the heads, taken from the new rows, replace symbols.
+    In these shapes, numbers replace the symbols for number and size of the heads. The numbers come from the new rows.
 
     Raises:
         UnsupportedModelError: a cache of an Attention operator is not an input and output of the graph.
@@ -162,9 +162,9 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
 
 
 def stack_in_words(graph: gs.Graph) -> str:
-    """Return an error message if an input holds the caches of several layers; otherwise an empty text.
+    """Return an error message if one input contains the caches of several layers; otherwise an empty text.
 
-    This input has an axis before the batch, or more axes than a cache, and some output has the same rank.
+    Such an input has an axis before the batch, or more axes than a cache, and the same rank as an output.
     """
     tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
     batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
@@ -199,8 +199,8 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
         caches: names of graph inputs and outputs that are attention caches.
 
     Raises:
-        UnsupportedModelError: an input is named like state, but only an output with an unrelated name could be its next
-            value.
+        UnsupportedModelError: the name of an input says that it is a state, but only an output with an unrelated name
+            could be its next value.
     """
     inputs = [t for t in graph.inputs if t.name not in caches and consumers(t) and _is_state_like(t)]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
@@ -217,13 +217,13 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
 
 
 def _is_state_like(tensor: gs.Tensor) -> bool:
-    """True if a graph input is floating-point, has rank 2 or more, and only its batch axis may be open."""
+    """True if a graph input may be a state: floating-point, rank 2 or more, only the batch axis dynamic."""
     shape = dims(tensor)
     return elem_type(tensor) in FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
-    """True if an output could be the next value of an input: same type and shape, and not a copy of the input."""
+    """True if an output could be a state's next value: same type and shape as the input, and not a copy of it."""
     before, after = dims(past) or (), dims(present) or ()
     if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
         return False
@@ -235,7 +235,7 @@ def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
-    """Map each past to the present whose name differs only in words such as past and present, if there is only one."""
+    """Map each past to the present with the same name except for words such as past; only if there is one match."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
@@ -246,7 +246,7 @@ def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> 
 
 
 def _plain(name: str) -> tuple[str, ...]:
-    """Return the words of a name, without words of direction such as past and present."""
+    """Return the words of a name, without words that name a direction, such as past and present."""
     return tuple(word for word in words_of(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
 
 
@@ -256,10 +256,10 @@ def words_of(name: str) -> list[str]:
 
 
 def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
-    """Refuse an input that is named like state if only an output with an unrelated name could be its next value.
+    """Refuse an input with the name of a state whose only possible next value has an unrelated name.
 
     Raises:
-        UnsupportedModelError: an input and an output form such a pair; the message names both.
+        UnsupportedModelError: an input and an output form such a pair; the message names input and output.
     """
     for past in inputs:
         outs = [name for name in fits[past.name] if name not in pairs.values()]

@@ -24,12 +24,12 @@ ATTENTION = ("b", "n", "g", "s", "d")
 
 
 def order_of(layout: Layout) -> tuple[str, ...]:
-    """Return the names of a layout's sizes, in the order of the tensor's axes."""
+    """Return the names of the sizes in a layout, in the order of the tensor's axes."""
     return tuple(size for axis in layout for size in axis)
 
 
 def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
-    """Yield every layout (see the module) that fits a shape. Sizes of 1 appear in no layout."""
+    """Yield every layout (axis order, see the module) that fits a shape. Sizes of 1 appear in no layout."""
     names = [name for name, size in sizes.items() if size != 1]
     if prod(shape) != prod(sizes.values()):
         return
@@ -47,7 +47,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """Reshape and transpose a tensor to one axis per size in `order`. Sizes missing in the layout become axes of 1."""
+    """Reshape and transpose a tensor to one axis for each size in `order`. Sizes missing in `layout` become 1."""
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])
@@ -59,7 +59,7 @@ Array = npt.NDArray[Any]
 
 
 class RecognizeError(Exception):
-    """Raised if a cache or an attention has an unsupported form. The message says what was seen."""
+    """Raised if a cache or an attention has an unsupported form. The message says which form."""
 
 
 class AdvisedError(RecognizeError):
@@ -67,14 +67,14 @@ class AdvisedError(RecognizeError):
 
 
 class UnknownError(AdvisedError):
-    """Raised if the meaning of an integer input is unknown; it may hold positions. The first argument is its name."""
+    """Raised if the meaning of an integer input, such as positions, is unknown. The first argument is its name."""
 
     def __str__(self) -> str:
         return f"cannot tell what the input '{self.args[0]}' holds in a step; give its role with --config"
 
 
 class FartherError(Exception):
-    """Raised if a region is too small. It must include the node that makes one of the tensors in the arguments."""
+    """Raised if the nodes taken for an attention are too few: a node that computes one of `args` is missing."""
 
 
 class ComputedError(RecognizeError):
@@ -101,15 +101,15 @@ class Cache:
         present: the graph output.
         axis: the axis of the rows. The other axes are the batch, the heads and the numbers of a head; one axis may
             combine the last two.
-        growing: True if past has one row for each token, and present has S rows more. If False, both always have the
-            same size.
+        growing: True if past has one row for each token, and present has S rows more. If False, past and present always
+            have the same size.
         window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
-        shifted: past and present always have `window_rows` rows. New rows push out the oldest; the newest token is in
-            the last row.
-        circular: True if token t goes to row t modulo the number of rows.
+        shifted: True if past and present always have `window_rows` rows. New rows push out the oldest; the newest token
+            is in the last row.
+        circular: True if token t is in row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the tensor of the new rows. None until the nodes that write it have run. Also None for keys or values
-            that are computed from caches: then `past` and `present` are the computed tensor, with all rows.
+        update: the tensor of the new rows. None until the nodes that write the cache have run. Also None for keys or
+            values that are computed from caches; `past` and `present` are then the computed tensor, with all rows.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 
@@ -134,7 +134,7 @@ class Mask:
         window: ``j > write_index + i - window``: a query sees this many keys, including its own; None: no limit.
         own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: no
             mask.
-        bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
+        bounded: rows from ``write_index + S`` on are hidden. A causal mask always hides these rows.
         slopes: float32 ``[H]``; slope times (key position minus query position) is added to scores; None: no slopes.
         bias: float32 ``[L, H]``, added to scores, for the differences of key and query position ``-(L - 1) .. 0``;
             None: no bias.
@@ -153,14 +153,15 @@ class Attention:
     """One attention over a cache of keys and a cache of values.
 
     Attributes:
-        name: name of the node that makes the result.
+        name: name of the node that computes the result.
         query, result: tensors of queries and result, in `query_layout` and `result_layout`.
         sizes: key heads (n), query heads for each key head (g), numbers of a query head (d) and of a value head (v).
         scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
-        sinks: float32 ``[H]``, one more logit in each head's softmax; None: no sinks.
+        sinks: float32 ``[H]``, an extra logit in each head's softmax; None: no sinks.
         query_type, result_type: ONNX element types.
-        wide: keys or values are cast to float32 before products, while caches have another type.
-        wide_weights: scores or attention weights are float32.
+        wide: True if keys or values are cast to float32 before products with Q and weights, while caches have another
+            type.
+        wide_weights: True if scores or attention weights are float32.
         computed_from: caches from which keys and values are computed, row by row; empty: keys and values are caches.
     """
 

@@ -52,7 +52,7 @@ class Runner:
         interface: inputs and outputs of the model.
 
     Raises:
-        RecognizeError: the region does not load.
+        RecognizeError: ONNX Runtime cannot load the region.
     """
 
     def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
@@ -72,15 +72,15 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """Return the names of mask inputs that the region reads."""
+        """Return the names of the mask inputs that this part of the model reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
     def feeds(self, sample: Sample) -> Feeds:
-        """Make the inputs of a step.
+        """Make the inputs of a step of an attention's part of the graph.
 
-        Lengths, positions and masks come from `sample`, a step of the model whose values are known. Other inputs are
-        random, with 0 in rows without a token.
+        Lengths, positions and masks come from `sample`, a step of the model with known values. Other inputs are random,
+        and 0 in rows without a token.
 
         Raises:
             UnknownError: an integer input has no known value.
@@ -101,10 +101,10 @@ class Runner:
         return feeds
 
     def run(self, feeds: Feeds) -> Feeds:
-        """Run the region; returns all outputs in float64.
+        """Run the part of the graph that belongs to one attention; return all outputs in float64.
 
         Raises:
-            RecognizeError: the region does not run.
+            RecognizeError: this part does not run.
         """
         try:
             return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
@@ -127,11 +127,11 @@ class Runner:
         return min(sample.past, self._size(cache, sample))
 
     def rows(self, cache: Cache, sample: Sample, past: Array) -> Array:
-        """Return the rows of a past cache that hold tokens, the oldest first."""
+        """Return those rows of a past cache that contain tokens, the oldest token first."""
         return np.take(past, self._places(cache, sample), cache.axis)
 
     def past(self, cache: Cache, sample: Sample, rows: Array) -> Array:
-        """Return a past cache that holds these rows at the places of their tokens, and 0 in all other rows."""
+        """Return a past cache with `rows` at the positions of their tokens, and 0 in all other rows."""
         shape = list(rows.shape)
         shape[cache.axis] = self._size(cache, sample)
         past = np.zeros(shape, np.float32)
@@ -150,7 +150,7 @@ class Runner:
         return width - keys + np.arange(keys) if cache.shifted else np.arange(sample.total - keys, sample.total) % width
 
     def shown(self, mask: str, sample: Sample) -> Array:
-        """Return a bool value for a mask input: it shows some of the tokens, and hides all rows without a token."""
+        """Return a random bool value for a mask input. It shows some tokens, and hides all rows without a token."""
         shown = np.zeros_like(sample.own[mask])
         caches = [self._caches[n] for n in self._region.caches]
         if not caches:
@@ -182,19 +182,19 @@ def read_updates(
     sample: Sample,
     beyond: Sample | None,
 ) -> list[Cache]:
-    """Run one step of a region, and return its caches with the new rows that the step wrote.
+    """Run one step of a part of the model, and return its caches with the new rows that the step wrote.
 
     Args:
-        runner: runs the region.
+        runner: runs this part of the model.
         region: the part of the model that writes the caches.
         caches: guessed caches; maps the name of a past to its cache.
-        tensors: all tensors of the graph, by name.
+        tensors: maps names to all tensors of the graph.
         sample: a step of several tokens after earlier tokens.
         beyond: a step that starts two rows after the last row of a fixed cache; None: do not test for circular caches.
 
     Raises:
         RecognizeError: a cache has no supported update; the message says what was seen.
-        FartherError: the new rows are several short tensors. In a larger region they may be one tensor.
+        FartherError: the new rows are in several tensors. In a larger part of the graph they may be in one tensor.
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):
@@ -230,7 +230,7 @@ def read_updates(
 
 
 def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple[Cache, Array]:
-    """Return the cache, corrected by how a step wrote it, and the new rows in the cache's layout."""
+    """Return the cache, corrected by where a step wrote its rows, and the new rows in the cache's layout."""
     length, axis, past = sample.length, cache.axis, cache.past.name
     if cache.growing and not cache.shifted and cache.window_rows == whole.shape[axis] <= length:
         return cache, whole
@@ -266,7 +266,7 @@ def _written(cache: Cache, before: Array, whole: Array, sample: Sample) -> tuple
 
 
 def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool:
-    """True if a step that begins after the last row continues at the first row, as in a circular cache."""
+    """True if an attention treats a cache as circular: after the last row, a step continues at the first row."""
     name, axis = str(cache.past.name), cache.axis
     try:
         feeds: Feeds = runner.feeds(beyond)

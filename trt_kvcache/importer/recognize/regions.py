@@ -39,19 +39,19 @@ _MOST = 1 << 22  # the most numbers that a region's constants may have
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """The part of a model that computes an attention's result and the presents from queries, new rows and caches.
+    """The part of a model that computes an attention's result, or writes caches, from new rows and caches.
 
     Attributes:
         model: the part as a model, without shapes. Its outputs are `result` (if not empty) and `presents`.
-        key: equal for regions that compute the same.
+        key: equal for parts (regions) that compute the same.
         result: name of the attention's result; empty if the region only writes caches.
         presents: names of the presents, in the order of `caches`.
-        texts: names of the region's inputs that come from tokens (queries and new rows), in the order of the graph.
+        texts: names of the region's inputs that depend on tokens only (queries, new rows), in the order of the graph.
         caches: names of the pasts.
         inputs: names of other graph inputs whose numbers the region reads.
         integers: integers in the region's constants. Each may be a limit of lengths, such as a window or the size of a
-            table, so samples have lengths on both sides of it.
-        wide: names of caches that are not float32, and that the region casts to float32 before products.
+            table, so sample steps have lengths below and above this limit.
+        wide: names of caches that are not float32, and that the region casts to float32 before it multiplies.
         wide_weights: True if any tensor with an axis of cache rows is float32 or double.
         computed: names of keys and values that are computed from caches and are inputs of the region.
     """
@@ -70,22 +70,22 @@ class Region:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs of the region. Regions with equal keys list them in the same order."""
+        """Names of all inputs and outputs of the part, in an order that is the same for parts with equal keys."""
         return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
 
 
 class Cutter:
-    """Cuts the regions of attentions and of cache updates out of one model.
+    """Cuts regions (parts with one attention or cache update) out of one model.
 
     Attributes:
         fronts: names of the results of all attentions, in the order of the graph.
 
     Args:
         model: a model without functions.
-        samples: makes steps of the model.
+        samples: makes the sizes of sample steps.
         caches: guessed caches; maps the name of a past to its cache.
         tokens: name of the input of the new tokens.
-        weights: the weights that have stand-ins, by name.
+        weights: maps names to weights that have placeholders in the model.
         folder: folder of the external data.
     """
 
@@ -122,7 +122,7 @@ class Cutter:
             yield from (cache.window_rows, cache.window_rows + step.length)
 
     def _split(self, tokens: str) -> None:
-        """Sort tensors into text and long tensors, and find the fronts."""
+        """Sort tensors by what they depend on: new tokens only, or cache rows; find the tensors on the border."""
         readers: dict[str, list[onnx.NodeProto]] = {}
         for node in self._graph.nodes:
             for name in self._reads(node):
@@ -166,9 +166,10 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
-        """Return the output of a node that replaces an attention's result depending on lengths; empty if there is none.
+        """Return the output of the node that replaces an attention's result at some lengths; empty if there is none.
 
-        For example, a node gives zeros if queries see no key. It must be the only reader of the result.
+        For example, a node gives zeros if queries see no key. This node must be the only reader of the attention's
+        result.
         """
         if len(readers) != 1 or len(readers[0].output) != 1:
             return ""
@@ -181,7 +182,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """Return the first tensor that depends on all these parts of an attention, and the tensors on the way to it."""
+        """Return the first tensor that depends on all `parts` of an attention, and the tensors between."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -197,7 +198,7 @@ class Cutter:
         )
 
     def _is_inner(self, name: str, readers: Mapping[str, list[onnx.NodeProto]]) -> bool:
-        """True for a tensor inside an attention, such as a sum of scores: tensors over cache rows depend on it."""
+        """True for a tensor inside an attention, such as a sum of scores, on which tensors over cache rows depend."""
         todo, seen = [name], {name}
         while todo:
             for node in readers.get(todo.pop(), ()):
@@ -213,15 +214,15 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of the attention with the result `name`. It includes the nodes that make `passed`.
+        """Return the part of the model for the attention with result `name`, with the nodes that compute `passed`.
 
         Raises:
-            RecognizeError: the region reads large weights.
+            RecognizeError: this part reads large weights.
         """
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the region that writes a cache, including the nodes that make the tensors in `passed`."""
+        """Return the part of the graph that writes a cache, with the nodes that compute the tensors in `passed`."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -250,7 +251,7 @@ class Cutter:
         )
 
     def computed(self, region: Region, query: str) -> Region:
-        """Return the part of a region that starts at keys and values that the model computes from caches."""
+        """Return the piece of an attention's part of the graph that begins at keys and values computed from caches."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:
@@ -295,13 +296,13 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return the part of a region's key for one input. It has the input's name unless that is in `ends`."""
+        """Return an input's share in the key that equal parts have in common: its name, except for inputs in `ends`."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
 
     def _below(self, texts: Collection[str]) -> set[str]:
-        """Return those of `texts` that the graph computes from other `texts`, without an attention in between."""
+        """Return those of `texts` that the graph computes from other `texts` without an attention between them."""
         if not texts:
             return set()
         first, last = (f(self._order[n] for n in texts) for f in (min, max))
@@ -313,7 +314,7 @@ class Cutter:
         return below
 
     def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
-        """True if operators that read only this cache and constants cast the cache to another float type."""
+        """True if operators that read only this cache and constants cast this cache to another float type."""
         alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
@@ -326,25 +327,25 @@ class Cutter:
         return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
 
     def _reads(self, node: onnx.NodeProto) -> Collection[str]:
-        """Return the tensors whose numbers a node reads. Shape and Size read none."""
+        """Return the tensors whose numbers a node reads. Shape and Size do not read numbers."""
         return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
 
     def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
-        """Return the ONNX element type of a tensor, and its shape in each sampled step."""
+        """Return the ONNX element type of a tensor, and its shape in each sample step."""
         if name not in self._known:
             shapes = [step.probe.shape(name) for step in self._steps]
             self._known[name] = self._steps[0].probe.elem_type(name), shapes
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if a region may start at this tensor: a size, or a float tensor computed from tokens."""
+        """True if this tensor can be an input of an attention's part: a size, or floats computed from tokens."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
         return kind in FLOATS and None not in shapes
 
     def _is_short(self, name: str) -> bool:
-        """True if the shape depends only on the batch and the new tokens, and no axis is as long as a cache."""
+        """True if a tensor's shape depends only on batch and new tokens, so that no axis is as long as a cache."""
         kind, shapes = self._described(name)
         if kind == TensorProto.BOOL or terms(*shapes) is None:
             return False
@@ -367,7 +368,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors at which a region may begin, except those in `taken`."""
+    """The tensors, except those in `taken`, at which a region (changed part of the model) may begin."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken
@@ -377,7 +378,7 @@ class _Stops:
 
 
 def _sizes(constants: Iterable[TensorProto]) -> set[int]:
-    """Return integers that may be lengths, such as a window: shapes of constants, and values in small constants."""
+    """Return integers that may be lengths, such as a window: sizes of constants, and numbers in small constants."""
     sizes: set[int] = set()
     for tensor in constants:
         sizes.update(tensor.dims)

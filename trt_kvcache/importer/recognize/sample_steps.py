@@ -29,7 +29,7 @@ class Sample:
 
     Attributes:
         batch, past, length, capacity: the sizes B, P, S and L.
-        probe: evaluates the model in this step.
+        probe: evaluates tensors of the model in this step.
         own: maps the name of each mask input to a bool array of its shape: True for keys that a query sees.
         wrapped: True if P is larger than the capacity, which only circular caches support.
     """
@@ -48,7 +48,7 @@ class Sample:
         return self.past + self.length
 
     def rows_in_cache(self, kept: int | None) -> int:
-        """Return the number of rows of a growing past that keeps at most `kept` rows (None: all rows)."""
+        """Return the number of rows of a growing past cache that keeps at most `kept` rows (None: all rows)."""
         return self.past if kept is None else min(self.past, kept)
 
 
@@ -59,10 +59,10 @@ class Samples:
         plain: steps in which every query sees all tokens up to its own; after the last step, the capacity is full.
         few: the first and the last of `plain`; recognizers guess from these two.
         wrapped: steps beyond the capacity, for caches that may be circular.
-        twins: two steps that differ only in P. They are equal if the caches allow only one P.
-        blueprint: the model, in the form that probes evaluate.
+        twins: two steps that differ only in P; two equal steps if the caches allow only one P.
+        blueprint: the model, prepared for computing single tensors without weights.
         capacity: tokens per sequence.
-        fixed_length: S if the model fixes it, else 0.
+        fixed_length: S if the model has a fixed S, else 0.
     """
 
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
@@ -90,7 +90,8 @@ class Samples:
     ) -> Sample:
         """Make a sample step of these sizes. A size that the model fixes has the fixed value instead.
 
-        `other` is the size of axes of unknown meaning. If it is None, inputs with such an axis have no known shape.
+        `other` is the size of axes of unknown meaning. If `other` is None, inputs with such an axis have no known
+        shape.
         """
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
                          (("batch", batch), ("sequence", length)))  # fmt: skip
@@ -128,7 +129,7 @@ class Samples:
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
 
     def _mask(self, shape: Shape) -> Array:
-        """Make a random bool mask of `shape`, as a caller could pass it: True for keys that queries see."""
+        """Make a random bool mask of `shape`, such as a caller could give: True for keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
         if seen.all() and shape[-1] > 1:  # a mask that hides nothing would not show how the model uses it
@@ -137,7 +138,7 @@ class Samples:
 
 
 def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
-    """Refuse a model whose input has another size than one position per token, or one row per sequence.
+    """Refuse a model with an input that is not one position per token, or not one row per sequence.
 
     Raises:
         UnsupportedModelError: an input has a wrong size, or is too large for any machine; the message names it.

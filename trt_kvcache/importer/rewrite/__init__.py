@@ -40,7 +40,7 @@ __all__ = ["rewrite_graph"]
 
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
-    """Rewrite a graph in place as its plan says: caches, attention, masks, rows that a step reads, and logits."""
+    """Rewrite caches, attention, masks, the rows that a step reads, and logits of a graph as its plan says."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
@@ -63,7 +63,7 @@ def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Add the input for the logits span, and cut the tensor from which the logits are computed."""
+    """Add the input for the logits span (number of last positions), and cut the tensor that gives the logits."""
     span = plan.logits_span
     if span is None:
         return
@@ -81,7 +81,7 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 
 
 def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
-    """Declare the planned shape of the logits. If a caller binds a buffer, ONNX Runtime refuses other shapes."""
+    """Declare the planned shape of the logits. ONNX Runtime refuses a caller's buffer with another shape."""
     planned = plan.tensor(Role.LOGITS, "output")
     for tensor in graph.outputs:
         if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
@@ -102,7 +102,7 @@ def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
 
 
 def _counts(node: gs.Node) -> list[int] | None:
-    """Return the number of repeats of a Tile or Expand along each axis of its input; None if not constant."""
+    """Return the number of repeats of a Tile or Expand for each axis of its input; None if not constant."""
     if not is_op(node, "Tile", "Expand"):
         return None
     repeats = small_constant(node.inputs[1])

@@ -109,8 +109,8 @@ def _rewrite(
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
     """Return the first `end` keys of K or V. If K or V is a view of a cache, cut the cache itself.
 
-    The Slice is placed before any Transpose, so that only rows in use are transposed. All readers of a cache share its
-    Slices.
+    This function places the Slice before any Transpose, so that the engine transposes only rows in use. All readers of
+    a cache share its Slices.
     """
     if end is None:
         return tensor
@@ -195,8 +195,9 @@ def lower_attention(
 class _Plain:
     """Emits the parts of one attention in plain operators.
 
-    If G query heads share a K/V head, both products have operands ``[B, N_kv, G*S, ...]``. Query head h reads K/V head
-    h // G, so the G heads of a group are next to each other. Operators between the products have ``[B, N, S, K]``.
+    If G query heads share a K/V head, the products of Q with K and of weights with V have operands ``[B, N_kv, G*S,
+    ...]``. Query head h reads K/V head h // G, so the G heads of a group are next to each other. Operators between the
+    two products compute tensors ``[B, N, S, K]``.
     """
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, query_heads: int, kv_heads: int) -> None:
@@ -303,7 +304,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """Return the parts and their widths if a Concat joins parts to K ``[B, N, T, H]`` along the last axis; else K."""
+    """Return the parts that a Concat joins along the last axis of K ``[B, N, T, H]``, and their widths; else K."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]
@@ -377,7 +378,7 @@ class _Builder:
         return BuiltMask(bias, row_visible if geometry.guarded else None, self.end)
 
     def _end(self) -> gs.Tensor | None:
-        """Emit the number of keys to read: the length of the span input or of the model's mask, or the minimum."""
+        """Emit the number of keys to read: the length of the span input or of the mask, or the smaller of both."""
         emitter, facts, span = self.emitter, self.facts, self.span
         ends: list[gs.Tensor] = []
         if span is not None:
@@ -394,7 +395,7 @@ class _Builder:
         return ends[0] if len(ends) == 1 else emitter.op("Min", ends, "end", INT64)
 
     def _by_position(self) -> tuple[gs.Tensor | None, gs.Tensor | None]:
-        """Emit which keys are visible by position, and which queries see any key (None: this depends on the mask)."""
+        """Emit which keys are visible by position, and which queries see any key (None: depends on the own mask)."""
         emitter, geometry = self.emitter, self.geometry
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:
@@ -437,7 +438,7 @@ class _Builder:
         return self.emitter.once(("length", lengths.name), unsqueeze)
 
     def _has_one_row(self) -> bool:
-        """True if one row of the mask is for several queries, because all of them see the same keys."""
+        """True if the mask has one row for several queries, because all of them see the same keys."""
         if self.facts.queries == 1 or self.geometry.causal or self.windowed:
             return False
         shape = dims(self.facts.mask) if self.facts.mask is not None else ()
@@ -482,7 +483,7 @@ class _Builder:
         return self.emitter.once(("keys", self.geometry.name), make)
 
     def _key_positions(self) -> gs.Tensor:
-        """Emit 0, 1, ... n - 1, where n is the number of keys that attention reads."""
+        """Emit the tensor 0, 1, ... n - 1, where n is the number of keys that attention reads."""
         emitter, facts, end = self.emitter, self.facts, self.end
         if self.span is not None and facts.mask is None:
             return self.span
@@ -495,7 +496,7 @@ class _Builder:
         return self._counted(end, "key_count", "key_positions")
 
     def _counted(self, count: gs.Tensor, scalar: str, name: str) -> gs.Tensor:
-        """Emit 0, 1, ... count - 1 for a count int64 ``[1]``."""
+        """Emit the tensor 0, 1, ... count - 1, where `count` is a tensor int64 ``[1]``."""
         number = self.emitter.op("Squeeze", [count], scalar, INT64)
         return self.emitter.op("Range", [self.emitter.ints(0), number, self.emitter.ints(1)], name, INT64)
 
@@ -515,7 +516,7 @@ class _Builder:
         return mask
 
     def _row_visible(self, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a bool tensor that is True for each query to which a complete mask shows any key."""
+        """Emit a bool tensor: True for each query that sees at least one key, according to a mask over all keys."""
         emitter, dtype = self.emitter, self.facts.dtype if self.geometry.additive else INT32
         scores = bias if self.geometry.additive else emitter.op("Cast", [bias], "flags", INT32, to=INT32)
         best = emitter.op("ReduceMax", [scores, emitter.ints([-1])], "best", dtype, keepdims=1)

@@ -38,7 +38,7 @@ class CacheView:
 
 
 def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
-    """Rewrite every cache update as planned. Return a map from the tensors that readers read to their caches."""
+    """Rewrite every cache update as planned. Return a map from tensors that attentions read to their caches."""
     nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
@@ -63,7 +63,7 @@ def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
 
 
 def first_rows(emitter: Emitter, node: gs.Node) -> None:
-    """Give a cache update without write indices zeros as write indices."""
+    """Give a cache update that has no write indices the write indices 0."""
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
@@ -82,7 +82,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Make a circular update linear: exact, because the contract forbids updates across the end of the ring."""
+    """Make a circular update linear, which gives the same, because no update may cross the end of the ring."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return
@@ -94,7 +94,7 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
 
 
 def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Replace a cache update by ScatterElements, which supports any rank and axis, but writes a new cache."""
+    """Replace a cache update by ScatterElements, which supports any rank and axis, but copies the cache."""
     past, update, indices = node.inputs[0], node.inputs[1], input_or_none(node, 2)
     axis, rank = cache.sequence_axis, len(cache.logical_shape)
     count = emitter.op("Shape", [update], f"{cache.past}_rows", INT64, start=axis, end=axis + 1)
@@ -115,7 +115,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Make a cache update write a 4-D view. Return name and Reshape operand of the tensor that readers read."""
+    """Make a cache update write a 4-D view. Return name and Reshape operand of the tensor for the readers."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip
@@ -159,7 +159,7 @@ def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
 
 
 def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
-    """Make a node write `update` into a cache of the physical shape."""
+    """Make an update node write the rows `update` into a cache of the physical shape."""
     node.inputs[1] = update
     node.attrs["axis"] = 2
     shape = [None if d == "?" else d for d in cache.physical_shape]
@@ -168,7 +168,7 @@ def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
 
 
 def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...]) -> None:
-    """Make Shape nodes that read a past cache still return its logical shape."""
+    """Give Shape nodes that read a past cache its logical shape, as before the rewrite."""
     past = node.inputs[0]
     readers = [n for n in consumers(past) if is_op(n, "Shape")]
     if not readers:

@@ -49,12 +49,12 @@ class CacheTensor:
     update: CacheUpdate | None
 
     def logical_shape(self, batch: int) -> tuple[int, ...]:
-        """Return the shape in the original model, for `batch` rows."""
+        """Return the shape in the original model, for a batch of `batch` rows."""
         shape = self.role.shape if self.update is None else self.update.logical_shape
         return tuple(dim if isinstance(dim, int) else batch for dim in shape)
 
     def to_physical(self, logical: Array) -> Array:
-        """Convert a cache's array from the original model's layout to that of the rewritten model."""
+        """Convert an array of a cache from the original model's layout to that of the rewritten model."""
         cache = self.update
         if cache is None or cache.layout is PhysicalLayout.AS_IS:
             return logical
@@ -74,20 +74,20 @@ class CacheTensor:
         return physical.reshape(self.logical_shape(len(physical)))
 
     def rows(self, logical: Array) -> Array:
-        """View a logical array as ``[B, S_max, ...]``, with one entry per row of the cache. No data is copied."""
+        """View an array in the original's layout as ``[B, S_max, ...]``: one entry for each cache row, no copy."""
         if self.update is None:
             return logical.reshape(len(logical), 1, -1)
         return np.moveaxis(logical, self.update.sequence_axis, 1)
 
     def physical_rows(self, physical: Array) -> Array:
-        """View an array of the rewritten layout as ``[B, S_max, ...]``, with the same row contents as `rows`."""
+        """View an array in the layout of the rewritten model as ``[B, S_max, ...]``, with row contents as in `rows`."""
         if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
             return np.moveaxis(physical, 2, 1)
         return self.rows(self.to_logical(physical))
 
 
 def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
-    """Return every cache input, with the output that is its next value."""
+    """Return every cache input, each with the output that holds the cache after the step."""
     inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
     outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
     updates = {c.past: c for c in plan.caches}
@@ -125,7 +125,7 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
 def drawn_contents(
     cache: CacheTensor, seed: int, histories: Sequence[int], garbage: float, shift: int = 0, *, wide: bool = False
 ) -> Array:
-    """Draw a cache's contents before a step: plausible numbers in rows with a token, garbage or 0 in other rows.
+    """Draw the contents of a cache before a step: random rows for tokens, garbage or 0 in other rows.
 
     Numbers are drawn once for each seed, and each step takes a slice of these numbers. bfloat16 becomes float32.
 
@@ -171,14 +171,14 @@ def drawn_contents(
 def all_contents(
     caches: Mapping[str, CacheTensor], seed: int, histories: Sequence[int], garbage: float, episode: int
 ) -> Iterator[tuple[str, Array]]:
-    """Yield the name and the `drawn_contents` of each cache and state; they differ between caches and episodes."""
+    """Yield name and contents (`drawn_contents`) of each cache and state, different for each cache and episode."""
     for number, (name, cache) in enumerate(caches.items(), len(caches) * episode):
         yield name, drawn_contents(cache, seed, histories, garbage, _SHIFT * number)
 
 
 @lru_cache(maxsize=32)
 def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, garbage: float) -> Array:
-    """Return random cache rows: plausible numbers if `garbage` is 0, otherwise numbers of this magnitude."""
+    """Return random cache rows: plausible numbers if `garbage` is 0, otherwise numbers as large as `garbage`."""
     rng = np.random.default_rng([number, int(garbage)])
     if kind.kind == "b" and garbage:  # all True: a few random booleans may all be False
         return np.ones(shape, kind)
@@ -202,7 +202,7 @@ def _repeat(target: Array, source: Array, start: int) -> None:
 
 
 def drawn_normal(shape: Sequence[int], place: int) -> Array:
-    """Return float32 normal numbers, taken from a pool that is drawn once, from its number `place` on."""
+    """Return float32 normal numbers from a pool that is drawn once; the first is number `place` of the pool."""
     numbers = np.empty(math.prod(shape), np.float32)
     _repeat(numbers, _normal(), place % _POOL)
     return numbers.reshape(shape)
@@ -225,7 +225,7 @@ def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[s
 
 
 def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
-    """Return the number of rows of a cache in the original; None if it grows. `fixed` comes from `fixed_rows`."""
+    """Return the number of rows of a cache in the original; None if the cache grows. `fixed`: see `fixed_rows`."""
     bound = plan.options.capacity or update.capacity
     if not plan.original:
         return fixed.get(update.past, bound)
@@ -236,9 +236,9 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 
 
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
-    """Return a cache with one row for every token if the rewrite made it a ring; otherwise the cache itself.
+    """Return a cache with one row for every token if the rewrite made it circular; otherwise the cache itself.
 
-    `fixed` comes from `fixed_rows`. A cache that grows in the original gets `longest` rows.
+    `fixed` is the result of `fixed_rows`. If the cache grows in the original, it gets `longest` rows.
     """
     update = cache.update
     if update is None or update.mode is not UpdateMode.CIRCULAR:
@@ -272,7 +272,7 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
 
 
 def size_of(dim: Dim) -> int | None:
-    """Return a dimension as a number, also if an exporter wrote the number as a symbol; None for other symbols."""
+    """Return a dimension as a number, even if an exporter stored the number as text; None for a symbol."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 

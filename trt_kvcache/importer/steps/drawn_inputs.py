@@ -52,11 +52,11 @@ class Limits:
         longest: the largest number of tokens of an update.
         linear: capacity of the shortest linear cache, or None.
         circular: capacities of the circular caches.
-        no_straddle: capacities of the circular caches whose contract forbids updates across the end of the ring.
+        no_straddle: capacities of the circular caches in which an update must not cross the end of the ring.
         indexed: True if steps write at write indices; if False, they always write from row 0 on.
         ragged: True if the sequences of a batch may have different lengths.
         lengths: True if the model has an input for valid lengths.
-        fixed_batch: True if the model fixes the batch to `batch`.
+        fixed_batch: True if the model takes only batches of `batch` rows.
     """
 
     batch: int
@@ -111,7 +111,7 @@ def read_limits(plan: CachePlan, batch: int) -> Limits:
 
 
 def rows_together(original: Iterable[OriginalTensor]) -> int | None:
-    """Return the fixed batch size of the exported model if it is above 1; None: each sequence runs separately."""
+    """Return the fixed batch size of the exported model if it exceeds 1; None: each sequence runs separately."""
     batches = {
         n
         for t in original
@@ -146,7 +146,7 @@ class DrawnInputs:
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
     def shared(self, step: Step) -> dict[str, Array]:
-        """Return values, by name, for the inputs that the original and the rewritten model share."""
+        """Return a map from names to values for the inputs that the original and the rewritten model share."""
         sizes = {
             "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
             "batch+1": len(step.starts) + 1,
@@ -222,19 +222,19 @@ class DrawnInputs:
         return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
-        """Return the rows of the smallest cache that attention reads together with this input (lengths or mask)."""
+        """Return the rows of the smallest cache for the mask or lengths `name`: attention reads both together."""
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
         return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
 
     def _fixed_keys(self) -> int:
-        """Return the largest number of rows of an input that may hold keys, for a model without caches."""
+        """Return the most keys that an input can hold in a model without caches."""
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         return max((n for n in rows if isinstance(n, int)), default=1)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a causal mask over the tokens in the rows of a cache. It also hides a share of the visible keys."""
+        """Return a causal mask over the cache rows that hold tokens. It also hides some of the keys a query may see."""
         keys = shape[-1] if shape else 1
         starts, after = np.array(step.starts)[:, None, None], np.array(step.starts)[:, None, None] + step.length
         query = starts + np.arange(step.length)[None, :, None]
@@ -285,7 +285,7 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCO
 
 
 def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = None) -> dict[str, Array]:
-    """Return the span inputs of the rewritten model; maps names to values.
+    """Return a map from the span inputs of the rewritten model to their values.
 
     Args:
         plan: plan of the model.
@@ -306,9 +306,9 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
     """Transpose, repeat or cut `values` with the axes `names`, to make a tensor of `shape` with the axes `axes`.
 
-    An axis of the tensor without a name takes the first unused name whose size fits. Along an axis without a matching
-    name, values are repeated. For a name without an axis, one entry is taken: the last of `sequence`, the first of
-    others.
+    An unnamed axis of the tensor takes the first unused name whose size fits. Along an axis without a matching name,
+    values are repeated. For a name without an axis, the tensor gets one entry: the last one along `sequence`, the first
+    one along other names.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]

@@ -18,7 +18,7 @@ def all_types(model: ModelProto) -> set[int]:
 
 
 def has_bfloat16(model: ModelProto) -> bool:
-    """True if any tensor, declared value or operator of the model is bfloat16."""
+    """True if a tensor, a declared value or an operator of the model is bfloat16."""
     return TensorProto.BFLOAT16 in all_types(model)
 
 

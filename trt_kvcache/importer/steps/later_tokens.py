@@ -27,7 +27,7 @@ _HIDDEN = -15.0  # a score counts as hidden if a mask adds this or less; float m
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
-    """True if a query sees a later token of its own step.
+    """True if the model lets a query see a later token of the same step.
 
     Args:
         model: the planned model in canonical form, with inferred shapes.
@@ -54,7 +54,7 @@ def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: Mask) -> bool:
 
 
 def _is_open(values: Array, step: Step) -> bool:
-    """True if a mask ``[..., S, keys]`` shows a query a later token of the step."""
+    """True if a mask ``[..., S, keys]`` lets a query see a later token of the same step."""
     visible = values if values.dtype == np.bool_ else values > _HIDDEN
     start = step.starts[0]
     keys = min(visible.shape[-1], start + step.length)
@@ -65,7 +65,7 @@ def _is_open(values: Array, step: Step) -> bool:
 
 
 def _values(model: onnx.ModelProto, plan: CachePlan, name: str) -> Iterator[tuple[Step, Array]]:
-    """Yield the values of a tensor in some steps. Yield nothing if it depends on weights or on an unknown operator."""
+    """Yield the values of a tensor in some steps. Yield nothing if these depend on weights or unknown operators."""
     blueprint, limits = Blueprint(model, {}), index_limits(model, plan)
     caches = {c.role.name: c for c in find_caches(plan)}
     # In inputs without a role, such as token types, the value 1 may show tokens that the value 0 hides.

@@ -49,7 +49,7 @@ class OriginalInterface:
     Attributes:
         together: the number of rows in one run of the original; None: each row runs separately.
         ragged: True if the original's inputs can give each sequence of a batch its own length.
-        past_rows: for each past input that keeps only its newest rows, their largest number; by input name.
+        past_rows: for each past input that keeps only its newest rows, maps the input name to the most rows.
 
     Raises:
         UnsupportedModelError: the plan does not say at which rows a step writes.
@@ -92,7 +92,8 @@ class OriginalInterface:
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
         """Return the groups of batch rows that the original runs together, each with its number of earlier tokens.
 
-        If `together`, groups are as large as one run allows, even if the original could run each row separately.
+        If `together` is true, each group is as large as one run allows. Otherwise rows run separately if the original
+        allows it.
         """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if together and (self.ragged or len(set(starts)) == 1):
@@ -107,17 +108,17 @@ class OriginalInterface:
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
-        """Return the original's inputs for some batch rows of a step; they all have `past` tokens before the step.
+        """Return the original's inputs for some batch rows of a step. Each row has `past` tokens before the step.
 
-        `feeds` are the rewritten model's inputs by name, with caches in their logical shape. The inputs in `without`
-        are omitted.
+        `feeds` maps names to the rewritten model's inputs, with caches in their logical shape. The result omits the
+        inputs in `without`.
         """
         length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs if t.name not in without}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
-        """Return the size of an axis: fixed, known from its meaning, that of the same symbol in another input, or 1."""
+        """Return the size of an axis: fixed, known from its meaning, from the same symbol in another input, or 1."""
         if isinstance(dim, int) or axis in sizes:
             return dim if isinstance(dim, int) else sizes[axis]
         known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)
@@ -192,11 +193,11 @@ class OriginalInterface:
         return tuple(shape)
 
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
-        """Return the outputs of the rewritten model, built from those of the original.
+        """Return the outputs of the rewritten model, built from the outputs of the original in several runs.
 
-        Caches have the shape of the feeds.
+        Each cache gets the shape that it has in `feeds`.
 
-        `ran` has, for each run: the rows, the tokens before the step, and the outputs of the original.
+        `ran` has, for each run: the batch rows, the number of tokens before the step, and the outputs of the original.
         """
         runs, results = list(ran), Feeds()
         for tensor in self._outputs:
@@ -219,7 +220,7 @@ class OriginalInterface:
         return results
 
     def _place(self, tensor: OriginalTensor, present: Array, values: Array, rows: slice, tokens: int) -> None:
-        """Copy rows with tokens from the original's cache to the rewritten one; a circular cache is copied whole."""
+        """Copy cache rows with tokens from the original to the rewritten model; copy a circular cache whole."""
         past = self._past_of[tensor.name]
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
         axis = places[0] if places else next(c.sequence_axis for c in self._plan.caches if c.past == past)
@@ -233,7 +234,7 @@ class OriginalInterface:
 
 
 def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
-    """Cast a cache to the original's type. Numbers beyond the range of float16 become the largest float16."""
+    """Cast a cache to its type in the original. Numbers beyond the range of float16 become the largest float16."""
     if dtype == np.float16 and cache.dtype == np.float32:
         largest = np.finfo(dtype).max
         cache = cache.clip(-largest, largest)
@@ -241,7 +242,7 @@ def _cast(cache: Array, dtype: np.dtype[Any]) -> Array:
 
 
 def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
-    """True if an input can give different lengths for the sequences of one run."""
+    """True if an input can give the sequences of one run different lengths."""
     if tensor.role not in COUNTED:
         return tensor.role is not OriginalRole.GROWING_CACHE
     open_axes = [a for d, a in zip(tensor.shape, tensor.axes, strict=True) if size_of(d) is None]
@@ -249,7 +250,7 @@ def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
-    """Return the values of some batch rows. Values without a batch axis, or with batch size 1, stay whole."""
+    """Return the values of some batch rows; all values if they have no batch axis, or batch size 1."""
     if "batch" not in axes or values.shape[axes.index("batch")] == 1:
         return values
     return values[(slice(None),) * axes.index("batch") + (rows,)]

@@ -47,7 +47,7 @@ _READABLE = {  # types of masks that are stored as buffers, and of row numbers
 
 
 class _Fact(NamedTuple):
-    """Facts about a tensor.
+    """Known facts about a tensor.
 
     Attributes:
         kind: element type and shape as a serialized onnx.TypeProto, which is hashable. None: unknown.
@@ -63,12 +63,12 @@ _UNKNOWN = _Fact(None)
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """The node that makes a tensor. Reading a protobuf is slow, so each node is read once.
+    """The node that computes a tensor, converted once, because reading a protobuf is slow.
 
     Attributes:
         node: the node.
         place: index of the node in the graph. Makers of its inputs have lower indices.
-        op: the node's operator; with the domain if it is not ONNX's domain.
+        op: the node's operator, with its domain unless this is ONNX's own.
         form: a number that nodes with the same operator and attributes share.
         inputs: names of the inputs; an omitted input has an empty name.
     """
@@ -81,16 +81,16 @@ class Maker:
 
 
 class Blueprint:
-    """A model in a form that probes read quickly. The probes of all steps share one blueprint.
+    """A model in a form that a `Probe` (values of one step) reads quickly. All probes share one blueprint.
 
     Attributes:
-        makers: maps the name of a tensor to the node that makes it; constants have no maker.
+        makers: maps the name of a tensor to the node that computes it; constants are absent.
         results: maps a node's form and facts about its inputs to facts about its outputs. All steps share the results.
 
     Args:
         model: a model without functions, with named tensors. Later edits of the model do not change the blueprint.
-        weights: large inline initializers that were detached from `model`; maps names to tensors. Only integers, masks
-            and tensors with the shape of a bias are read.
+        weights: large inline initializers that were detached from `model`; maps names to tensors. Probes read only
+            integers, masks and tensors with the shape of a bias.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
@@ -120,7 +120,7 @@ class Blueprint:
         return Maker(node, place, op, self._forms.setdefault(form, len(self._forms)), inputs)
 
     def stated(self, name: str) -> _Fact:
-        """Return type and shape of a constant, and its value if it is small or may be a mask."""
+        """Return the type and shape of a constant, and its value if the constant is small or may be a mask."""
         if name not in self._stated:
             tensor = self.initializers[name]
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
@@ -132,7 +132,7 @@ class Blueprint:
         return self._stated[name]
 
     def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
-        """Return type, shape and value of a node's outputs, derived from those of its inputs (None: omitted input)."""
+        """Return facts (type, shape, value) on a node's outputs, from facts on its inputs (None: omitted input)."""
         if maker.op == "Range":  # ONNX Runtime accepts [1] instead of a scalar, and exporters rely on this
             facts = [
                 _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
@@ -162,7 +162,7 @@ class Blueprint:
     def _evaluate(
         self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
     ) -> Sequence[Array | None]:
-        """Compute the outputs of a node with ONNX's reference implementation; None for each unknown output."""
+        """Compute a node's outputs with ONNX's reference implementation; None for each output that stays unknown."""
         values = [None if f is None else f.value for f in facts]
         nothing = [None] * len(kinds)
         if maker.op in ("Shape", "Size"):
@@ -185,7 +185,7 @@ class Blueprint:
         return _run(maker, self._operators[maker.form], values) or nothing
 
     def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
-        """Return the reference implementation of a node, with the node's attributes; None if there is none."""
+        """Return the reference implementation of a node, with the node's attributes; None if ONNX has none."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or node.op_type in _RANDOM:
             return None
@@ -201,8 +201,8 @@ class Probe:
     """Evaluates the tensors of a model in one step.
 
     Args:
-        blueprint: the model.
-        shapes: maps each graph input to its shape. The mapping is not copied.
+        blueprint: the model, in a form for fast lookups.
+        shapes: maps each graph input to its shape. The object keeps this mapping, not a copy.
         values: maps graph inputs, or other tensors, to given values.
     """
 
@@ -217,7 +217,7 @@ class Probe:
         self._large: dict[Hashable, Sequence[_Fact]] = {}
 
     def with_values(self, values: Mapping[str, Array]) -> Probe:
-        """Return a copy of this probe (what is known of one step), in which these tensors also have these values."""
+        """Return a copy of this probe (facts about one step), in which these tensors have the given values, too."""
         probe = Probe(self._blueprint, self._shapes, self._values | dict(values))
         probe._other = self
         makers = self._blueprint.makers
@@ -241,7 +241,7 @@ class Probe:
         return self._fact(name).value
 
     def _fact(self, name: str) -> _Fact:
-        """Derive type, shape and value of a tensor and its producers, in a loop: recursion would be too deep."""
+        """Derive type, shape and value of a tensor and of its producers, in a loop instead of by recursion."""
         pending = [name]
         while pending:
             name = pending[-1]
@@ -272,7 +272,7 @@ class Probe:
         return results
 
     def _stated(self, name: str) -> _Fact:
-        """Return type, shape and value of a weight or a graph input."""
+        """Return the known facts about a weight or a graph input: type, shape and value."""
         if name in self._blueprint.initializers:
             return self._blueprint.stated(name)
         if name in self._shapes:
@@ -285,7 +285,7 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """Return a key that is equal for tensors of equal type and value, for the table of results.
+    """Return a key for the table of results. Tensors of equal type and value have equal keys.
 
     Types and small values are compared by contents, large values by identity.
     """
@@ -300,7 +300,7 @@ def _is_small(value: Array | None) -> bool:
 
 
 def _may_decide(value: Array) -> bool:
-    """True if the shape of another tensor may depend on a value, such as sizes, axes or bounds."""
+    """True if a value, such as sizes, axes or bounds, may decide the shape of another tensor."""
     return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
 
 
@@ -322,7 +322,7 @@ def _run(
 
 
 def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
-    """Crop the input of Pad by its negative pads, and set these to 0: the reference implementation fails with them.
+    """Crop the input of Pad by negative pads, and set these pads to 0. The reference implementation needs this.
 
     torch.onnx writes negative pads where it cuts a padding mask to the length of a window.
     """

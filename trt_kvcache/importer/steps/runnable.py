@@ -24,7 +24,7 @@ _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 
 
 def with_exact_products(model: ModelProto) -> ModelProto:
-    """Make a model compute products with quantized weights as the operator defines them, without rounding activations.
+    """Make a model multiply by quantized weights as the operator is defined, without rounding activations.
 
     MatMulNBits lets ONNX Runtime round activations to 8 bits (``accuracy_level=4``, which onnxruntime-genai sets for
     the CPU). This changes logits by some percent of their scale, which would hide differences.
@@ -54,7 +54,7 @@ def _edited(
 
 
 def rounds(node: NodeProto) -> bool:
-    """True for a product that ONNX Runtime may compute with activations of 8 bits; see `exact_experts` for QMoE."""
+    """True for a MatMul that ONNX Runtime may compute with 8-bit activations; see `exact_experts` for QMoE."""
     return node.op_type == "QMoE" or (
         node.op_type == "MatMulNBits" and any(a.name == ACCURACY and a.i for a in node.attribute)
     )
@@ -64,7 +64,7 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
     """Repeat attention masks for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
 
     ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses masks without an axis of queries. With such a mask, the reference
-    evaluator of ONNX 1.23.2 wrongly hides the same keys from all queries as from the first one.
+    evaluator of ONNX 1.23.2 wrongly hides from all queries the keys that it hides from the first one.
     """
 
     def edit(node: NodeProto, prefix: str) -> list[NodeProto]:
@@ -82,12 +82,12 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
 
 
 def with_norms_in_front(model: ModelProto) -> ModelProto:
-    """Replace the norms of queries and keys inside GroupQueryAttention with nodes before it.
+    """Move the norms of queries and keys from GroupQueryAttention to nodes in front of this operator.
 
-    Only the CUDA kernel of ONNX Runtime 1.31.1 supports these norms. They normalize each head before its rotation, as
-    onnxruntime-genai writes them without fusion: SimplifiedLayerNormalization over ``[B, S, heads, head size]``.
-    Measured with exports of the same Qwen3 in fp16: the export for CUDA (fused) with these nodes, and the export for
-    DirectML (not fused), give the same bits.
+    Only the CUDA kernel of ONNX Runtime 1.31.1 supports norms inside GroupQueryAttention. The new nodes normalize each
+    head before its rotation, in the form that onnxruntime-genai writes without fusion: SimplifiedLayerNormalization
+    over ``[B, S, heads, head size]``. Measured with exports of the same Qwen3 in fp16: the export for CUDA (fused) with
+    these nodes, and the export for DirectML (not fused), give the same bits.
     """
     return _edited(model, _has_norms, _norms)
 
@@ -98,7 +98,7 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """Return nodes that normalize queries and keys of a GroupQueryAttention, which loses its norm weights."""
+    """Emit the nodes that normalize queries and keys before a GroupQueryAttention; remove its norm weights."""
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
@@ -134,7 +134,7 @@ def runnable(original: ModelProto) -> ModelProto:
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """Return the plan with int8 instead of cache types that NumPy or ONNX Runtime do not support.
+    """Return the plan with int8 as the type of caches whose own type NumPy or ONNX Runtime does not support.
 
     Operators that only move rows work in the same way with any type.
     """

@@ -73,9 +73,9 @@ def open_session(
     Args:
         model: the model to run.
         trial: inputs of a step; None: no trial.
-        beside: the session of the original, if `model` is rewritten. If ONNX Runtime runs the original, it must also
-            run `model`, because the reference evaluator accepts mixed types, negative sizes and too many indices. If
-            ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`.
+        beside: the session of the original, if `model` is the rewritten one. If ONNX Runtime runs the original, it must
+            also run `model`, because the reference evaluator would accept mixed types, negative sizes and too many
+            indices. If ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`.
 
     Raises:
         RunError: no session can run the model. The message is that of ONNX Runtime.

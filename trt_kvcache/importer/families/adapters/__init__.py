@@ -44,7 +44,7 @@ __all__ = ["add_adapters"]
 
 @dataclass(frozen=True)
 class _Match:
-    """A product (MatMul or Gemm), and the modules of the checkpoint that it computes."""
+    """A MatMul or Gemm, and the modules of the checkpoint that it computes."""
 
     product: Product
     parts: tuple[AdapterPart, ...]
@@ -62,14 +62,14 @@ def add_adapters(
     """Add adapters to a rewritten model in place, as the plan's options say. Return the new plan.
 
     Args:
-        model: the rewritten model; its large weights may be stand-ins (without data).
+        model: the rewritten model; its large weights may be placeholders (without data).
         plan: the plan of this model.
-        source: the exported model; its names may tell the modules.
+        source: the exported model; its names may show the modules.
         folder: folder of the external data.
-        weights: the weights that have stand-ins in the model; maps names to tensors.
+        weights: maps names to weights that have placeholders in the model.
 
     Raises:
-        UnsupportedModelError: no product belongs to a target module, or it is unknown which rows of a product belong to
+        UnsupportedModelError: no MatMul belongs to a target module, or it is unknown which rows of a MatMul belong to
             which sequence.
         OptionError: the checkpoint cannot be read.
     """
@@ -110,7 +110,7 @@ def add_adapters(
 
 
 def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
-    """Match products to modules by name. If several products have the same name, take the one with the most inputs."""
+    """Find modules of MatMuls by name. If several MatMuls have one name, take the MatMul with the most inputs."""
     names = module_names(source)
     best: dict[str, list[Product]] = {}
     said: dict[str, str] = {}
@@ -135,7 +135,7 @@ def _compared(
     folder: Path,
     weights: Mapping[str, TensorProto],
 ) -> list[_Match]:
-    """Match products to modules by comparing their weights with a checkpoint."""
+    """Find the module of each MatMul by comparing the weights with those of a checkpoint."""
     matches = []
     for product in products:
         root = graph.constants[product.root]
@@ -152,7 +152,7 @@ def _compared(
 
 
 def _merged(named: Sequence[_Match], compared: Sequence[_Match]) -> list[_Match]:
-    """Join the matches of products to modules: those by weights, and for all other products those by names."""
+    """Return the module of each MatMul: found by its weights if possible, otherwise by names in the model."""
     known = {one.product.node.output[0] for one in compared}
     keys = {module_key(part.module) for one in compared for part in one.parts}
     others = [
@@ -167,7 +167,7 @@ def _last(module: str) -> str:
 
 
 def _parts(one: _Match, graph: ProductGraph) -> _Match:
-    """Split a match with one name into modules, if the exporter fused several modules under this name."""
+    """Split the module of a match into several modules, if the exporter fused several under this module's name."""
     module = one.parts[0].module
     names = FUSED.get(_last(module))
     sizes = graph.split_of(one.product) if names and len(one.parts) == 1 else None
@@ -186,14 +186,14 @@ def _is_wanted(module: str, targets: Sequence[str]) -> bool:
 
 
 def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
-    """True if every target module has a product."""
+    """True if a MatMul was found for every target module."""
     names = {_last(p.module) for one in matches for p in one.parts}
     names |= {part for name in names for part in FUSED.get(name, ())}
     return "all" not in targets and names >= set(targets)
 
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
-    """Replace each target module that the exporter split into several products with the modules of these products."""
+    """Replace each target module that the exporter split into several MatMuls with the modules of these MatMuls."""
     known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
     split: dict[str, None] = {}
     for target in targets:
@@ -209,7 +209,7 @@ def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Mat
 
 
 def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
-    """Refuse target modules without a product, and modules with several products."""
+    """Refuse target modules for which no MatMul or more than one MatMul was found."""
     last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
     known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
@@ -286,7 +286,7 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
-    """Return the nodes that add an adapter's change to a product, whose own result gets a new name."""
+    """Return the nodes that add an adapter's change to a MatMul. The MatMul's own result gets a new name."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
@@ -350,7 +350,7 @@ class Product:
 
 
 class ProductGraph:
-    """The products of a rewritten model, and facts about their operands."""
+    """The MatMuls of a rewritten model, and facts about their operands."""
 
     def __init__(self, model: ModelProto, plan: CachePlan) -> None:
         inferred = infer_shapes(model)
@@ -395,7 +395,7 @@ class ProductGraph:
                 yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
 
     def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """Return the name of a weight's initializer, True if it is transposed, and the name of its scales or None."""
+        """Return the initializer of a weight, True if it is transposed, and the name of its scales or None."""
         turned, scales = False, None
         while name not in self.constants:
             node = self._makes.get(name)
@@ -408,7 +408,7 @@ class ProductGraph:
         return name, turned, scales
 
     def _with_rows(self, name: str) -> str | None:
-        """Follow an operand back through Reshape and Cast to a tensor of at least three axes; None if there is none."""
+        """Follow an operand back through Reshape and Cast to a tensor with three or more axes; None if not found."""
         most, shape = 3, self.shapes.get(name)
         while shape is not None and len(shape) == 2:
             node = self._makes.get(name)
@@ -419,7 +419,7 @@ class ProductGraph:
         return name if shape is not None and 3 <= len(shape) <= most else None
 
     def check_rows(self, product: Product, module: str) -> None:
-        """Refuse a product whose first axis is not known to be the batch."""
+        """Refuse a MatMul if its first axis may be something else than the batch."""
         if not self._by_sequence(product.rows) and not self._meets_sequences(product.node.output[0]):
             raise UnsupportedModelError(
                 f"module '{module}' ({product.node.op_type} '{product.node.name}') multiplies '{product.rows}' "
@@ -451,7 +451,7 @@ class ProductGraph:
         return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
 
     def _meets_sequences(self, name: str) -> bool:
-        """True if a product's result, with or without bias, is added to a tensor whose first axis is the batch."""
+        """True if the result of a MatMul is added to a tensor whose first axis is the batch."""
         for _ in range(3):
             readers = self.readers.get(name, [])
             if len(readers) != 1 or readers[0].op_type not in ("Add", "Cast", "Identity"):
@@ -463,7 +463,7 @@ class ProductGraph:
         return False
 
     def split_of(self, product: Product) -> list[int] | None:
-        """Return the sizes of a Split after a product (a bias may come between them); None without such a Split."""
+        """Return the sizes of a Split after a MatMul (a bias may come between them); None without such a Split."""
         name = product.node.output[0]
         for _ in range(3):
             readers = self.readers.get(name, [])

@@ -85,7 +85,7 @@ class Contents:
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
-        """Open `checkpoint`, or, if it is None, the checkpoint in the model's folder; None if there is none."""
+        """Open `checkpoint`, or the checkpoint in the model's folder if `checkpoint` is None; None if not found."""
         if checkpoint is not None:
             return cls(Path(checkpoint))
         is_checkpoint = any(folder.glob("*.safetensors")) and (folder / "config.json").is_file()
@@ -94,13 +94,13 @@ class Contents:
     def parts_of(
         self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """Return the modules of which a model's weight consists: name, first column and end column (exclusive) of each.
+        """Return the modules that are joined in a weight: for each, the name, first column and end column (exclusive).
 
         Args:
             tensor: a weight of the model.
             turned: True if the weight is ``[outputs, inputs]``.
             folder: folder of the external data.
-            weights: the weights that have stand-ins in the model; maps names to tensors.
+            weights: maps names to weights that have placeholders in the model.
         """
         if tensor.data_type not in _FLOATS or len(tensor.dims) != 2:
             return []
@@ -126,9 +126,9 @@ class Contents:
 
         Args:
             tensor: a weight of the model.
-            scales: its scales ``[outputs, blocks]``.
+            scales: the weight's scales ``[outputs, blocks]``.
             folder: folder of the external data.
-            weights: the weights that have stand-ins in the model; maps names to tensors.
+            weights: maps names to weights that have placeholders in the model.
         """
         if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
             return []
@@ -166,7 +166,7 @@ class Contents:
         return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
-        """Return a map from the first numbers of a tensor, cast to `dtype`, to the tensors that begin with them."""
+        """Return a map from first numbers, cast to `dtype`, to the tensors that begin with these numbers."""
         if dtype not in self._index:
             index: dict[bytes, list[_Tensor]] = {}
             for tensor in self._tensors:
@@ -186,7 +186,7 @@ def _tensors(files: list[Path]) -> Iterator[_Tensor]:
 
 
 def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
-    """True if a tensor seems to equal the weight's columns from `at` on: its first and last blocks are equal."""
+    """True if a tensor seems to equal the columns of a weight from `at` on: first and last blocks are equal."""
     wanted = tensor.array()
     stop = at + wanted.shape[1]
     if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:
@@ -223,7 +223,7 @@ def _direction(row: Array, scales: Array) -> Array:
 
 
 def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """Return the bytes of a weight. External data are memory-mapped."""
+    """Return the bytes of a weight. Map external data into memory."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return np.frombuffer(raw_bytes(tensor), np.uint8)
@@ -233,7 +233,7 @@ def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
 
 
 def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """Return the numbers of a weight. External data are memory-mapped."""
+    """Return the numbers of a weight. Map external data into memory."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return numpy_helper.to_array(tensor)
@@ -252,12 +252,12 @@ _NO_MODULE = re.compile(
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Finds the module of a product from names in the exported model."""
+    """Finds the module (such as ``q_proj``) of a MatMul from names in the exported model."""
 
     scopes: Mapping[str, str]
 
     def of(self, weight: str, node: str) -> tuple[str, str] | None:
-        """Return the module that a product belongs to, and the evidence for it; None if unknown."""
+        """Return the module (such as ``q_proj``) that a MatMul belongs to, and the evidence for it; None if unknown."""
         for name, by in ((weight, "its weight's name"), (node, "its node's name")):
             if (module := _module(name)) is not None:
                 return module, by
@@ -284,7 +284,7 @@ def _module(name: str) -> str | None:
 
 
 def _in_scopes(text: str) -> str | None:
-    """Return the innermost module in a list of module paths that is written as text; None if it names no module."""
+    """Return the innermost module in `text`, the text of a list of module paths; None if there is no module."""
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

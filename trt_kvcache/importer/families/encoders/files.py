@@ -26,7 +26,7 @@ _START = "decoder_start_token_id"
 
 
 def find_encoder(model: Path) -> Path | None:
-    """Return the encoder beside a decoder or engine, or in the folder `model`; None if there is no encoder."""
+    """Return the path of the encoder in the folder of a decoder or engine (or this folder); None if missing."""
     return next((path for path in _encoders(model) if path.is_file()), None)
 
 
@@ -36,7 +36,7 @@ def named_encoder(path: Path) -> Path | None:
 
 
 def find_first_step(model: Path) -> Path | None:
-    """Return the decoder file for the first step, beside `model` or in this folder; None if there is none."""
+    """Return the decoder file for the first step in the folder of `model`, or in `model`; None if not found."""
     suffixes = dict.fromkeys((export_suffix(model), ""))
     names = [f"decoder_model{merged}{suffix}.onnx" for suffix in suffixes for merged in ("", "_merged")]
     return next((path for name in names if (path := _folder(model) / name).is_file()), None)
@@ -74,7 +74,7 @@ def _folder(model: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a config. If the file is missing or unreadable, return an empty config."""
+    """Read a config file. If the file is missing or unreadable, return an empty config."""
     try:
         return read_object(file)
     except (OSError, ValueError):

@@ -55,7 +55,7 @@ class EncoderModel:
     """An encoder whose outputs are the constant inputs of its decoder.
 
     Attributes:
-        sources: the model files of encoder and first step.
+        sources: the model files of the encoder and of the decoder's first step.
         plan: a plan of attention, inputs and outputs, without caches. If an axis of an input has the meaning
             ``"encoder"``, it is as long as the encoder's output.
         model: the model for TensorRT. Paths of external data are relative to the folder of the first file in `sources`.
@@ -72,7 +72,7 @@ def import_encoder(
     constants: Sequence[TensorRole],
     options: PlanOptions,
 ) -> EncoderModel:
-    """Build an encoder model from an encoder, and from the first step that computes keys and values from its output.
+    """Join an encoder and the decoder's first step, which computes keys and values, into one model.
 
     Args:
         path: path of the encoder.
@@ -123,7 +123,7 @@ def import_encoder(
 
 
 def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
-    """Return the length of an encoder's output, as a symbol or a number; empty if unknown."""
+    """Return the length of an encoder's output, as a symbol or a number; an empty text if unknown."""
     shapes = {v.name: shape_of(v) or () for v in graph.output}
     places = [(parts.hidden, 1)] if parts.hidden else []
     places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants
@@ -142,7 +142,7 @@ def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
 
 
 def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Return a flat model with standard operators of opset 24 and named nodes, and the weights that have stand-ins."""
+    """Return a flat model with standard operators (opset 24) and placeholders for weights, and these weights."""
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _ = flatten(model)
@@ -186,7 +186,7 @@ def _prefix_added(step: onnx.GraphProto) -> None:
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
-    """Append the decoder's first step to the encoder `model`; it reads its output `hidden`, a token, a mask of ones."""
+    """Append the decoder's first step, which reads the output `hidden`, a token and a mask of ones, to `model`."""
     graph, nodes = model.graph, []
     if HIDDEN in inputs:
         nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
@@ -215,10 +215,10 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Replace Shape nodes with constants, in place, if the shape is always the same and nothing else needs their input.
+    """Replace Shape nodes with constants, in place, if the shape is always the same and no values are needed.
 
     Keys and values of a layer often take the batch size from the output of the previous layer. Without this function,
-    the model would have to keep the whole decoder.
+    the encoder model would have to keep the whole decoder.
     """
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
@@ -236,7 +236,7 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
-    """Make the tensors in `outputs` the graph's outputs, with names and types of the decoder's constant inputs."""
+    """Make `outputs` the encoder graph's outputs, with names and types of the decoder's constant inputs."""
     emitter, tensors = Emitter(graph), graph.tensors()
     sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
     for name in sources:

@@ -40,12 +40,12 @@ _HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
 
 @dataclass(frozen=True)
 class EncoderParts:
-    """The sources of a decoder's constant inputs: outputs of the encoder, masks, or outputs of the first step.
+    """The origins of a decoder's constant inputs: outputs of the encoder, masks, or outputs of the first step.
 
     Attributes:
         own: maps the name of a constant to the name of the encoder's output that provides it.
         hidden: name of the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
-        masks: constants ``[B, S_enc]`` that say which positions of the source the decoder sees.
+        masks: constants ``[B, S_enc]`` that say which positions of the source (encoder input) the decoder sees.
         rest: constants that the first step (decoder file without a past) must provide.
     """
 
@@ -59,7 +59,7 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
     """Match the outputs of an encoder to the constant inputs of its decoder.
 
     Raises:
-        UnsupportedModelError: not exactly one output can be the encoder's hidden states.
+        UnsupportedModelError: no output, or more than one, can be the encoder's hidden states.
     """
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
@@ -87,7 +87,7 @@ def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path
 
 
 def present_names(constant: str) -> tuple[str, ...]:
-    """Return the output names that exporters use for the decoder's constant input with this name."""
+    """Return the names that exporters give to the encoder's output for a constant input of the decoder."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
 
 
@@ -102,7 +102,7 @@ def keep_outputs(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
 
 
 def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
-    """Return the name of the encoder's output ``[B, S_enc, H]``. If several have this rank, known names decide."""
+    """Return the name of the encoder's output ``[B, S_enc, H]``. If several have rank 3, known names decide."""
     candidates = [name for name, rank in outputs.items() if rank == 3]
     named = [name for name in candidates if name in _HIDDEN_NAMES] or candidates
     if len(named) != 1:
@@ -114,5 +114,5 @@ def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
 
 
 def _among(outputs: Collection[str], constant: str) -> str | None:
-    """Return the output whose name matches a constant; None if there is no such output."""
+    """Return the encoder's output whose name matches that of a constant input of the decoder; None if there is none."""
     return next((name for name in present_names(constant) if name in outputs), None)

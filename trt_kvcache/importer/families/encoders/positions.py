@@ -28,7 +28,7 @@ _PAIRS, _LARGEST = 1 << 20, 1 << 24
 
 
 def most_ids(model: onnx.ModelProto) -> int | None:
-    """Return the exclusive upper bound of token ids; None if no input indexes a table of known size."""
+    """Return the number of valid token ids; None if no input indexes a table of known size."""
     rows = [table_rows(model, v.name) for v in model.graph.input if len(shape_of(v) or ()) == 2]
     return min((n for n in rows if n is not None), default=None)
 
@@ -36,7 +36,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def count_positions(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """Return the length of an encoder's output for a source; None if the shapes of its outputs are unknown."""
+    """Return the length of an encoder's output for given input shapes; None if the output shapes are unknown."""
     shell, weights = detach_weights(model)
     probe = Probe(Blueprint(shell, weights), shapes, {})
     counts = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
