@@ -434,7 +434,7 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:
     if _name(layer.operation) != "LINSPACE":
-        raise NotImplementedError(f"its kind of fill is {_name(layer.operation)}")
+        raise NotImplementedError(f"fills of the kind {_name(layer.operation)} are not supported")
     shape = list(layer.shape) if x[0] is None else _ints(x[0])
     first = layer.alpha if x[1] is None else x[1]
     steps = np.atleast_1d(layer.beta if x[2] is None else x[2])

@@ -1,12 +1,12 @@
 """Reads and writes a proof: a recorded decode that an engine must repeat, with allowed differences.
 
-The rewritten model decoded in float32. A piece is one step, and a part is a group of steps. The file is safetensors,
-and its header has all other facts as JSON:
+The recording is a decode of the rewritten model in float32. A piece is one step, and a part is a group of steps. The
+file is safetensors. Its header has everything but the arrays, as JSON:
 
 <piece>/tokens    int32 [R, S]
 <piece>/logits    float32 [R, K, C]: logits of the last K positions
 <piece>/columns   int32 [R, K, C]: the tokens of these logits; absent: all tokens
-<part>/<past>     float32 [R, T, W]: W numbers of the T newest tokens' cache rows after a part; for state, T is 1
+<part>/<past>     float32 [R, T, W]: after a part, W numbers of the cache rows of the T newest tokens; T is 1 for state
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The reference for quantized caches: a model in which standard ONNX operators round the rows to codes.
 
-It follows the definition in `docs/quantized-caches.md`, and shares no code with the edit that quantizes caches
-(`trt_kvcache.importer.families.quantized_caches`), which packs and moves codes:
+The model follows the definition in `docs/quantized-caches.md`, with R the rotation (symmetric, so R R = I) and M the
+largest code. It shares no code with the edit that quantizes caches (`trt_kvcache.importer.families.quantized_caches`):
 
     turned = row R,   scale = max(|turned|) / M,   row' = round(turned / scale) scale R
 """

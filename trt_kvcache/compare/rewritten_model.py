@@ -78,7 +78,7 @@ class TextCaches(ABC):
 
 
 class Rewritten(TextCaches):
-    """A `compare.decode.Runner` (decodes texts) that calls a function with the rewritten model's inputs and outputs.
+    """A `compare.decode.Runner`: decodes texts with the rewritten model, which the function `run` computes.
 
     Floating-point inputs and caches are float32, independent of the model's types.
 

@@ -51,7 +51,7 @@ class TextInputs:
         self._inputs = {t.name: t for t in plan.tensors if t.io == "input"}
 
     def start(self, rows: int) -> None:
-        """Start `rows` new texts without tokens."""
+        """Start a batch of new texts, which have no tokens yet; `rows` is their number."""
         self._rng = np.random.default_rng(self._seed)
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 

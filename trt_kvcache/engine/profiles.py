@@ -286,10 +286,10 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
 
 
 def _rows(capacity: int, chunk: int) -> Range:
-    """Return the range of a number of cache rows.
+    """Return the smallest, typical and largest size of an axis that counts cache rows.
 
-    TensorRT chooses kernels for half the capacity: the mean length of a sequence that grows until its cache is full. A
-    prefill reads at least the rows that it has just written.
+    TensorRT chooses kernels for the typical size, half the capacity: the mean length of a sequence that grows until its
+    cache is full. It is at least the size of a chunk, because a prefill reads the rows that it has just written.
     """
     return 1, max(capacity // 2, chunk, 1), capacity
 

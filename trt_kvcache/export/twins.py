@@ -62,8 +62,8 @@ class Twin:
         folder: an empty folder for the twin and its exports.
         run: runs the exporters' interpreter with arguments and a time limit in seconds; returns the exit code and
             stderr.
-        capacity: tokens per sequence; None: the default. If it is below a position from which the checkpoint computes
-            differently, the texts for the twin also end before such a position.
+        capacity: tokens per sequence; None: the default. Some checkpoints compute differently from a certain position
+            on (LongRoPE). If the capacity is below this position, the twin's texts end before the twin's.
     """
 
     def __init__(

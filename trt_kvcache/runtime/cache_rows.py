@@ -227,7 +227,7 @@ class CacheRows:
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that one step may write to a slot so that the results are those of single steps."""
+        """Return the most tokens that a step may write to a slot with the results of one token at a time."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:

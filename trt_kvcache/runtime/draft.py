@@ -77,7 +77,7 @@ class DraftModel:
         reason.
 
         Args:
-            asked: maps a slot of the main model to its continuation, and to the most tokens to guess.
+            asked: for each slot of the main model, a pair: its sequence, and the largest number of tokens to guess.
             alive: slots that the main model still has.
         """
         outcomes: Outcomes = []

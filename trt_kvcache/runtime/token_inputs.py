@@ -120,7 +120,7 @@ class Positions:
         return bool(self.array.shape[1])
 
     def of(self, start: int, stop: int) -> Indices:
-        """Return positions of tokens ``start .. stop - 1``: int64 ``[planes, stop - start]``, `planes` for a token."""
+        """Return positions of tokens ``start .. stop - 1``: int64 ``[planes, stop - start]`` (3 planes with M-RoPE)."""
         count = self.array.shape[1]
         known = self.array[:, start:stop]
         follow = np.arange(max(start, count), max(stop, count)) - count + self.next

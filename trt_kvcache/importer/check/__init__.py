@@ -145,7 +145,7 @@ class Verdict:
     """The result of the check for one region (a changed part of the model).
 
     Attributes:
-        name: name of the tensor or the cache that the region computes.
+        name: name of the tensor or the cache that the region computes; for ``"ends"``, a number of tokens.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (the region cannot
             run), ``"stuck"`` (ONNX Runtime runs the original, but not the rewritten region), ``"dependent"`` (a
             sequence depends on other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as

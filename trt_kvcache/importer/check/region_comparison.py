@@ -325,7 +325,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Return indices of a changed part's float32 inputs that no cache stores. A cache would round such numbers."""
+    """Return indices of a changed part's float32 inputs that are not written to caches, which would round them."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())

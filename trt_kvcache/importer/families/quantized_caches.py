@@ -417,7 +417,7 @@ class _Quantized:
         reader.inputs = [values if t is codes else t for t in reader.inputs]
 
     def _turn_attention(self, node: gs.Node, codes: gs.Tensor) -> bool:
-        """Rotate the queries or result of a node that is an attention over these keys or values; else return False."""
+        """Rotate an attention's queries if `codes` are its keys, its result if its values; False if neither."""
         places = [i for i, tensor in enumerate(node.inputs) if tensor is codes]
         if not is_op(node, "Attention") or "q_num_heads" in node.attrs or places not in ([1], [2]):
             return False

@@ -42,8 +42,8 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 def table_rows(model: ModelProto, name: str) -> int | None:
     """Return the number of rows of the smallest table that this input indexes; None if there is no table.
 
-    Casts, reshapes and additions of a constant may lie between input and table. Rows before the row for input 0 do not
-    count.
+    Casts, reshapes and additions of a constant may lie between input and table. If a constant is added, the
+    rows before it do not count, because no index selects them.
     """
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant

@@ -16,7 +16,7 @@ _SAME = ("Cast", "DequantizeLinear", "Identity")
 
 
 def weights_read(model: ModelProto) -> int:
-    """Return the bytes of constants that a flat model reads in a step of one token.
+    """Return the bytes of constants that a model without functions reads in a step of one token.
 
     Each constant except a table counts in full. A table (such as embeddings) counts with one row, or with as many rows
     as TopK chooses experts.

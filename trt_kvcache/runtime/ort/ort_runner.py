@@ -39,10 +39,11 @@ _BINDINGS = 64  # most bindings kept, one for each shape: decode needs one per b
 
 @dataclass
 class _Bound:
-    """The arrays that steps of one shape on one range of batch rows use. ONNX Runtime holds pointers to the arrays.
+    """Arrays for all steps with one shape and one range of batch rows. ONNX Runtime holds pointers to the arrays.
 
     Attributes:
-        constants: the constants that are now in `arrays`.
+        arrays: the inputs that each step fills.
+        constants: the constants of sequences that were last copied into `arrays`.
     """
 
     binding: Any

@@ -61,7 +61,7 @@ class DeviceCaches:
     def side(self, first_row: int, rows: int) -> int:
         """Return which of two buffers, 0 or 1, has the newest contents of these batch rows.
 
-        Copy rows if they differ.
+        If some rows are newest in the other buffer, copy them first, so that one buffer has the newest contents of all.
         """
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):

@@ -215,10 +215,10 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Replace Shape nodes with constants, in place, if the shape is always the same and no values are needed.
+    """Replace Shape nodes with constants, in place, if the shape is always the same and can be found without a run.
 
-    Keys and values of a layer often take the batch size from the output of the previous layer. Without this function,
-    the encoder model would have to keep the whole decoder.
+    Cross-attention keys and values of a layer often take the batch size from the output of the previous layer. Without
+    this function, the encoder model would have to keep the whole decoder.
     """
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
