@@ -92,7 +92,10 @@ class Float32Copies:
     def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
         """Compute each Transpose of a weight matrix and store the result, so that sessions need not compute it."""
         matrices = {
-            t.name: t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL and len(t.dims) == 2
+            t.name: t
+            for t in graph.initializer
+            if t.data_location == TensorProto.EXTERNAL and t.data_type == TensorProto.FLOAT  # others may be packed
+            if len(t.dims) == 2 and all(t.dims)
         }
         for node in [n for n in graph.node if n.op_type == "Transpose" and n.input[0] in matrices]:
             if node.attribute and [*node.attribute[0].ints] != [1, 0]:
@@ -102,8 +105,7 @@ class Float32Copies:
             key = (offset, "transposed")
             if key not in self._written:
                 data.flush()
-                dtype: Any = helper.tensor_dtype_to_np_dtype(matrix.data_type)
-                read = np.memmap(data.name, dtype, "r", offset, (rows, columns))
+                read = np.memmap(data.name, np.float32, "r", offset, (rows, columns))
                 parts = (read[:, at : at + _COLUMNS].T.tobytes() for at in range(0, columns, _COLUMNS))
                 self._append(key, data, parts)
             graph.initializer.append(self._in_file(node.output[0], (columns, rows), matrix.data_type, key))
