@@ -45,7 +45,7 @@ def is_number(value: object) -> TypeGuard[float]:
 def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
     """Return a caller's whole number as an int; raise `error` for other values.
 
-    NumPy's small integers become ints, too, because they overflow, and JSON cannot write them.
+    NumPy's integers also become ints: NumPy's own overflow, and JSON cannot write them.
     """
     if not is_whole(value):
         raise error(f"{what} is {shown(value)}; it must be a whole number{unit}")

@@ -1,7 +1,8 @@
 """Runs work on untrusted files in child processes, because it may need unlimited time and memory, or crash.
 
 One protocol for all: requests and answers are data classes, each followed by bytes. If the child raises an error of
-this package, the caller raises it, too. Nothing from a child is unpickled. The messages, called frames, begin with::
+this package, the caller raises the same error. Nothing from a child is unpickled. The messages, called frames, begin
+with::
 
     caller to child   >  a request, or the answer to a question
                       .  the caller keeps the files of the child

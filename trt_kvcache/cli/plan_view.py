@@ -230,7 +230,7 @@ def bytes_of(plan: CachePlan, batch: int) -> tuple[int, int]:
 
 
 def shared_caches(plan: CachePlan) -> str | None:
-    """Return a line about caches that several layers read; None if there are none."""
+    """Return a line about caches that several layers read; None if each cache has one reader."""
     counts = Counter(node.caches for node in plan.attention if node.caches)
     shared = [f"{caches[0]} by {count}" for caches, count in counts.items() if count > 1]
     if not shared:

@@ -113,7 +113,7 @@ class PromptFlags:
         """Return the tokenizer that the flag names, or else the model's own; None if there is no text to encode.
 
         Raises:
-            OptionError: a text needs a tokenizer, but there is none, or the model does not exist.
+            OptionError: a text needs a tokenizer, but the model has no tokenizer, or the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None

@@ -63,7 +63,7 @@ class StepCost:
 
 
 def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
-    """Return the bytes of a step of one token; None if nobody counted the bytes of the weights.
+    """Return the bytes of a step of one token; None if the plan has no count of the weights.
 
     Args:
         plan: plan of the model.

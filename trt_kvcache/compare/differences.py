@@ -138,7 +138,7 @@ class Layer(Protocol):
 def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
     """Describe the first layer from which differing tensors lead to an output without a gap.
 
-    A differing tensor is no fault if later tensors agree again: two correct models may use one name for different
+    If later tensors agree again, a differing tensor is not a fault: two correct models may use one name for different
     contents, such as masks of different types or results of TopK in another order.
 
     Args:

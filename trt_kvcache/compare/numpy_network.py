@@ -128,7 +128,7 @@ class Network:
                     results = self._results(node, read, attentions)
                     if node.op_type != "CONSTANT":
                         results = [_converted(y, dtype) for y, dtype in zip(results, node.dtypes, strict=True)]
-            except NotImplementedError as error:
+            except UnknownLayerError as error:
                 raise UnknownLayerError(f"NumPy cannot compute {node}: {error}") from error
             except (ValueError, IndexError, TypeError, AttributeError, KeyError) as error:
                 said = " ".join(str(error).split())
@@ -237,7 +237,7 @@ def _weights(weights: Any) -> Array:
     kind = weights.dtype.name
     struct = _Struct.from_address(ctypes.c_void_p.from_address(id(weights) + object.__basicsize__).value or 0)
     if struct.count != weights.size or not struct.values:
-        raise NotImplementedError(f"weights of {kind} cannot be read in this version of TensorRT")
+        raise UnknownLayerError(f"weights of {kind} cannot be read in this version of TensorRT")
     size = (struct.count + 1) // 2 if kind == "INT4" else struct.count * np.dtype(_DTYPES[kind]).itemsize
     raw = np.frombuffer((ctypes.c_uint8 * size).from_address(struct.values), np.uint8)
     if kind == "INT4":  # two in a byte, the first in the lower half
@@ -276,7 +276,7 @@ def _attention(layer: Any, x: Sequence[Any]) -> Array:
     attention, (q, k, v, mask) = layer.attention, x[:4]
     for lengths in ("query_lengths", "key_value_lengths", "normalization_quantize_scale"):
         if getattr(attention, lengths, None) is not None:
-            raise NotImplementedError(f"it has {lengths}")
+            raise UnknownLayerError(f"it has {lengths}")
     groups = q.shape[1] // k.shape[1]
     batch, heads, queries, size = q.shape
     grouped = q.reshape(batch, k.shape[1], groups * queries, size)
@@ -434,7 +434,7 @@ def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
 
 def _fill(layer: Any, x: Sequence[Any]) -> Any:
     if _name(layer.operation) != "LINSPACE":
-        raise NotImplementedError(f"fills of the kind {_name(layer.operation)} are not supported")
+        raise UnknownLayerError(f"fills of the kind {_name(layer.operation)} are not supported")
     shape = list(layer.shape) if x[0] is None else _ints(x[0])
     first = layer.alpha if x[1] is None else x[1]
     steps = np.atleast_1d(layer.beta if x[2] is None else x[2])
@@ -464,7 +464,7 @@ def _update(layer: Any, x: Sequence[Any]) -> Any:
     """Compute ``IKVCacheUpdateLayer``. It drops rows beyond the capacity silently (measured; header)."""
     cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
-        raise NotImplementedError(f"its mode is {_name(layer.cache_mode)}")
+        raise UnknownLayerError(f"its mode is {_name(layer.cache_mode)}")
     if _name(layer.update_form).startswith("PACKED"):  # [T, N, H] and the lengths' sum before each row [B + 1]
         ends = _ints(x[3])
         rows = [np.swapaxes(update[a:b], 0, 1) for a, b in itertools.pairwise(ends)]
@@ -548,7 +548,7 @@ def _convolution(layer: Any, x: Sequence[Any]) -> Any:
     sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
     kernel = _weights(layer.kernel).astype(np.float32) if x[1] is None else x[1]
     if "SAME" in _name(layer.padding_mode):
-        raise NotImplementedError(f"its padding is {_name(layer.padding_mode)}")
+        raise UnknownLayerError(f"its padding is {_name(layer.padding_mode)}")
     pads = [(0, 0), (0, 0), *zip(tuple(layer.pre_padding), tuple(layer.post_padding), strict=True)]
     data, spatial = np.pad(x[0], pads), tuple(range(2, x[0].ndim))
     dilations, strides = tuple(layer.dilation_nd), tuple(layer.stride_nd)
