@@ -1,8 +1,6 @@
-"""Keeps the LoRA adapters of a session: small changes of the model, of which each sequence may choose one.
+"""The LoRA adapters of a session: small changes of the model, of which each sequence may choose one.
 
-Host memory holds every loaded adapter. The runner holds those that the sequences of a step need, in its adapter slots.
-
-If a name is unloaded or reused, running sequences keep the adapter that they started with.
+Host memory holds every loaded adapter; the runner's adapter slots hold those that the current step needs.
 """
 
 from __future__ import annotations
@@ -30,9 +28,8 @@ class Adapter:
     """A LoRA adapter in host memory. Two adapters are equal only if they are the same object.
 
     Attributes:
-        name: the name under which it was loaded.
         rank: the largest rank of its modules.
-        digest: digest of its contents; cache rows belong to a model and an adapter with this digest.
+        digest: digest of its contents. Saved cache rows name the adapter by this digest.
         arrays: the matrices, by name of the model's input: A ``[inputs, rank]`` or B ``[rank, outputs]``, in the
             model's dtype. Inputs that the adapter does not change are left out.
     """
@@ -49,12 +46,7 @@ class Adapter:
 
 
 class Adapters(Mapping[str, int]):
-    """The adapters of a session: a mapping from adapter names to ranks. Any thread may call any method at any time.
-
-    Args:
-        plan: plan of the model.
-        guard: the lock of the session.
-    """
+    """The adapters of a session: a mapping from adapter names to ranks. Any thread may call any method at any time."""
 
     def __init__(self, plan: CachePlan, guard: Guard) -> None:
         self._plan, self._guard = plan.adapters, guard
@@ -100,21 +92,13 @@ class Adapters(Mapping[str, int]):
             self._known[name] = adapter
 
     def unload(self, name: str) -> None:
-        """Forget an adapter; running sequences keep it.
-
-        Raises:
-            OptionError: there is no adapter of this name.
-            SessionError: the session is closed.
-        """
+        """Forget an adapter; running sequences keep it. Raises `OptionError` if there is no adapter of this name."""
         with self._guard.lock, self._guard.open:
             self.find(name)
             del self._known[name]
 
     def find(self, name: str | None) -> Adapter | None:
-        """Return the adapter with this name; None if `name` is None.
-
-        Raise `OptionError` if there is no such adapter.
-        """
+        """Return the adapter with this name; None if `name` is None. Raises `OptionError` if there is none."""
         if name is None:
             return None
         adapter = self._known.get(name) if isinstance(name, str) else None
@@ -131,10 +115,7 @@ class Adapters(Mapping[str, int]):
 
 
 def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
-    """Open adapter folders, given as a mapping from adapter names to paths; return the opened folders by name.
-
-    Raises `OptionError` if `adapters` is not a mapping, or a folder holds no adapter.
-    """
+    """Open adapter folders, given by name; return the opened folders. Raises `OptionError` if one holds no adapter."""
     if adapters is None:
         return {}
     if not isinstance(adapters, Mapping):
@@ -143,7 +124,7 @@ def adapter_folders(adapters: object) -> dict[str, LoraFolder]:
 
 
 def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder]) -> PlanOptions:
-    """Return `options` with a LoRA rank and modules that fit all these adapters. If `options` has a rank, keep it."""
+    """Return `options` with a LoRA rank and modules that fit all these adapters, unless `options` has a rank."""
     options = options or PlanOptions()
     if options.lora_rank is not None or not folders:
         return options
@@ -153,11 +134,7 @@ def for_adapters(options: PlanOptions | None, folders: Mapping[str, LoraFolder])
 
 
 class AdapterSlots:
-    """Loads adapters into the adapter slots of a runner. A new adapter replaces the least recently used one.
-
-    Args:
-        runner: runner of the model.
-    """
+    """Loads adapters into the adapter slots of a runner. A new adapter replaces the least recently used one."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner, self._plan = runner, runner.plan.adapters
@@ -165,13 +142,9 @@ class AdapterSlots:
         self._needed: set[Adapter] = set()
 
     def reserve(self, adapters: Iterable[Adapter | None]) -> set[Adapter | None]:
-        """Reserve adapter slots for running sequences.
+        """Reserve adapter slots for running sequences; the most important adapter comes first in `adapters`.
 
-        `adapters` has each sequence's adapter, the most important first.
-
-        Returns:
-            The adapters that have an adapter slot or will get one; and None, for sequences without an adapter.
-                Sequences with other adapters wait.
+        Return the adapters that have a slot or will get one, and None. Sequences with other adapters must wait.
         """
         most = 0 if self._plan is None else self._plan.slots
         self._needed = set()
@@ -181,12 +154,9 @@ class AdapterSlots:
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
-        """Load the adapters of a step into adapter slots. Return each row's adapter slot; 0 if it has no adapter.
+        """Load the adapters of a step into adapter slots. Return each row's slot, int64 ``[R]``; 0: no adapter.
 
-        If no row has an adapter, return None.
-
-        Raises:
-            SlotError: all adapter slots hold adapters of running sequences.
+        If no row has an adapter, return None. Raises `SlotError` if running sequences use all adapter slots.
         """
         asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
         if not asked:
@@ -253,7 +223,7 @@ class _Piece:
 
 
 def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
-    """Return a mapping from each module that a MatMul computes to its range of output columns."""
+    """Return the range of output columns of each module that one MatMul computes."""
     ranges = {module_key(part.module): (part.start, part.stop) for part in product.parts}
     if product.whole is not None:
         ranges[module_key(product.whole)] = 0, product.outputs
@@ -263,7 +233,7 @@ def _columns(product: AdapterProduct) -> dict[_Key, tuple[int, int]]:
 def _pieces(
     module: LoraModule, places: Mapping[_Key, AdapterProduct], name: str, folder: LoraFolder
 ) -> Iterator[_Piece]:
-    """Yield the columns of B of an adapter's module: one range for each module of the model that it changes."""
+    """Yield ranges of an adapter's matrix B: one range for each module of the model that `module` changes."""
     key = module_key(module.name)
     parts = [] if key is None else [(*key[:-1], part) for part in FUSED.get(key[-1], ())]
     if key is not None and key in places:
@@ -295,7 +265,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one MatMul of the model. If it fuses several modules, their ranks follow one after another."""
+    """Return A and B of one MatMul of the model. If the MatMul computes several modules, their ranks are joined."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):

@@ -1,7 +1,7 @@
 """Describes the buffers that a session keeps from step to step: caches and state.
 
-A batch row of a cache has one cache row for each token along its sequence axis. A batch row of state is one value for
-the whole text. Callers name parts of both by ranges of *tokens*; state belongs to the first token.
+A batch row of a cache has one cache row for each token. A batch row of state is one value for the whole sequence.
+Callers name parts of both by ranges of tokens; state belongs to the first token.
 """
 
 from __future__ import annotations
@@ -23,16 +23,13 @@ def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
 
 
 def linear_capacity(plan: CachePlan) -> int | None:
-    """Return the largest number of tokens that a sequence may have in the linear caches; None if all are circular.
-
-    If every step writes a fixed number of tokens, the padding tokens of the last step must fit, too.
-    """
+    """Return the most tokens of a sequence, without padding, in the linear caches; None if all caches are circular."""
     linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
     return min((c.capacity - filled_up(c) for c in linear), default=None)
 
 
 def filled_up(cache: CacheUpdate) -> int:
-    """Return the number of padding tokens in a step with one real token. It is 0 if the update length is dynamic."""
+    """Return the number of padding tokens in a step with one real token; 0 if the update length is dynamic."""
     return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
@@ -40,8 +37,8 @@ def filled_up(cache: CacheUpdate) -> int:
 class Carried:
     """The buffer of one cache or one state.
 
-    A batch row of a cache consists of `planes` parts (such as heads). Each part has `capacity` cache rows of `width`
-    numbers. A batch row of state counts as a single cache row.
+    A batch row of a cache has `planes` parts (such as heads), each with `capacity` cache rows of `width` numbers. A
+    batch row of state counts as a single cache row.
 
     Attributes:
         past, present: names of the graph's input and output.
@@ -61,7 +58,7 @@ class Carried:
 
     @property
     def is_state(self) -> bool:
-        """True if this is the buffer of a state, False if it is that of a cache."""
+        """True for state, False for a cache."""
         return self.axis is None
 
     @cached_property
@@ -71,12 +68,12 @@ class Carried:
 
     @cached_property
     def planes(self) -> int:
-        """Number of separate parts (such as heads) in a batch row. Each has `capacity` cache rows."""
+        """Number of separate parts (such as heads) in a batch row."""
         return prod(map(int, self.shape[1 : self.axis or 1]))
 
     @cached_property
     def width(self) -> int:
-        """Number of elements in one cache row of one head (or other separate part of a batch row)."""
+        """Number of elements in one cache row of one part (such as a head)."""
         return prod(map(int, self.shape[(self.axis or 0) + 1 :]))
 
     @property
@@ -87,27 +84,27 @@ class Carried:
     def places(self, start: int, stop: int) -> tuple[int, int]:
         """Return the first index along `axis` of tokens ``start .. stop - 1``, and the index after their last one.
 
-        For state, return the whole range (0, 1) if `start` is 0, and an empty range otherwise.
+        State has the range (0, 1) if `start` is 0, and an empty range otherwise.
         """
         if self.axis is None:
             return 0, int(start == 0)
         return start, max(start, min(stop, self.capacity))
 
     def row_shape(self, tokens: int) -> tuple[int, ...]:
-        """Return the shape of that part of a batch row that holds the first `tokens` tokens."""
+        """Return the shape of the part of a batch row that holds the first `tokens` tokens."""
         sizes = [int(d) for d in self.shape[1:]]
         if self.axis is not None:
             sizes[self.axis - 1] = min(tokens, self.capacity)
         return tuple(sizes)
 
     def range_bytes(self, start: int, stop: int) -> int:
-        """Return how many bytes tokens ``start .. stop - 1`` take in one batch row."""
+        """Return the bytes of tokens ``start .. stop - 1`` in one batch row."""
         first, last = self.places(start, stop)
         return self.planes * (last - first) * self.width * self.array_dtype.itemsize
 
 
 def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
-    """Return a `Carried` for each cache that the caller keeps from step to step, followed by one for each state."""
+    """Return the buffers that the caller keeps from step to step: those of caches first, then those of state."""
     caches = [
         Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
         for c in carried_caches(plan)
@@ -117,11 +114,9 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 
 
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
-    """Return why a sequence of this model cannot drop its latest tokens and continue without them; empty if it can.
+    """Return why a sequence of this model cannot drop its latest tokens and continue; empty if it can.
 
-    Args:
-        plan: plan of the model.
-        rings: count circular caches as a reason, because a text may be longer than such a cache.
+    With `rings`, a circular cache is a reason, too, because it loses the beginning of a long sequence.
     """
     if plan.states:
         return f"the model keeps state ('{plan.states[0].past}') that every step replaces"

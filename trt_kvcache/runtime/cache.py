@@ -26,12 +26,6 @@ class KVCache:
     """Caches of fixed capacity, and the sequences in them. Several threads may call all methods.
 
     A *slot* is the number that names a sequence. A slot has a batch row in every cache buffer, unless it was offloaded.
-
-    Args:
-        runner: the runner that owns the buffers.
-        rows: the sequences.
-        guard: the lock of the session.
-        adapters: adapters of the session.
     """
 
     def __init__(self, runner: Runner, rows: CacheRows, guard: Guard, adapters: Adapters) -> None:
@@ -70,7 +64,7 @@ class KVCache:
 
     @property
     def offloaded(self) -> tuple[int, ...]:
-        """Slots whose cache contents were moved to host memory or to a file, so that they have no batch row now."""
+        """Slots whose contents were moved to host memory or to a file; they have no batch row now."""
         with self._guard.lock, self._guard.open:
             return tuple(name for name, slot in self._rows.slots.items() if slot.row < 0)
 
@@ -81,15 +75,15 @@ class KVCache:
 
     @property
     def rows(self) -> int:
-        """Number of batch rows of every cache buffer, which is the most sequences in a step."""
+        """Number of batch rows of every cache buffer: the most sequences in a step."""
         return self._rows.count
 
     @property
     def capacity(self) -> int | None:
         """Most tokens of one sequence; None if there is no limit, because all caches are circular.
 
-        The limit is the capacity of the smallest linear cache, or the length of the model's position table if this is
-        shorter. A sequence with positions from the caller may need fewer positions than it has tokens.
+        The smallest linear cache or the model's position table sets the limit. A sequence with positions from the
+        caller may need fewer positions than it has tokens.
         """
         return self._rows.capacity
 
@@ -100,12 +94,12 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes that all buffers of caches and state take."""
+        """Bytes of all buffers of caches and state."""
         return self._runner.plan.cache_bytes(self.rows)
 
     @property
     def prefix_stats(self) -> PrefixStats | None:
-        """Hits and other counts of the prefix cache so far; None without a prefix cache."""
+        """Counts of the prefix cache, such as hits; None without a prefix cache."""
         with self._guard.lock, self._guard.open:
             return None if self._rows.prefixes is None else replace(self._rows.prefixes.stats)
 
@@ -120,21 +114,15 @@ class KVCache:
             return self._rows.free_tokens(slot)
 
     def slot(self, slot: int) -> Slot:
-        """Return the state of a slot, for debugging.
-
-        Raises:
-            SlotError: the slot is not in use.
-        """
+        """Return the state of a slot, for debugging. Raises `SlotError` if the slot is not in use."""
         return self._rows.slot(slot)
 
     def view(self, name: str) -> Any:
         """Return the whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
 
-        The buffer is a NumPy array on the CPU and an object with ``__dlpack__`` on a GPU. On a GPU, a bfloat16 or
-        float8 cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's batch row in it.
-
-        Raises:
-            OptionError: there is no such cache.
+        On the CPU, the buffer is a NumPy array. On a GPU, it is an object with ``__dlpack__``; a bfloat16 or float8
+        cache comes as unsigned integers with the same bits. `Slot.row` is the index of a slot's batch row. Raises
+        `OptionError` if there is no such cache.
         """
         with self._guard.lock, self._guard.open:
             names = [b.past for b in carried_buffers(self._runner.plan)]
@@ -152,9 +140,9 @@ class KVCache:
 
         Args:
             tokens: token ids.
-            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: a mapping
-                from input names to arrays ``[1, ...]``.
-            adapter: name of the adapter that computes the sequence; None: no adapter.
+            constants: inputs that stay the same in all steps of a sequence, such as an encoder's results: arrays ``[1,
+                ...]`` by input name.
+            adapter: name of the sequence's adapter; None: no adapter.
 
         Raises:
             SlotError: no slot is `free`.
@@ -166,19 +154,11 @@ class KVCache:
             return self._rows.take(ids, self.read_constants(constants), self._adapters.find(adapter))
 
     def read_constants(self, constants: Mapping[str, Array] | Constants | None) -> Constants:
-        """Check inputs that stay the same in all steps of a sequence (see `acquire`), and return them.
-
-        Raises:
-            PromptError: the values do not fit the model's inputs.
-        """
+        """Check and return inputs that stay the same in all steps (see `acquire`). Raises `PromptError` if unfit."""
         return self._constants.read(constants)
 
     def release(self, slot: int) -> None:
-        """Free a slot and its batch row.
-
-        Raises:
-            SlotError: the slot is not in use, or is generating.
-        """
+        """Free a slot and its batch row. Raises `SlotError` if the slot is not in use, or is generating."""
         with self._guard.lock, self._guard.open:
             self._rows.idle(slot)
             self._rows.drop(slot)
@@ -186,20 +166,16 @@ class KVCache:
     def reset(self, slot: int) -> None:
         """Empty a slot: remove its tokens, and zero its row in every cache. Its constants and its adapter stay.
 
-        Raises:
-            SlotError: the slot is not in use, or is generating.
+        Raises `SlotError` if the slot is not in use, or is generating.
         """
         with self._guard.lock, self._guard.idle:
             self._rows.idle(slot)
             self._rows.reset(slot)
 
     def fork(self, source: int) -> int:
-        """Copy a slot: return a new slot with the same tokens and cache contents.
+        """Return a new slot with the same tokens and cache contents, so that a common prefix is computed only once.
 
-        With a fork, sequences that share a prefix compute the prefix only once.
-
-        Raises:
-            SlotError: the slot is not in use, or no slot is free.
+        Raises `SlotError` if the slot is not in use, or no slot is free.
         """
         with self._guard.lock, self._guard.idle:
             return self._rows.copy(source)
@@ -225,13 +201,12 @@ class KVCache:
         """Give each slot the present contents of another slot, as beam search does between two steps.
 
         Args:
-            indices: for each slot an index into `slots`: the k-th slot gets the contents of ``slots[indices[k]]``.
+            indices: the k-th slot gets the contents of ``slots[indices[k]]``.
             slots: the slots to reorder; None: all slots, in the order of the property `slots`.
 
         Raises:
             SlotError: a slot is not in use, or is generating.
-            OptionError: the number of indices is not the number of slots, an index is out of range, or a slot occurs
-                twice.
+            OptionError: the number of indices is wrong, an index is out of range, or a slot occurs twice.
         """
         with self._guard.lock, self._guard.idle:
             names = list(self._rows.slots) if slots is None else as_list(slots, "slots", "slots", SlotError)
@@ -249,11 +224,7 @@ class KVCache:
             self._rows.reorder(indices, names)
 
     def move(self, slot: int, row: int) -> None:
-        """Move a slot to a batch row that no slot uses.
-
-        Raises:
-            SlotError: the slot is not in use; or the row is in use or does not exist.
-        """
+        """Move a slot to a free batch row. Raises `SlotError` if the slot is not in use, or the row is not free."""
         with self._guard.lock, self._guard.idle:
             row = as_whole(row, "row", error=SlotError)
             if self._rows.with_row(slot).row != row:
@@ -262,16 +233,12 @@ class KVCache:
                 self._rows.move(slot, row)
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1, because a step computes neighbouring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1. A step computes neighboring rows together."""
         with self._guard.lock, self._guard.idle:
             self._rows.compact()
 
     def save(self, path: str | os.PathLike[str], slots: Sequence[int] | None = None) -> None:
-        """Write slots with their tokens and cache contents to a safetensors file, completely or not at all.
-
-        Args:
-            path: path of the file.
-            slots: the slots to save; None: all.
+        """Write slots (None: all) with their tokens and cache contents to a safetensors file, completely or not at all.
 
         Raises:
             SlotError: a slot is not in use.
@@ -285,11 +252,10 @@ class KVCache:
             save_slots(path, self._runner, {name: self._rows.slot(name) for name in which})
 
     def load(self, path: str | os.PathLike[str]) -> dict[int, int]:
-        """Load all slots of a saved file. Return the new slot for each saved slot.
+        """Load all slots of a saved file. Return the new slot for each saved slot. If this fails, nothing was loaded.
 
-        Raises:
-            CacheFileError: the file is unreadable or damaged, or was saved with another model or other caches.
-            SlotError: there are fewer free batch rows than saved slots. Nothing was loaded.
+        Raises `CacheFileError` if the file is damaged, or of another model or other caches; `SlotError` if it has more
+        slots than batch rows are free.
         """
         from trt_kvcache.runtime.cache_file import load_slots
 
@@ -299,9 +265,8 @@ class KVCache:
     def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
         """Move the cache contents of a slot to host memory or to a file, and free its batch row. The slot still exists.
 
-        Host memory is page-locked if the caches lie on a GPU. `load` can read the file of an offloaded slot, too. The
-        file stays when the slot is restored. If the slot is already offloaded and a path is given, its contents move
-        there.
+        Host memory is page-locked if the caches lie on a GPU. `load` can read the file, too. The file stays when the
+        slot is restored. With a path, contents that are already offloaded move there.
 
         Raises:
             SlotError: the slot is not in use, or is generating.

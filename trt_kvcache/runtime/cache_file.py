@@ -5,9 +5,8 @@ Each slot has these tensors:
 - ``<slot>/tokens``: int64;
 - ``<slot>/<past>``: the cache rows in use, in the engine's layout, or the whole state;
 - ``<slot>/<input>``: an input that stays the same in all steps of the sequence;
-- from format 2 on, if the caller gave positions: ``<slot>/given_positions`` (int64 ``[planes, K]``);
-- from format 2 on, if the caller gave embeddings of tokens that are not in the cache yet: ``<slot>/given_embeds``
-  ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``).
+- from format 2 on, the caller's positions ``<slot>/given_positions`` (int64 ``[planes, K]``), and the caller's
+  embeddings of waiting tokens, ``<slot>/given_embeds`` ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``).
 
 A file has the lowest format that can hold its slots. Format 3 adds the digest of each slot's adapter.
 """
@@ -51,7 +50,6 @@ class SavedSlots:
     """An open file of saved slots.
 
     Attributes:
-        path: path of the file.
         slots: the saved slots, by the numbers that they had when they were saved; they have no batch rows.
         adapters: maps a slot that has an adapter to the adapter's digest.
         digest: digest of the file's contents, as saved; None if the file lacks it.
@@ -69,7 +67,7 @@ class SavedSlots:
         return name in self._names
 
     def contents(self, slot: int) -> dict[str, Array]:
-        """Return a slot's saved contents, by past input's name; raise `CacheFileError` if one is missing or wrong."""
+        """Return a slot's saved contents by name of the past input. Raises `CacheFileError` if one is wrong."""
         written, arrays = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
             name = f"{slot}/{buffer.past}"
@@ -84,11 +82,7 @@ class SavedSlots:
             )
 
     def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
-        """Return a copy of a tensor of the file. Its dtype and shape must be the given ones, if any.
-
-        Raises:
-            CacheFileError: there is no such tensor, or its dtype or shape differs.
-        """
+        """Return a copy of a tensor. Raises `CacheFileError` if it is missing, or has a wrong dtype or shape."""
         try:
             data: Array = self._file.get_tensor(name)
         except (SafetensorError, AttributeError, TypeError) as error:  # NumPy lacks some of the format's types
@@ -169,33 +163,18 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
 
 
 class FileRows:
-    """The cache contents of an offloaded slot, in a file that `KVCache.load` can read, too.
-
-    The file stays when the slot is restored.
-
-    Args:
-        path: path of the file.
-        runner: the runner that has the caches.
-        name: name of the slot.
-        slot: state of the slot.
-
-    Raises:
-        OutputError: the file cannot be written. Nothing has changed.
-    """
+    """The cache contents of an offloaded slot, in a file that stays, and that `KVCache.load` can read, too."""
 
     def __init__(self, path: str | os.PathLike[str], runner: Runner, name: int, slot: Slot) -> None:
         self._digest = save_slots(path, runner, {name: slot})
         self._path, self._runner, self._name = Path(path).absolute(), runner, name
 
     def fill(self, row: int) -> None:
-        """Write the saved contents to a batch row of every cache.
-
-        Raises `CacheFileError` if the file is gone, damaged, or was replaced.
-        """
+        """Write the saved contents to a batch row. Raises `CacheFileError` if the file is gone, damaged or replaced."""
         _write(self._runner, row, self.arrays())
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the saved contents by the name of the past input; `fill` lists the errors."""
+        """Return the saved contents by name of the past input; `fill` lists the errors."""
         with open_slots(self._path, self._runner, None) as saved:
             if saved.digest != self._digest:
                 raise CacheFileError(
@@ -207,7 +186,7 @@ class FileRows:
             return arrays
 
     def close(self) -> None:
-        """Do nothing: the file belongs to the caller, and is not removed."""
+        """Do nothing: the file belongs to the caller."""
 
 
 def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
@@ -216,7 +195,7 @@ def _write(runner: Runner, row: int, contents: Mapping[str, Array]) -> None:
 
 
 def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
-    """Return a slot's cache contents by name of the past input, from its batch row, from host memory or from a file."""
+    """Return a slot's cache contents by name of the past input, from its batch row, host memory or a file."""
     if slot.offloaded is not None:
         return slot.offloaded.arrays()
     if slot.row < 0:
@@ -227,16 +206,7 @@ def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
 
 @contextmanager
 def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters | None) -> Iterator[SavedSlots]:
-    """Open a file of saved slots, and check that this runner's model can continue them.
-
-    Args:
-        path: path of the file.
-        runner: runner of the model.
-        adapters: the loaded adapters, in which the slots' adapters are looked up; None: do not look them up.
-
-    Raises:
-        CacheFileError: the file is unreadable, or was saved with another model or with caches of another kind.
-    """
+    """Open a file of saved slots for this runner. Raises `CacheFileError` if its model or caches are others."""
     path = as_path(path, "path", CacheFileError)
     try:
         open_regular(path).close()  # opening a pipe would block all threads until something writes to it
@@ -301,7 +271,6 @@ def _adapters(path: Path, metadata: Mapping[str, str]) -> dict[int, str]:
 
 
 def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, str], adapters: Adapters) -> None:
-    """Give each slot its loaded adapter, by the adapter's digest in the file."""
     for name, digest in digests.items():
         if name in slots:
             slots[name].adapter = adapters.with_digest(digest)
@@ -352,7 +321,7 @@ def _digest(data: Array) -> bytes:
 
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:
-    """Return the digest of a file. It covers the digests of its tensors, and the lengths and adapters of its slots."""
+    """Return the digest of a file: of its tensors' digests, and of its slots' lengths and adapters."""
     lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
     said = [lengths, sorted(adapters.items())] if adapters else [lengths]
     return blake3(msgspec.json.encode([sorted(tensors.items()), *said])).hexdigest()
@@ -371,10 +340,7 @@ def _layout(runner: Runner) -> str:
 
 
 def _plain(data: Array) -> Array:
-    """Return the array in a dtype that safetensors has for NumPy.
-
-    Small floats become unsigned ints with the same bits.
-    """
+    """Return the array in a dtype of safetensors; small floats become unsigned integers with the same bits."""
     return data.view(_plain_dtype(data.dtype))
 
 

@@ -1,7 +1,7 @@
-"""Keeps track of the row in which each sequence lies, and of how far each row is written.
+"""Keeps track of the batch row of each sequence, and of how far each batch row is written.
 
-A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. A slot
-holds a list of token ids. The first `length` of them are in the cache; the others wait to be written.
+A *slot* is a sequence's stable name. A *row* is its place in the batch of every cache buffer; it may change. The first
+`length` tokens of a slot are in the cache; the others wait to be written.
 """
 
 from __future__ import annotations
@@ -23,26 +23,19 @@ from trt_kvcache.runtime.slot import HostRows, Slot, sequence_capacity
 class CacheRows:
     """The sequences in caches of fixed capacity, and their batch rows. Callers must hold the lock of the session.
 
-    A row without a sequence holds finite values, but never values of a former sequence: a row is zeroed before another
-    sequence gets it, because one NaN in a masked row would make the whole result of attention NaN (0 * NaN is NaN).
-
-    A slot that was offloaded has no row; it gets a row before it is used. If no row is free and the cache has more
-    sequences than rows, the least recently used slot is offloaded. Slots that do not run are offloaded first.
+    A row is zeroed before another sequence gets it, because one NaN in a masked row would make the whole result of
+    attention NaN (0 * NaN is NaN). If no row is free and the cache has more sequences than rows, the least recently
+    used slot is offloaded; slots that do not run go first.
 
     Args:
         runner: owns the buffers.
         max_sequences: most slots; slots that do not run give their batch rows to others. None: as many slots as batch
             rows; slots that were offloaded do not count.
-        prefix_cache: size in bytes of the prefix cache, which keeps cache rows for sequences with the same beginning;
-            None: no prefix cache.
+        prefix_cache: bytes of the prefix cache (`PrefixCache` lists its errors); None: no prefix cache.
 
     Attributes:
         slots: the state of each slot, oldest first.
         capacity: most tokens of a sequence; None if there is no limit.
-        prefixes: the prefix cache, or None.
-
-    Raises:
-        OptionError, SessionError: the prefix cache cannot be made, see `PrefixCache`.
     """
 
     def __init__(self, runner: Runner, *, max_sequences: int | None = None, prefix_cache: int | None = None) -> None:
@@ -73,7 +66,7 @@ class CacheRows:
         return is_whole(slot) and slot in self.slots
 
     def slot(self, slot: int) -> Slot:
-        """Return the state of a slot; raise `SlotError` if the slot is not in use."""
+        """Return the state of a slot. Raises `SlotError` if the slot is not in use."""
         entry = self.slots.get(slot) if is_whole(slot) else None
         if entry is None:
             used = ", ".join(map(str, self.slots)) or "none"
@@ -83,7 +76,7 @@ class CacheRows:
         return entry
 
     def idle(self, slot: int) -> Slot:
-        """Return the state of a slot that may be changed; raise `SlotError` if the slot is not in use or generating."""
+        """Return the state of a slot that may be changed. Raises `SlotError` if it is not in use or is generating."""
         entry = self.slot(slot)
         if entry.running:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
@@ -99,17 +92,10 @@ class CacheRows:
         *,
         queue: bool = False,
     ) -> int:
-        """Return a new slot. Its batch row is zeroed. Its tokens are not written to the cache yet.
+        """Return a new slot with a zeroed batch row. Raises `SlotError` if no slot is `free`.
 
-        Args:
-            tokens: token ids.
-            constants: inputs that stay the same in all steps of the sequence.
-            adapter: LoRA adapter of the sequence, or None.
-            queue: True if the slot may get its batch row later. This happens if sequences run in all rows, and no
-                `max_sequences` limits the number of sequences.
-
-        Raises:
-            SlotError: no slot is `free`.
+        With `queue`, the slot may get its batch row later: if sequences run in all rows, and there is no
+        `max_sequences`.
         """
         row = self._first_free()
         ahead = queue and any(slot.row < 0 and slot.running for slot in self.slots.values())
@@ -123,10 +109,7 @@ class CacheRows:
         return self._name(Slot(row, list(tokens), constants=constants, adapter=adapter))
 
     def copy(self, source: int) -> int:
-        """Return a new slot with the same tokens and cache contents as `source`.
-
-        Raises `SlotError` if `source` is not in use, or no slot is free.
-        """
+        """Return a new slot with the contents of `source`. Raises `SlotError` if `source` or a free slot is missing."""
         self.slot(source)
         self._check_free()
         row = self._free_row()
@@ -158,9 +141,7 @@ class CacheRows:
     def crop(self, slot: int, length: int) -> None:
         """Shorten a slot to its first `length` tokens. The cache rows of the other tokens are zeroed.
 
-        Raises:
-            CapacityError: a circular cache has lost rows that the sequence would see; or the model keeps state; or in
-                this model a token sees later tokens of the same step.
+        Raises `CapacityError` if the model's caches or state cannot go back to this length.
         """
         entry = self.slot(slot)
         self._check_crop(slot, entry, length)
@@ -173,10 +154,7 @@ class CacheRows:
         self._truncate(entry.row, length, written)
 
     def reorder(self, indices: Sequence[int], names: Sequence[int]) -> None:
-        """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``.
-
-        The first slot that continues a batch row takes over the row itself; only further slots get a copy of it.
-        """
+        """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``, with as few copies as possible."""
         entries = [self.with_row(name, names) for name in names]
         dropped = sorted(set(range(len(names))) - set(indices))
         taken: set[int] = set()
@@ -227,14 +205,13 @@ class CacheRows:
     # --- what the loop writes
 
     def largest_update(self, slot: int) -> int:
-        """Return the most tokens that a step may write to a slot with the results of one token at a time."""
+        """Return the most tokens that a step may write to a slot with the same results as one token at a time."""
         return self._largest_update(self.slot(slot).length)
 
     def _largest_update(self, length: int) -> int:
-        """Return the largest number of tokens that one step may write to a sequence of `length` tokens.
+        """Return the most tokens that one step may write to a sequence of `length` tokens.
 
-        A circular cache takes several tokens at once only until it is full. Afterwards each new token overwrites a
-        cache row that earlier tokens of the same update still see.
+        In a full circular cache, each new token overwrites a row that earlier tokens of the same step still see.
         """
         return min([self._runner.max_chunk, *(rows - length if length < rows else 1 for rows in self.rings)])
 
@@ -248,16 +225,7 @@ class CacheRows:
         return min((bound - count for bound, count in used if bound is not None), default=None)
 
     def check(self, slot: Slot, what: str) -> None:
-        """Refuse a sequence that is too long, or has positions that the model does not have.
-
-        Args:
-            slot: state of a slot that holds the sequence.
-            what: name of the sequence in messages.
-
-        Raises:
-            CapacityError: the sequence is too long; or all its tokens that are not in the cache must be written in one
-                step, and a step takes fewer.
-        """
+        """Raise `CapacityError` if a sequence is too long for caches, positions or a single step. `what` names it."""
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
             raise CapacityError(
@@ -278,11 +246,11 @@ class CacheRows:
         )
 
     def note_touched(self, slot: int, stop: int) -> None:
-        """Record that a step is about to write cache rows before `stop`, which must be zeroed before reuse."""
+        """Record that a step is about to write cache rows before `stop`."""
         self.touch(self.slots[slot].row, stop)
 
     def note_written(self, slot: int, tokens: int, guesses: int = 0) -> None:
-        """Record that a step wrote `tokens` waiting tokens of a slot, followed by `guesses` guesses, to the cache."""
+        """Record that a step wrote `tokens` waiting tokens of a slot, and then `guesses` guesses, to the cache."""
         entry = self.slots[slot]
         length = entry.length + tokens
         self.slots[slot] = replace(
@@ -296,8 +264,7 @@ class CacheRows:
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
         """Append the tokens that were chosen after a step to a slot, and zero the rows of its `rejected` guesses.
 
-        `tokens` are correct guesses, which the cache already holds. `after` is the last chosen token, which is not in
-        the cache yet.
+        `tokens` are correct guesses, which are in the cache. `after` is the last chosen token, which is not.
         """
         entry = self.slots[slot]
         length = entry.length + len(tokens)
@@ -311,12 +278,9 @@ class CacheRows:
             self._truncate(entry.row, length, written)
 
     def recall(self, slot: int, keep: int = 1) -> None:
-        """Fill the beginning of an empty slot from the prefix cache: copy the cache rows of the first tokens.
+        """Copy the cache rows of an empty slot's first tokens from the prefix cache, if it has them.
 
-        Args:
-            slot: a slot that has a batch row, to which nothing was written before.
-            keep: number of last tokens whose logits are needed; these tokens, at least one, are not copied, because the
-                model must compute them.
+        The last `keep` tokens (at least one) are not copied: the model must compute them for their logits.
         """
         entry = self.slots[slot]
         if self.prefixes is None or entry.length or not entry.pending:
@@ -343,13 +307,9 @@ class CacheRows:
     # --- rows
 
     def give_row(self, slot: int) -> bool:
-        """Give a slot a batch row.
+        """Give a slot a batch row; offload another slot if needed. Return False if the slot must wait.
 
-        If none is free, offload a slot that does not run. Return False if the slot must wait.
-
-        Raises:
-            SlotError: the slot is not in use; or all batch rows hold sequences that do not run, so that no row will
-                become free.
+        Raises `SlotError` if the slot is not in use, or no row will become free.
         """
         if self.slot(slot).row < 0:
             idle = any(s.row >= 0 and not s.running for s in self.slots.values())
@@ -360,13 +320,9 @@ class CacheRows:
         return True
 
     def with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
-        """Give a slot a batch row if it has none; return its state.
+        """Give a slot a batch row if it has none; return its state. A slot in `keep` is not offloaded for this.
 
-        To free a row, offload a slot that is not in `keep`.
-
-        Raises:
-            SlotError: the slot is not in use; or no batch row can be freed.
-            CacheFileError: the file to which the slot was offloaded is gone or damaged.
+        Raises `SlotError` if no batch row can be freed, `CacheFileError` if the slot's file is gone or damaged.
         """
         entry = self.slot(slot)
         if entry.row < 0:
@@ -377,10 +333,7 @@ class CacheRows:
         return self.slots[slot]
 
     def host_copy(self, entry: Slot) -> HostRows | None:
-        """Copy the cache contents of a slot to host memory; None if nothing was written to its batch row.
-
-        Raises `SessionError` if too little memory is free.
-        """
+        """Copy a slot's cache contents to host memory; None if there are none. `SessionError` if too little is free."""
         return HostRows(self._runner, entry.row, entry.written) if entry.written else None
 
     def move(self, slot: int, row: int) -> None:
@@ -390,7 +343,7 @@ class CacheRows:
         entry.row = row
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1, because a step computes neighbouring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1. A step computes neighboring rows together."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():
@@ -404,7 +357,7 @@ class CacheRows:
     def _written(self, entry: Slot, length: int) -> int:
         """Return how many tokens count as written after a slot went back to `length` tokens.
 
-        Rows of a circular cache that has wrapped stay: the next token overwrites the only stale row.
+        A circular cache that has wrapped keeps its rows: the next token overwrites the only stale row.
         """
         return entry.written if any(entry.written > rows for rows in self.rings) else length
 
@@ -420,7 +373,6 @@ class CacheRows:
         self._dirty[row] = max(length, written)
 
     def _copy(self, source: int, row: int) -> None:
-        """Replace the contents of batch row `row` by those of batch row `source`."""
         length = self._dirty[source]
         self._clean(row, length)
         self.touch(row, length)
@@ -437,7 +389,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a batch row. That row will become free."""
+        """Return True if a running sequence has a batch row, which will become free."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:
@@ -445,7 +397,7 @@ class CacheRows:
         return next((row for row in range(self.count) if row not in used), None)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
-        """Return a batch row that no slot has. If there is none, offload a slot to get one."""
+        """Return a free batch row; if there is none, offload a slot to get one."""
         row = self._first_free()
         if row is not None:
             return row
@@ -458,7 +410,7 @@ class CacheRows:
 
 
 def _digest(slot: Slot) -> bytes:
-    """Return the digest of a slot's adapter. Digest and tokens identify cache rows in the prefix cache."""
+    """Return the digest of a slot's adapter. The prefix cache finds rows by this digest and the tokens."""
     return b"" if slot.adapter is None else bytes.fromhex(slot.adapter.digest)
 
 

@@ -1,4 +1,4 @@
-"""Measures the range of each cache over some prompts. The scale of a quantized cache follows from its range."""
+"""Measures the range of each cache over some prompts, for the scales of quantized caches."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def calibrate_caches(
 ) -> dict[str, float]:
     """Run a model over prompts, on the CPU with unquantized caches, and return the range of each cache.
 
-    Quantized caches hold rotated rows (`trt_kvcache.importer.families.quantized_caches`): the range of a cache is the
-    largest magnitude in its rotated rows.
+    The range is the largest magnitude in the rotated rows, which quantized caches hold
+    (`trt_kvcache.importer.families.quantized_caches`).
 
     Args:
         model: path of an ONNX decoder, or of its folder.

@@ -1,7 +1,7 @@
-"""Compares an engine with its proof on this machine's GPU, and records the engines that passed.
+"""Compares an engine with its proof (a recorded decode) on this machine's GPU, and records the engines that passed.
 
-The proof is a recorded decode. For each kind of GPU, an engine that passed gets a file beside it, with the versions of
-driver and TensorRT. The file only saves time and is not signed: anyone who can write it could change the engine, too.
+For each kind of GPU, an engine that passed gets a file in its folder. The file only saves time and is not signed:
+anyone who can write the file could change the engine, too.
 """
 
 from __future__ import annotations
@@ -62,22 +62,16 @@ class PassedCheck:
 
 
 def passed_check_path(engine: Path, gpu: str, folder: Path | None = None) -> Path:
-    """Return the path of the file that records that an engine passed its check on this kind of GPU.
+    """Return the path of the record of a passed check, such as ``model.engine.NVIDIA-L4.passed_check``.
 
-    An example is ``model.engine.NVIDIA-L4.passed_check``. The file lies in `folder`, or in the engine's folder if
-    `folder` is None.
+    It lies in `folder`, or in the engine's folder if `folder` is None.
     """
     name = re.sub(r"[^A-Za-z0-9.]+", "-", gpu).strip("-.") or "GPU"
     return (folder or engine.parent) / f"{engine.name}.{name}.passed_check"
 
 
 def read_passed_check(path: Path, now: PassedCheck) -> str:
-    """Return why a recorded check is not valid for this engine, GPU, driver and TensorRT; empty if it is valid.
-
-    Args:
-        path: path of the file.
-        now: the expected contents; `largest` is ignored.
-    """
+    """Return why a recorded check is not valid here; empty if it is. `now` has the expected contents."""
     try:
         passed = msgspec.json.decode(path.read_bytes(), type=PassedCheck)
     except FileNotFoundError:
@@ -89,10 +83,7 @@ def read_passed_check(path: Path, now: PassedCheck) -> str:
 
 
 def write_passed_check(path: Path, passed: PassedCheck) -> None:
-    """Record in a file that an engine passed its check. If the folder cannot be written, warn.
-
-    Without the file, the next start checks the engine again.
-    """
+    """Record in a file that an engine passed its check. If the file cannot be written, warn."""
     try:
         with atomic_file(path) as file:
             file.write(msgspec.json.format(msgspec.json.encode(passed), indent=2) + b"\n")
@@ -112,8 +103,7 @@ class CheckReport:
         steps: steps of the proof that were run.
         outputs: the largest difference of each output.
         findings: the places where outputs disagree with the proof.
-        passed_check: path of the file that lets later starts skip the check; empty if the engine disagrees with its
-            proof.
+        passed_check: path of the file that lets later starts skip the check; empty if the engine did not pass.
         notes: other remarks for the reader.
         layer: description of the first layer that differs, if it was searched for.
     """
@@ -131,11 +121,7 @@ class CheckReport:
     layer: str = ""
 
     def check(self) -> None:
-        """Raise an error if the engine did not pass its check.
-
-        Raises:
-            VerificationError: the engine did not pass; the message names output, step, row and difference.
-        """
+        """Raise `VerificationError` if the engine did not pass; the message names output, step, row and difference."""
         if self.passed:
             return
         more = f" ({len(self.findings) - 1} other outputs, too)" if len(self.findings) > 1 else ""
@@ -149,15 +135,8 @@ class CheckReport:
 def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
     """Compare an engine with its proof (its recorded results) before a session opens it.
 
-    Args:
-        engine: path of the engine.
-        check: ``"first"`` (only if no passed check is recorded for this GPU, driver and TensorRT), ``"always"`` or
-            ``"off"``.
-        options: options of `TensorRTRunner`; sizes in them are not used, because the check has its own.
-
-    Raises:
-        VerificationError: the engine's results differ from its proof.
-        ManifestError, BackendError: see `check_engine_on_gpu`.
+    `check` is ``"always"``, ``"off"`` or ``"first"`` (only if no passed check is recorded for this GPU, driver and
+    TensorRT). Raises `VerificationError` if the results differ; `check_engine_on_gpu` lists other errors.
     """
     if check == "off":
         return
@@ -170,12 +149,8 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
     """Run the recorded steps of an engine's proof on the GPU, and compare the results with the recorded ones.
 
-    If all agree, record in a file that the engine passed.
-
-    Args:
-        engine: path of the engine.
-        options: options of `TensorRTRunner`; sizes are ignored.
-        again: run the steps even if a file records that the engine passed on this GPU.
+    If all agree, record in a file that the engine passed. `options` are those of `TensorRTRunner`; sizes are ignored.
+    With `again`, run the steps even if such a file exists.
 
     Raises:
         ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.
@@ -228,11 +203,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
 
 
 def load_proof(manifest: Manifest, engine: Path) -> Proof:
-    """Read the proof that was recorded when an engine was built.
-
-    Raises:
-        ManifestError: there is no proof, it is not the proof that the manifest names, or it belongs to another engine.
-    """
+    """Read the proof that was recorded when an engine was built. Raises `ManifestError` if it is missing or wrong."""
     path = proof_path(engine)
     if manifest.proof is None:
         raise ManifestError(f"{engine}: this engine was built without a proof: {manifest.no_proof}")
@@ -257,7 +228,7 @@ def load_proof(manifest: Manifest, engine: Path) -> Proof:
 
 
 def _driver(cuda: tuple[int, int]) -> str:
-    """Return the driver as text: its CUDA version, and its own version if the system tells it."""
+    """Return the CUDA version of the driver and, if the system tells it, the driver's own version, as text."""
     try:
         match = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
     except OSError:  # not on Linux

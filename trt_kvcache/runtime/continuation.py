@@ -20,10 +20,7 @@ Tokens = npt.NDArray[np.int64]
 
 
 class Continuation:
-    """Continues one prompt: chooses tokens from the model's scores, makes the events, and decides when to end.
-
-    A `Continuation` never touches a cache: the decode loop runs the model on the last token (and guesses), and passes
-    the logits to the `Continuation`.
+    """Continues one prompt: chooses tokens from logits, makes the events, and decides when to end. It touches no cache.
 
     Attributes:
         assisted: how many tokens a draft model guesses at a time; 0 without a draft model, or if prompt lookup guesses.
@@ -38,19 +35,12 @@ class Continuation:
         *,
         index: int | None = None,
     ) -> None:
-        """Start the continuation of a prompt.
+        """Start the continuation of a prompt, whose token ids the caller has checked.
 
-        Args:
-            sequence: number of the sequence in its events.
-            prompt: token ids, at least one; the caller has checked them against the vocabulary.
-            config: the settings.
-            tokenizer: makes the text of events, and finds stop strings.
-            index: number of the sequence's stream of random numbers. Sequences with the same seed, but different
-                indices, draw different random numbers. None: `sequence`.
+        `tokenizer` makes the text of events, and finds stop strings. `index` is the number of the sequence's stream of
+        random numbers: sequences with the same seed and other indices draw other numbers. None: `sequence`.
 
-        Raises:
-            PromptError: the prompt is empty.
-            OptionError: there are stop strings, but no tokenizer.
+        Raises `PromptError` if the prompt is empty, `OptionError` if there are stop strings, but no tokenizer.
         """
         if not len(prompt):
             raise PromptError(f"the prompt of sequence {sequence} is empty; it needs at least one token")
@@ -82,18 +72,10 @@ class Continuation:
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
-        """Choose the next token from the model's scores.
+        """Choose the next token from the logits ``[V]`` after `tokens`, and return its event.
 
-        Args:
-            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of the scores that are needed. This object
-                does not keep the array.
-
-        Returns:
-            The token's event; the last one has a finish reason.
-
-        Raises:
-            SessionError: the logits have NaN or infinity, or the settings forbid every token.
-            OptionError: the grammar forbids every token.
+        `logits` may also be a `CHOICE` (only the highest scores). Raises `SessionError` if they have NaN or infinity,
+        or the settings forbid every token; `OptionError` if the grammar forbids every token.
         """
         token, logprob = self._sampler.choose(logits, self.tokens, self._length - self._prompt_length)
         self._append(token)
@@ -114,11 +96,10 @@ class Continuation:
         return self._sampler.masked
 
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
-        """Return bit masks: the tokens that the grammar allows next, and the tokens that it allows after each guess.
+        """Return the tokens that the grammar allows next and after each of D guesses, as int32 ``[D + 1, words]``.
 
-        Returns:
-            int32 ``[D + 1, words]`` for D guesses: bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set
-                after a guess that the grammar forbids, nor where the grammar fails; there `advance` raises the error.
+        Bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set after a guess that the grammar forbids, nor
+        where the grammar fails; there `advance` raises the error.
         """
         count = self._length - self._prompt_length
         new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
@@ -132,39 +113,24 @@ class Continuation:
         return masks
 
     def finish(self, reason: FinishReason) -> TokenEvent:
-        """End the sequence at the caller's request.
-
-        The event has no token, but has the text that was not returned yet.
-        """
+        """End the sequence at the caller's request; return an event without a token, but with the remaining text."""
         self.finish_reason = reason
         text = self._rest()
         return self._event(None, text, None)
 
     def guesses(self, most: int) -> int:
-        """Return how many tokens to guess after the last token in the next update; 0: do not guess.
-
-        Args:
-            most: the most guesses that the update can take; 0 if a circular cache would overwrite old rows with tokens
-                that may be rejected.
-        """
+        """Return how many tokens to guess after the last token in the next update, at most `most`; 0: do not guess."""
         count = self.config.prompt_lookup_num_tokens or self.assisted
         # An update gives one token more than its draft, and guesses after the last token of the sequence are useless.
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
-        """Guess the next tokens by prompt lookup: copy what followed an earlier occurrence of the last tokens.
-
-        Args:
-            most: how many guesses the update can take.
-
-        Returns:
-            int64 ``[0 .. most]``.
-        """
+        """Guess up to `most` next tokens, int64, by prompt lookup: copy what followed the last tokens earlier."""
         count = self.guesses(most)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
     def guesser(self, count: int) -> Continuation:
-        """Return a copy that the draft model continues by at most `count` tokens, with the same text and settings."""
+        """Return a copy that the draft model continues by at most `count` tokens, with the same tokens and settings."""
         if self._guesser is None:
             self._guesser = self._sampler.guesser()
         draft = copy(self)
@@ -174,18 +140,10 @@ class Continuation:
         return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
-        """Choose tokens as long as they equal the guesses in `draft`, and one token more.
+        """Yield events of tokens as long as they equal the guesses in `draft`, int64 ``[D]``, and of one token more.
 
-        Each choice is made as in `advance`, in the same order and with the same random numbers: the tokens are the same
-        as in single steps. The first ``len(events)`` tokens of the update ``[last token, *draft]`` stay in the caches;
-        the caller removes the other tokens from the caches.
-
-        Args:
-            draft: int64 ``[D]``, the guesses.
-            logits: ``[D + 1, V]`` of the update.
-
-        Yields:
-            1 to D + 1 events; fewer if the sequence ended.
+        `logits` are ``[D + 1, V]`` of the update ``[last token, *draft]``. Its first ``len(events)`` tokens stay in the
+        caches; the caller removes the others. The tokens are the same as in single steps.
         """
         if len(draft):
             self.speculation.add(SpeculationStats(proposed=len(draft), updates=1))
@@ -223,18 +181,10 @@ class Continuation:
 
 
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
-    """Propose up to `count` tokens that may follow `tokens`.
+    """Propose up to `count` tokens that may follow `tokens` (int64 ``[T]``, prompt and generated tokens).
 
-    The search takes the longest suffix of `tokens` that occurred before. The proposal is the text after the latest
-    occurrence that has `count` tokens after it. If there is none, it is the text after the first occurrence.
-
-    Args:
-        tokens: int64 ``[T]``: the prompt and the generated tokens.
-        count: most tokens to propose.
-        max_ngram: most tokens in the suffix.
-
-    Returns:
-        int64 ``[0 .. count]``.
+    The longest suffix (at most `max_ngram` tokens) that occurred before is searched. The proposal is the text after its
+    latest occurrence that has `count` tokens after it; otherwise after its first occurrence.
     """
     for size in range(min(max_ngram, tokens.size - 1), 0, -1):
         # Without the last token, so that the suffix does not find itself.

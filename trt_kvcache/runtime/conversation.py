@@ -15,9 +15,8 @@ from trt_kvcache.runtime.session import DecodeSession
 class Conversation:
     """One chat in one slot of a session.
 
-    At each turn, the chat template writes the whole conversation again. The slot keeps the tokens that it already
-    holds. If the template writes earlier turns differently, for example without the model's thoughts, the slot is
-    cropped to the first difference.
+    At each turn, the chat template writes the whole conversation again. If it writes earlier turns differently, for
+    example without the model's thoughts, the slot is cropped to the first difference.
 
     Args:
         session: a session whose tokenizer has a chat template.
@@ -56,10 +55,7 @@ class Conversation:
     def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
         """Yield the events of another answer to the last message. The new answer replaces the last one.
 
-        If tokens are drawn, the random numbers differ from those of earlier answers.
-
-        Raises:
-            CapacityError, OptionError, PromptError, SessionError: see `say`. The last message is dropped then.
+        Drawn tokens use other random numbers than earlier answers. `say` lists the errors; they drop the last message.
         """
         said = self.messages[-2]["content"]
         del self.messages[-2:]

@@ -23,14 +23,8 @@ from trt_kvcache.runtime.token_inputs import common_length
 class DraftModel:
     """A smaller model that guesses tokens. It has its own cache slot for each sequence that it guessed for recently.
 
-    It chooses tokens as the main model does, with the same settings and random numbers, but from its own scores.
-
-    Args:
-        runner: runner of the draft model; `close` closes it.
-        embeddings: embeddings of token ids, for a draft model that takes embeddings.
-
-    Raises:
-        OptionError: the runner's model cannot be a draft model.
+    It chooses tokens as the main model does, with the same settings and random numbers, but from its own logits.
+    `close` closes its runner. Raises `OptionError` if the runner's model cannot be a draft model.
     """
 
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
@@ -58,11 +52,7 @@ class DraftModel:
         return self._runner.name
 
     def check(self, runner: Runner) -> None:
-        """Refuse a model for which the draft model cannot guess tokens.
-
-        Raises:
-            OptionError: the model has another vocabulary, or cannot check guesses.
-        """
+        """Raise `OptionError` if the main model has another vocabulary, or cannot check guesses."""
         check_target(runner)
         if runner.vocab != self._runner.vocab:
             raise OptionError(
@@ -73,12 +63,8 @@ class DraftModel:
     def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
         """Guess the next tokens of several sequences together. Return the guesses by slot of the main model.
 
-        If the draft model fails, the sequences continue without guesses; `SpeculationStats.impossible` gives the
-        reason.
-
-        Args:
-            asked: for each slot of the main model, a pair: its sequence, and the largest number of tokens to guess.
-            alive: slots that the main model still has.
+        `asked` has for each slot its sequence, and the largest number of tokens to guess; `alive` are the main model's
+        slots. If the draft model fails, the sequences continue without guesses; `SpeculationStats.impossible` says why.
         """
         outcomes: Outcomes = []
         guesses: dict[int, list[int]] = {slot: [] for slot in asked}
@@ -150,13 +136,7 @@ def check_target(runner: Runner) -> None:
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
     """Open a model or an engine as a draft model. Unless the file fixes its capacity, it gets that of the main model.
 
-    Args:
-        path: path of the draft model or its engine.
-        runner: runner of the main model.
-        options: options of the main model's runner. The draft model uses the options that concern the machine.
-
-    Raises:
-        See `DecodeSession.open`.
+    `runner` and `options` are those of the main model. `DecodeSession.open` lists the errors.
     """
     check_target(runner)
     path = engine_in(path)

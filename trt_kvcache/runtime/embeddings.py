@@ -32,15 +32,10 @@ _WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy o
 
 
 class Embeddings:
-    """A table with a row for each token; it looks up the embeddings of token ids.
+    """A table with a row for each token id, for models that take embeddings.
 
-    Args:
-        table: ``[V, H]`` of any float type, scaled as the decoder expects.
-        tensor: the decoder's input for embeddings.
-        name: name of the table, for messages.
-
-    Raises:
-        OptionError: the table has another shape or type.
+    `table` is ``[V, H]`` of any float type, scaled as the decoder expects. Raises `OptionError` for another shape or
+    type.
     """
 
     def __init__(self, table: Array, tensor: TensorRole, name: str = "the table of embeddings") -> None:
@@ -55,10 +50,7 @@ class Embeddings:
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
-        """Return the first token that has no embedding in the table; None if all tokens have one.
-
-        Such a token is an unknown id, or a placeholder for an image or sound.
-        """
+        """Return the first token without an embedding (unknown, or a placeholder for an image or sound), or None."""
         outside = next((token for token in tokens if not 0 <= token < self.rows), None)
         if outside is not None or not len(tokens):
             return outside
@@ -68,8 +60,7 @@ class Embeddings:
     def look_up(self, tokens: Indices) -> Array:
         """Return embeddings ``[R, S, H]`` of token ids int64 ``[R, S]``, in the decoder's dtype.
 
-        Raises:
-            SessionError: a token is `missing`, or the embedding model failed.
+        Raises `SessionError` if a token is `missing`, or the embedding model failed.
         """
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.rows:
             wrong = tokens[(tokens < 0) | (tokens >= self.rows)]  # NumPy would count negative ids from the end
@@ -81,7 +72,7 @@ class Embeddings:
         return rows
 
     def _places(self, tokens: Indices) -> Indices:
-        """Return those token ids that are placeholders for images or sound, and therefore have no embedding."""
+        """Return the token ids that are placeholders for images or sound, and therefore have no embedding."""
         return tokens[:0].ravel()
 
 
@@ -94,8 +85,7 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
         vocab: the decoder's token ids are 0 to ``vocab - 1``.
 
     Raises:
-        OptionError: the model takes embeddings and there is no source, or it takes ids and there is a source; or the
-            source does not fit the model.
+        OptionError: the source is missing, not needed, or does not fit the model.
         ModelError: `source` is a model that cannot embed token ids.
     """
     tensor = embedded_input(plan)
@@ -130,18 +120,14 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
 
 
 def embedded_input(plan: CachePlan) -> TensorRole | None:
-    """Return the model's input for embeddings if it takes embeddings instead of token ids; else None."""
+    """Return the model's input for embeddings; None if the model takes token ids."""
     return next((t for t in plan.tensors if t.io == "input" and t.embedded), None)
 
 
 def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], waiting: Sequence[Embeds]) -> Array:
-    """Return the embeddings of a step ``[R, S, H]``: those that the caller gave, and the table's for all other tokens.
+    """Return the embeddings of a step ``[R, S, H]`` for tokens ``[R, S]``: the caller's if given, else the table's.
 
-    Args:
-        embeddings: returns the embeddings of ids.
-        tokens: int64 ``[R, S]``.
-        starts: index of the first token of each row in its sequence.
-        waiting: for each row, the caller's embeddings of tokens that are not in the cache yet.
+    `starts` has the index of each row's first token in its sequence; `waiting` the caller's embeddings of each row.
     """
     if not any(len(part.at) for part in waiting):
         return embeddings.look_up(tokens)
@@ -170,7 +156,7 @@ def check_width(width: int, tensor: TensorRole, what: str) -> None:
 
 
 def is_float(dtype: np.dtype[Any]) -> bool:
-    """Return True if embeddings may have this float type."""
+    """Return True if embeddings may have this dtype."""
     return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
 
 
@@ -189,10 +175,7 @@ def _read_npy(path: Path) -> Array:
 
 
 def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array, TensorRole, str]:
-    """Read the table called `name`.
-
-    If `name` is empty, read a checkpoint's table ``embed_tokens.weight``, or the only table.
-    """
+    """Read the table called `name`; if `name` is empty, read ``embed_tokens.weight``, or the only table."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -240,11 +223,10 @@ def _named_by_genai(folder: Path) -> Iterator[Path]:
 
 
 def scaled_by(checkpoint: Path) -> str | None:
-    """Return the setting in the ``config.json`` of a checkpoint that scales embeddings; None if there is none.
+    """Return the setting in a checkpoint's ``config.json`` that scales embeddings; None if there is none.
 
-    Models scale embeddings at different places. In transformers 5.23, Gemma, MiniCPM3 and BART scale when they look
-    tokens up, while Granite scales them later. So the setting does not tell whether an exported decoder takes scaled
-    embeddings.
+    In transformers 5.23, Gemma, MiniCPM3 and BART scale embeddings when they look tokens up, while Granite scales them
+    later. So the setting does not tell whether an exported decoder takes scaled embeddings.
     """
     try:
         config = read_object(checkpoint.parent / "config.json")
@@ -272,13 +254,8 @@ _SAME = 1e-3  # relative to the scale: a normalization of rows may round differe
 class ModelEmbeddings(Embeddings):
     """A table of embeddings that is filled by running an exporter's embedding model in ONNX Runtime.
 
-    The model's other inputs, such as features of images, get empty arrays. For placeholder ids, which mark where such
-    features go, some models return zeros. This table has no embedding for a placeholder; the caller must give one.
-
-    Args:
-        path: path of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
-        tensor: the decoder's input for embeddings.
-        vocab: token ids are at most ``vocab - 1``.
+    The model takes ids ``[B, S]`` and returns float ``[B, S, H]``. Its other inputs, such as features of images, get
+    empty arrays. A placeholder id marks where such features go; it has no embedding here, and the caller must give one.
 
     Raises:
         InvalidModelError, UnsupportedModelError: the model cannot be read, has other inputs or outputs, or does not
@@ -313,9 +290,6 @@ class ModelEmbeddings(Embeddings):
         """Run the embedding model for ids that are not in the table yet, and fill in their embeddings.
 
         A first run gets NaN as features: an id whose embedding becomes NaN is a placeholder for features.
-
-        Raises:
-            SessionError: the model failed.
         """
         new = np.unique(tokens[self._known[tokens] == _NEW])
         if not new.size:
@@ -341,7 +315,6 @@ class ModelEmbeddings(Embeddings):
         return {v.name: self._features(v, count) for v in self._others}
 
     def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
-        """Run the embedding model, and return the embeddings; raise `SessionError` if the model fails."""
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):
@@ -364,10 +337,7 @@ class ModelEmbeddings(Embeddings):
         return ids
 
     def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
-        """Return a value for an input other than the token ids: `count` features of NaN; empty if `count` is 0.
-
-        Raises `UnsupportedModelError` if the input cannot be empty.
-        """
+        """Return `count` features of NaN for an input other than the token ids; an error if it cannot be empty."""
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
             raise UnsupportedModelError(

@@ -55,19 +55,17 @@ class TokenEvent:
     """One more token of one sequence, or its end.
 
     Attributes:
-        sequence: index of the prompt in its list. If the sequence was added with `DecodeSession.add`: its slot.
+        sequence: index of the prompt in its list. For a sequence added with `DecodeSession.add`: its slot.
         token: the chosen id; None in an event that only ends the sequence.
         text: the new text that can no longer change. It is empty while a character or a possible stop string is
-            incomplete, and always empty without a tokenizer. The joined texts of all events are the text of the
-            sequence. One exception: after bytes that are not UTF-8, a tokenizer with byte fallback may decode all
-            tokens to fewer characters than it did step by step.
+            incomplete, and without a tokenizer. The joined texts are the text of the sequence. One exception: after
+            bytes that are not UTF-8, a tokenizer with byte fallback may decode all tokens together to fewer characters.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
-        top_logprobs: tokens and their log-probabilities, the most probable first; their number is
-            `GenerationConfig.top_logprobs`.
+        top_logprobs: `GenerationConfig.top_logprobs` tokens and their log-probabilities, the most probable first.
         finish_reason: why the sequence ended; only in its last event.
-        speculation: counts of guessed and accepted tokens; only in the last event, and if prompt lookup or a draft
-            model guesses. Two events may be equal with different counts, because guesses do not change the tokens.
+        speculation: counts of guessed and accepted tokens; only in the last event, if tokens are guessed. Equal events
+            may have different counts, because guesses do not change the tokens.
     """
 
     sequence: int

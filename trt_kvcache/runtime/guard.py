@@ -13,9 +13,8 @@ from trt_kvcache.native import HeldSignals
 class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
-    While a session changes, Ctrl-C waits for the end of the block: an exception between two lines would leave half of a
-    change. The lock is a separate context manager, because the methods of a lock are not Python code, so Ctrl-C cannot
-    interrupt them.
+    While a session changes, Ctrl-C waits for the end of the block, so that no change is left half done. The lock is a
+    separate context manager, because the methods of a lock are not Python code, so Ctrl-C cannot interrupt them.
 
     Attributes:
         open: refuses calls after the session is closed.
@@ -33,11 +32,9 @@ class Guard:
 
     @property
     def lock(self) -> AbstractContextManager[bool]:
-        """The lock of the session; a thread that holds it may take it again.
+        """The lock of the session; a thread that holds it may take it again. Raises `SessionError` in a forked process.
 
-        Raises:
-            SessionError: this is a forked process. There the lock may be held by a thread that the fork does not have.
-                The threads of ONNX Runtime and the GPU are missing, too.
+        In a fork, the thread that held the lock may not exist.
         """
         if self.elsewhere:
             raise SessionError(
@@ -56,11 +53,7 @@ class Guard:
         self._signals.deliver()
 
     def close(self) -> None:
-        """Refuse all later calls to the session. The caller holds the lock.
-
-        Raises:
-            SessionError: the call comes from code that a step runs.
-        """
+        """Refuse all later calls. The caller holds the lock. Raises `SessionError` if the call comes from a step."""
         if not self.open.closed:
             with self.idle:
                 self.open.closed = True
@@ -81,15 +74,10 @@ class _Open:
 
 
 class _Idle:
-    """A context manager for changes of a session. It delays signals until the end of the ``with`` block.
+    """A context manager for changes of a session: delays signals; an error if the session is closed or in a step.
 
-    It raises an error if the session is closed, or if a running step executes this code.
-
-    Args:
-        open_: tells whether the session is closed.
-        stepping: locked while a step runs. The thread that locks it also holds the session's lock, so another call that
-            holds the session's lock must come from within the step.
-        signals: the waiting signals.
+    The thread that locks `stepping` also holds the session's lock, so another call that holds it comes from within the
+    step.
     """
 
     def __init__(self, open_: _Open, stepping: threading.Lock, signals: HeldSignals) -> None:

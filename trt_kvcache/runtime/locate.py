@@ -45,18 +45,9 @@ _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BF
 def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[str, Any] | None = None) -> CheckReport:
     """Find the first wrong layer of an engine that failed its check. Return `report` with this layer added.
 
-    The engine is built once more, with the results of its layers as outputs. TensorRT may then fuse fewer layers, so
-    that the error may disappear.
-
-    Args:
-        report: report of the engine.
-        engine: path of the engine.
-        model: path of the model from which the engine was built.
-        options: options of `TensorRTRunner`, except sizes.
-
-    Raises:
-        ManifestError: the engine was built from another model.
-        BuildError, BackendError: TensorRT refuses the new engine.
+    The engine is built again from `model`, with the results of its layers as outputs. TensorRT may then fuse fewer
+    layers, so that the error may disappear. Raises `ManifestError` if the engine was built from another model;
+    `BuildError` or `BackendError` if TensorRT refuses the new engine.
     """
     from trt_kvcache.runtime.trt.trt_runner import TensorRTRunner
 
@@ -132,7 +123,6 @@ class _ComparedRunner:
 
 
 def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
-    """Return the outputs of all layers that can be compared, in the order of the graph."""
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
     layers = []
@@ -151,16 +141,9 @@ def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
 def build_with_outputs(
     imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path
 ) -> Path:
-    """Build an engine again with more outputs, and write the new engine and its manifest. Return the new path.
+    """Build an engine again with the values `values` as outputs, write it and its manifest, and return its path.
 
-    Args:
-        imported: the model from which the engine was built.
-        manifest: manifest of the engine, with its build options.
-        values: values of the rewritten model that become outputs, with their types.
-        folder: folder for both files.
-
-    Raises:
-        BuildError: TensorRT refuses the model.
+    Raises `BuildError` if TensorRT refuses the model.
     """
     from trt_kvcache.importer.files.signed_weights import for_tensorrt
     from trt_kvcache.importer.protos import copied, dtype_name, elem_type_of, shape_of

@@ -1,10 +1,8 @@
 """The decode loop: feeds token ids to a runner, and chooses the next ones from the logits, for many sequences at once.
 
-A sequence is a list of tokens, the first `length` of which are in the cache. Each step writes some of the waiting
-tokens: a part of a new sequence's prompt; or the last chosen token of a running sequence, and guesses of the next
-ones. When no token waits any more, the model's scores choose the next token. Sequences join and leave between steps.
-The result of a sequence does not depend on the others. While some sequences decode, a budget limits the prompt tokens
-of a step, so that a long prompt does not stall the others.
+Each step writes some waiting tokens of each sequence: a part of a prompt, or the last chosen token and guesses. The
+result of a sequence does not depend on the others. While some sequences decode, a budget limits the prompt tokens of a
+step, so that a long prompt does not stall the others.
 """
 
 from __future__ import annotations
@@ -40,9 +38,11 @@ ASSISTED = 4
 """Tokens that a draft model guesses at a time by default."""
 
 PREFILL_BUDGET = {"cpu": 16, "gpu": 256}
-"""Largest number of prompt tokens in a step in which other sequences decode, by device. On two cores, SmolLM2-135M with
-8 rows takes 2.6 times as long for such a step as without a prompt, and hardly less with fewer tokens: each piece of a
-prompt reads all weights again. The value for GPUs is an estimate, not measured."""
+"""Most prompt tokens in a step in which other sequences decode, by device.
+
+On two cores, SmolLM2-135M with 8 rows takes 2.6 times as long for such a step as without a prompt, and hardly less with
+fewer tokens: each piece of a prompt reads all weights again. The value for GPUs is an estimate, not measured.
+"""
 
 Outcome = TokenEvent | TrtKvCacheError
 """The result of a step for one sequence: an event, or the error that ended the sequence."""
@@ -76,11 +76,9 @@ class _Piece:
 
 @dataclass(frozen=True)
 class Run:
-    """A sequence that the decode loop continues.
+    """A sequence that the decode loop continues. Each event or error is appended to `outcomes` at once.
 
     Attributes:
-        outcomes: the list to which each event or error of the sequence is appended at once, so that an interrupt cannot
-            lose it.
         client: the owner of the sequence; waiting clients get batch rows in turn.
     """
 
@@ -132,10 +130,9 @@ class DecodeLoop:
         self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
         client: Hashable = None,
     ) -> None:  # fmt: skip
-        """Set the state of a slot to `entry`, and continue its sequence.
+        """Set the state of a slot to `entry`, and continue its sequence. `keep_slot`: keep the slot at its end.
 
-        At the end of the sequence, free the slot unless `keep_slot`. If more sequences wait than batch rows are free,
-        clients get rows in turn. If `client` is None, the sequence is its own client.
+        If sequences wait for batch rows, clients get rows in turn. If `client` is None, the sequence is its own client.
         """
         config = continuation.config
         continuation.speculation.impossible = self._no_drafts
@@ -153,10 +150,7 @@ class DecodeLoop:
         return self._runs.pop(slot)
 
     def give_row(self) -> None:
-        """Give free batch rows to waiting sequences.
-
-        The client that has waited longest since its last row comes first.
-        """
+        """Give free batch rows to waiting sequences. The client that got its last row longest ago comes first."""
         known = {run.client for run in self._runs.values()}
         self._turns = {client: turn for client, turn in self._turns.items() if client in known}
         waiting = [run for run in self._runs.values() if self._cache.slot(run.slot).row < 0]
@@ -172,12 +166,10 @@ class DecodeLoop:
         return max(self._turns.values(), default=0) + 1
 
     def step(self) -> None:
-        """Compute the next token of every decoding sequence (several if guesses were right), and parts of some prompts.
+        """Compute the next tokens of every decoding sequence, and parts of some prompts.
 
-        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. Sequences in
-        neighbouring batch rows need the fewest steps of the runner.
-
-        A sequence that fails ends with its error; other sequences continue.
+        If no sequence decodes, every prompt advances by as much as fits into a step of the runner. A sequence that
+        fails ends with its error; other sequences continue.
         """
         seated = self._with_adapters()
         for run in seated:
@@ -221,23 +213,16 @@ class DecodeLoop:
             self._fail(slot, error)
 
     def _with_adapters(self) -> list[Run]:
-        """Return the sequences that can take part in the next step: with a batch row, and an adapter slot if needed.
-
-        Sequences that started earlier get adapter slots first; if there are too few, later sequences wait.
-        """
+        """Return the sequences that have a batch row and, if needed, an adapter slot. Earlier sequences come first."""
         seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
         placed = self._adapters.reserve(self._cache.slot(run.slot).adapter for run in seated)
         return [run for run in seated if self._cache.slot(run.slot).adapter in placed]
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
-        """Append tokens to slots that are not generating, and write them to the cache in as many steps as needed.
+        """Append tokens to slots that are not generating, and write them to the cache, in as many steps as needed.
 
-        Returns:
-            A mapping from slots to the logits of their last positions, float32 ``[min(keep, new tokens), V]``.
-
-        Raises:
-            TrtKvCacheError: a step failed. The slots are restored, as far as their caches allow. If the model keeps
-                state and a slot's state is unknown, the slot is removed.
+        Return the logits of the last positions by slot, float32 ``[min(keep, new tokens), V]``. If a step fails, the
+        slots are restored, as far as their caches allow; a slot whose state is unknown is removed.
         """
         self._with_adapters()
         before = {name: self._cache.slot(name) for name in tokens}
@@ -276,10 +261,7 @@ class DecodeLoop:
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
-        """Guess the next tokens of decoding sequences with the draft model or prompt lookup.
-
-        Return the guesses by slot.
-        """
+        """Return guesses of the next tokens by slot, from the draft model or prompt lookup."""
         guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
@@ -326,7 +308,6 @@ class DecodeLoop:
                     yield [piece]
 
     def _pieces(self, slots: Iterable[int], most: int | None = None) -> list[_Piece]:
-        """Return for each of these prompts the tokens that the next step writes."""
         pieces = []
         for slot in slots:
             with self._alone(slot):
@@ -352,10 +333,7 @@ class DecodeLoop:
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-        """Group neighbouring batch rows that write the same number of tokens.
-
-        The runner computes a group in one step.
-        """
+        """Group neighboring batch rows that write the same number of tokens, because one step computes them."""
         group: list[_Piece] = []
         for piece in sorted(pieces, key=lambda p: p.row):
             if group and not self._fits(group, piece):
@@ -376,7 +354,7 @@ class DecodeLoop:
         )
 
     def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """Return True if two groups of equally many tokens have the same positions."""
+        """Return True if the tokens of both slots, equally many, have the same positions."""
         places = [self._cache.slot(p.slot).positions for p in (piece, other)]
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
@@ -404,7 +382,6 @@ class DecodeLoop:
         return read
 
     def _batch(self, group: list[_Piece], *, highest: int = 0, masks: Masks | None = None) -> StepBatch:
-        """Return the inputs of a step for a group of batch rows."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
@@ -447,7 +424,7 @@ class DecodeLoop:
     def _choose(self, piece: _Piece, logits: Logits) -> BaseException | None:
         """Choose the next tokens of a sequence: its guesses as long as they are right, and one more token.
 
-        An error ends the sequence. If the error is not an `Exception` (such as KeyboardInterrupt), return it.
+        An error ends the sequence; if it is not an `Exception` (such as KeyboardInterrupt), it is returned.
         """
         run, slot = self._runs[piece.slot], piece.slot
         told, failure = len(run.outcomes), None
@@ -477,7 +454,7 @@ class DecodeLoop:
         return None if isinstance(failure, Exception) else failure
 
     def _note_told(self, piece: _Piece, outcomes: Outcomes) -> int:
-        """Append the tokens of these events to the slot: correct guesses, then the last token. Return this token."""
+        """Append the tokens of these events to the slot: correct guesses, then the last token. Return the last one."""
         tokens = [event.token for _, event in outcomes if isinstance(event, TokenEvent) and event.token is not None]
         right = max(0, len(tokens) - 1)
         self._cache.note_chosen(piece.slot, tokens[:right], piece.guesses - right, tokens[right:])
@@ -511,10 +488,7 @@ def _ends(outcome: Outcome) -> bool:
 
 
 def as_outcome(error: BaseException) -> TrtKvCacheError:
-    """Return the error to report for a sequence that ended with `error`.
-
-    Other packages' errors become a `SessionError`.
-    """
+    """Return the error to report for a failed sequence; other packages' errors become a `SessionError`."""
     if isinstance(error, TrtKvCacheError):
         return error
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -529,10 +503,7 @@ def as_outcome(error: BaseException) -> TrtKvCacheError:
 
 
 def why_no_drafts(runner: Runner) -> str:
-    """Return why a model cannot verify guessed tokens; empty if it can.
-
-    To verify, it must return logits of several positions of one step.
-    """
+    """Return why a model cannot verify guessed tokens, which takes several logits per step; empty if it can."""
     if why := why_no_return(runner.plan, rings=False):
         return why
     if runner.max_logits == 1 and runner.plan.logits_span is None:

@@ -194,7 +194,7 @@ Tokens = Callable[[int], list[int]]
 
 @dataclass(frozen=True)
 class _Steps:
-    """How often to run a step: number of measured runs, warmup runs before these, and a time limit in seconds."""
+    """How often to run a step: measured runs, warmup runs before these, and a time limit in seconds."""
 
     repeats: int
     warmup: int

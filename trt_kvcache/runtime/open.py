@@ -18,11 +18,7 @@ from trt_kvcache.runtime.runner import Runner
 
 
 class Unread:
-    """Stands for a tokenizer that is missing or cannot be read.
-
-    Args:
-        why: the reason, for the error message of a text prompt.
-    """
+    """Stands for a tokenizer that is missing or cannot be read. `why` is the reason, for messages."""
 
     def __init__(self, why: str) -> None:
         self.why = why
@@ -42,15 +38,9 @@ def find_tokenizer(model: Path) -> Any:
 
 
 def default_config(model: Path, tokenizer: Any) -> GenerationConfig:
-    """Return the default config of a session: greedy, with the end tokens that the model's files name.
+    """Return the default config of a session: greedy, with the end tokens of the model's files, else of `tokenizer`.
 
-    Args:
-        model: path of the model or engine.
-        tokenizer: a tokenizer, which names the end token if no file does; or None.
-
-    Raises:
-        OptionError: a file in the model's folder is unreadable, or has a value that is out of range.
-        ManifestError: the manifest of the engine is unreadable.
+    Raises `OptionError` or `ManifestError` if a file or the manifest is unreadable.
     """
     config = GenerationConfig.for_model(model)
     return config if config.eos_token_ids else ended_by(config, tokenizer)
@@ -63,12 +53,9 @@ small models.
 
 
 def default_sampling(model: Path) -> dict[str, Any]:
-    """Return the sampling settings of a model for servers and chats.
+    """Return the sampling settings for servers and chats, from the model's ``generation_config.json``.
 
-    They come from ``generation_config.json`` in the model's folder. If there are none, return `USUAL_SAMPLING`.
-
-    Raises:
-        OptionError: the file is unreadable, or has a value that is out of range.
+    If there are none, return `USUAL_SAMPLING`. Raises `OptionError` if the file is unreadable or has a bad value.
     """
     said = sampling_beside(model)
     try:
@@ -93,9 +80,8 @@ class Schedule:
         max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that are not generating
             move to host memory when another sequence needs a batch row. Running sequences keep their rows; new ones
             wait. None: new sequences wait for a row, and nothing is offloaded.
-        prefix_cache: bytes of host memory that keep cache rows of earlier texts. A text that begins like an earlier
-            text reuses the earlier text's rows, in blocks of 32 tokens. `KVCache.prefix_stats` counts the reused
-            tokens. None: no prefix cache.
+        prefix_cache: bytes of host memory that keep cache rows of earlier texts, for texts that begin in the same way.
+            Rows are reused in blocks of 32 tokens; `KVCache.prefix_stats` counts them. None: no prefix cache.
         prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
             wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of one
             step see each other in this model, a prompt is written in one step.
@@ -128,8 +114,8 @@ class CpuOptions:
 
     Attributes:
         threads: number of threads; None: one per core.
-        default_capacity: tokens per sequence of a model whose caches grow, if no capacity is given; models with a fixed
-            capacity ignore it. None: the maximum length in ``config.json`` in the model's folder, at most 4096.
+        default_capacity: tokens per sequence of a model whose caches grow, if no capacity is given. None: the maximum
+            length in ``config.json`` in the model's folder, at most 4096.
 
     Raises:
         OptionError: `default_capacity` is less than 1.
@@ -188,13 +174,7 @@ class RunnerOptions:
 
 
 def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
-    """Open a model with ONNX Runtime, or an engine on a GPU. The path may be that of the file or of its folder.
-
-    Raises:
-        OptionError: the file cannot run on the requested device, or the options are for another device.
-        VerificationError: the engine's results on this GPU differ from the recorded results in its proof.
-        ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
-    """
+    """Open a model with ONNX Runtime, or an engine on a GPU; `DecodeSession.open` explains options and errors."""
     path = engine_in(as_path(path, "path"))
     model = is_model(path)
     if model and options.device == "cuda":
@@ -231,11 +211,7 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Return the tokenizer for a session.
-
-    `tokenizer` may be the path of a ``tokenizer.json``; None for the file in the model's folder; False for no
-    tokenizer; or a tokenizer object, which is returned unchanged.
-    """
+    """Return a session's tokenizer: a given object, one from a path or the model's folder (None), or none (False)."""
     if tokenizer is None or tokenizer is False:
         return None if tokenizer is False else find_tokenizer(model)
     if not isinstance(tokenizer, (str, os.PathLike)):

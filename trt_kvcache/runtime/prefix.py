@@ -1,4 +1,4 @@
-"""The prefix cache: keeps cache rows of earlier texts in host memory, for new texts that begin in the same way.
+"""The prefix cache: keeps cache rows of earlier sequences in host memory, for new ones that begin in the same way.
 
 Rows are kept in blocks of tokens. A block is found by a hash of all tokens up to its end.
 """
@@ -45,18 +45,10 @@ class PrefixStats:
 
 
 class PrefixCache:
-    """Copies of the cache rows of earlier texts.
+    """Copies of the cache rows of earlier sequences. A new block replaces the least recently used one.
 
-    A cache row must depend only on the adapter and on the tokens up to its own. When a new block needs space, the least
-    recently used block is dropped; among the blocks of one text, the last block goes first, because a block is of no
-    use without the blocks before it.
-
-    Args:
-        runner: the runner that has the caches.
-        size: bytes of host memory for all blocks; page-locked if the caches lie on a GPU.
-
-    Attributes:
-        stats: counts so far.
+    Of one sequence, the last block goes first, because a block is of no use without those before it. `size` is in bytes
+    of host memory, page-locked if the caches lie on a GPU.
 
     Raises:
         OptionError: `size` is not a number of bytes, or is less than one block; or rows of this model cannot be reused.
@@ -84,13 +76,7 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names, for `fill`, of the blocks in the prefix cache that hold a sequence's first tokens.
-
-        Args:
-            tokens: tokens of the sequence.
-            most: largest number of tokens to find.
-            adapter: digest of the adapter with which the cache rows are computed; empty: no adapter.
-        """
+        """Return the names, for `fill`, of the blocks that hold a sequence's first tokens, at most `most` tokens."""
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
         self.stats.lookups += 1
@@ -99,12 +85,12 @@ class PrefixCache:
         return blocks
 
     def fill(self, row: int, blocks: Sequence[bytes]) -> None:
-        """Write the cache rows of these blocks (a text's first tokens) to batch row `row` of every cache."""
+        """Write the cache rows of these blocks (a sequence's first tokens) to a batch row of every cache."""
         for at, name in enumerate(blocks):
             self._runner.unpack_rows(row, at * BLOCK, (at + 1) * BLOCK, self._part(self._places[name]))
 
     def add(self, row: int, tokens: Sequence[int], blocks: int, adapter: bytes = b"") -> None:
-        """Copy a text's first blocks from batch row `row` of every cache, unless the prefix cache has them already."""
+        """Copy a sequence's first blocks from a batch row of every cache, unless the prefix cache has them already."""
         names = _names(tokens, blocks, adapter)
         for at, name in enumerate(names):
             if name in self._places:
@@ -141,7 +127,7 @@ class PrefixCache:
 
 
 def _names(tokens: Sequence[int], blocks: int, adapter: bytes) -> list[bytes]:
-    """Return the names of a text's first blocks: digests of the adapter and of all tokens up to each block's end."""
+    """Return the names of the first blocks: digests of the adapter and of all tokens up to each block's end."""
     names, name = [], adapter
     for block in np.array(tokens[: blocks * BLOCK], np.int64).reshape(blocks, BLOCK):
         name = blake3(name + block.tobytes()).digest()

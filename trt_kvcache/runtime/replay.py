@@ -1,7 +1,6 @@
-"""Replays an engine's proof: decodes the same tokens as when the proof was recorded, and compares the results.
+"""Replays an engine's proof: decodes the recorded tokens again, and compares logits and the newest cache rows.
 
-- After each step, it compares the logits.
-- After each part of the decode, it compares the newest cache rows. Rows that no token wrote must keep their bits.
+Cache rows that no token wrote must keep their bits.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ _CHOSEN = 0.25  # largest share of an output's rows that other chosen experts ma
 class SessionSteps(TextCaches):
     """Decodes sequences with a session's runner, to compare it; implements `trt_kvcache.compare.decode.Runner`.
 
-    A session with fewer batch rows than sequences decodes and returns only some of the sequences.
-
     Args:
-        runner: runner of an engine, or of a model on the CPU.
+        runner: runner of an engine, or of a model on the CPU; with fewer batch rows than sequences, only some are
+            decoded.
         given: values of the model's constants, by name; each has a batch of 1, or one row for each sequence.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
         garbage, seed: see `TextCaches`.
@@ -69,10 +67,7 @@ class SessionSteps(TextCaches):
         return self.runner.read_row(name, self.row(text), self.buffers[name].capacity)
 
     def write(self, name: str, texts: Sequence[int], values: Array) -> None:
-        """Replace the contents of a cache for some texts.
-
-        The first call also starts all texts, and fills the batch rows without a text.
-        """
+        """Replace the contents of a cache for some sequences; the first call also fills the spare batch rows."""
         if name not in self.buffers:
             return
         spare = self._spare if not self.ends.any() else ()
@@ -123,8 +118,7 @@ class Difference:
 
     Attributes:
         output: name of the logits, or of a cache's past.
-        found: the difference, relative to the values in a row; None if it cannot be computed, because a number is not
-            finite.
+        found: the difference, relative to the values in a row; None if a number is not finite.
         allowed: the allowed difference in the same part of the decode.
     """
 
@@ -148,7 +142,6 @@ class Finding:
         step: number of the step, from 0.
         part: name of the part of the decode to which the step belongs.
         row: index of the sequence.
-        what: description.
     """
 
     output: str
@@ -182,25 +175,20 @@ class Replay:
 
 
 def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
-    """Return the number of batch rows for a replay: one for each text and, if possible, one that must not change."""
+    """Return the batch rows for a replay: one for each sequence and, if possible, one that must not change."""
     return min(proof.facts.rows + 1, most) if _rows_aligned(plan) else 1
 
 
 def _rows_aligned(plan: CachePlan) -> bool:
-    """Return True if each batch row of a cache starts at an address that TensorRT accepts; if not, run texts singly."""
+    """Return True if each batch row starts at an address that TensorRT accepts, so that sequences can share steps."""
     return not any(b.row_bytes % ALIGNMENT for b in carried_buffers(plan))
 
 
 def replay(runner: Runner, proof: Proof) -> Replay:
     """Decode the tokens of a proof (recorded steps with their results), and return how the runner's results differ.
 
-    Args:
-        runner: runner of the engine with at least `rows_needed` rows; its cache contents are lost.
-        proof: proof of the engine.
-
-    Raises:
-        ManifestError: the proof does not fit this engine, or cannot be replayed with this version of NumPy.
-        SessionError: a step failed.
+    `runner` has at least `rows_needed` rows, and loses its cache contents. Raises `ManifestError` if the proof does not
+    fit this engine or this version of NumPy, `SessionError` if a step failed.
     """
     try:
         return _Replay(runner, proof).run()
@@ -238,7 +226,7 @@ class _Replay:
         self._outliers: dict[str, tuple[int, int]] = {}  # by output: rows that differ, and all rows
 
     def _misfit(self) -> str:
-        """Return why a proof does not belong to this engine, by its lengths and cache names; empty if it may belong."""
+        """Return why a proof's lengths or cache names do not fit this engine; empty if they do."""
         facts, runner = self._facts, self._runner
         bounds = [n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None]
         if facts.chunk > runner.max_chunk:
@@ -301,7 +289,7 @@ class _Replay:
                 self._findings.pop(name, None)
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows in which nothing but new tokens' cache rows may change: with and without a sequence."""
+        """Return the batch rows, with and without a sequence, in which only new tokens' cache rows may change."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
@@ -319,7 +307,6 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, name: str) -> None:
-        """Compare the newest rows of a cache with the rows in the proof, within the allowed difference."""
         if name in self._facts.allowed[part]:
             for text in self._steps.texts:
                 wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])

@@ -1,4 +1,4 @@
-"""Checks the prompts of a session before anything runs. Also defines the results of `generate`."""
+"""Checks the prompts of a session before anything runs, and defines the results of `generate`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A prompt: token ids, or a text if the session has a tokenizer."""
 
 ConstantValues = Mapping[str, npt.NDArray[Any]] | Constants
-"""Inputs beside the text, such as an encoder's output: an array ``[1, ...]`` for each input's name."""
+"""Inputs beside the tokens, such as an encoder's output: an array ``[1, ...]`` for each input's name."""
 
 ConstantsAll = Sequence[ConstantValues] | None
 """The constants of each prompt, in order; None for models that have no such inputs."""
@@ -48,7 +48,7 @@ class Generation:
         tokens: new tokens, including the one that ended the sequence.
         text: text of the new tokens; empty without a tokenizer.
         logprobs: log-probability of each new token, if `GenerationConfig.output_logprobs` is set.
-        top_logprobs: the most probable tokens at each new token and their log-probabilities, if
+        top_logprobs: for each new token, the most probable tokens and their log-probabilities, if
             `GenerationConfig.top_logprobs` is set.
         finish_reason: why the sequence ended.
         speculation: counts of guessed and accepted tokens.
@@ -79,11 +79,8 @@ class ReadPrompt:
     """One prompt after all checks, in the form that the decode loop takes.
 
     Attributes:
-        tokens: token ids.
-        embeds: ``[S, H]`` in the model's dtype, replacing the embeddings of all tokens; None: the session looks up the
-            ids.
-        positions: int64 ``[planes, S]``, where each token has `planes` positions; None: the positions continue those of
-            the earlier tokens.
+        embeds: ``[S, H]`` in the model's dtype, in place of the tokens' embeddings; None: they are looked up.
+        positions: int64 ``[planes, S]`` (planes: positions per token); None: the next positions.
         constants: inputs of the model that stay the same in all steps of this prompt.
     """
 
@@ -98,15 +95,7 @@ class ReadPrompt:
 
 
 class PromptReader:
-    """Checks the prompts of callers, and turns texts into token ids.
-
-    Args:
-        runner: runner of the model.
-        rows: the sequences in the caches of this runner.
-        embeddings: embeddings of token ids; None for models that take the ids.
-        tokenizer: tokenizer for texts, or None.
-        why: the reason if there is no tokenizer, for messages.
-    """
+    """Checks the prompts of callers, and turns texts into token ids. `why` is the reason if there is no tokenizer."""
 
     def __init__(
         self, runner: Runner, rows: CacheRows, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
@@ -133,11 +122,10 @@ class PromptReader:
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:
-        """Check several prompts and their other inputs; return them in order. No prompt may be empty.
+        """Check several prompts, none empty, and their other inputs; return them in order.
 
-        Raises:
-            PromptError: see `read`; or there are more or fewer constants, embeddings or positions than prompts.
-            CapacityError: a prompt is longer than the cache.
+        Raises `PromptError` (see `read`; or the number of other inputs is wrong) or `CapacityError` (a prompt is too
+        long).
         """
         entries = "prompts, each a text or a list of token ids"
         prompts = as_list(prompts, "prompts", entries, PromptError)
@@ -156,10 +144,8 @@ class PromptReader:
     ) -> tuple[ReadPrompt, Slot]:
         """Check a prompt to append to a slot (None: a new slot). Return it, and the state of the slot after that.
 
-        Raises:
-            PromptError: see `read`; or there is nothing to run.
-            CapacityError: slot and prompt together are longer than the cache.
-            SlotError: the slot is not in use, or is generating.
+        Raises `PromptError` (see `read`; or there is nothing to run), `CapacityError` (slot and prompt are too long) or
+        `SlotError` (the slot is not in use, or is generating).
         """
         entry = Slot(-1) if slot is None else self._rows.idle(slot)
         new = self.read(prompt, inputs_embeds, positions)
@@ -172,13 +158,7 @@ class PromptReader:
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:
-        """Check the tokens that a caller wants to write to slots. Return the tokens by slot.
-
-        Raises:
-            PromptError: see `read`; or there is nothing to write.
-            CapacityError: slot and tokens together are longer than the cache.
-            SlotError: a slot is not in use, or is generating.
-        """
+        """Check the tokens that a caller wants to write to slots. Return them by slot. Errors: see `read_added`."""
         for name, mapping in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
             if not isinstance(mapping, Mapping):
                 raise PromptError(f"{name} is {shown(mapping)}; give a mapping from slots to their values")
@@ -194,7 +174,7 @@ class PromptReader:
         return checked
 
     def after(self, entry: Slot, prompt: ReadPrompt, what: str) -> Slot:
-        """Return the state of a slot with a prompt appended; raise `CapacityError` if it exceeds the cache."""
+        """Return the state of a slot with a prompt appended. Raises `CapacityError` if it exceeds the cache."""
         after = prompt.after(entry)
         self._rows.check(after, what)
         return after
@@ -202,9 +182,8 @@ class PromptReader:
     def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
         """Check one prompt, which may be empty. Return its token ids together with its other inputs.
 
-        Raises:
-            PromptError: there is no tokenizer for a text; ids are not a flat list of integers; the model does not know
-                an id; or the model takes no embeddings or positions, or there is not one for each token.
+        Raises `PromptError` if the prompt is not text or a flat list of known ids, a tokenizer is missing, or
+        embeddings or positions do not fit the tokens or the model.
         """
         tokens = self._ids(prompt)
         if inputs_embeds is None:
@@ -230,7 +209,7 @@ class PromptReader:
         return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
-        """Return the tokenizer; raise `PromptError` if there is none. `what` names the text that needs a tokenizer."""
+        """Return the tokenizer. Raises `PromptError` if there is none; `what` names the text that needs it."""
         if self._tokenizer is None:
             raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
         return self._tokenizer
@@ -266,16 +245,9 @@ def is_one(prompts: object) -> bool:
 
 
 def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
-    """Refuse a generation config that asks for guessed tokens if the model cannot verify them.
+    """Raise `OptionError` if `config` is not a GenerationConfig, or asks for guesses that this model cannot have.
 
-    Args:
-        config: the config to check.
-        plan: plan of the model.
-        draft: True if there is a draft model.
-
-    Raises:
-        OptionError: `config` is not a GenerationConfig; or it asks for guessed tokens, and the model has state that
-            cannot go back, or there is no draft model.
+    `draft` is True if there is a draft model. A model with state cannot take wrong guesses back.
     """
     if not isinstance(config, GenerationConfig):
         kind = type(config)
@@ -299,10 +271,7 @@ def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
 
 
 def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
-    """Return one value for each prompt: the items of `values`, or None for each prompt if `values` is None.
-
-    Raises `PromptError` if there are more or fewer values than prompts.
-    """
+    """Return one value for each prompt, or None for each. Raises `PromptError` if `values` has another length."""
     if values is None:
         return [None] * len(prompts)
     several = [] if isinstance(values, Mapping) else as_list(values, name, f"{entry} for each prompt", PromptError)

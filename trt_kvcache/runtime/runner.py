@@ -1,9 +1,8 @@
 """The interface of runners, which execute a model for the decode loop: one with TensorRT, one with ONNX Runtime.
 
-A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, and one value per row of every state. It
-allocates and zeroes them once, and runs steps on contiguous rows of them. A runner knows nothing of sequences, prompts
-or sampling; the loop knows nothing of TensorRT or ONNX Runtime. The session checks every step before it runs (lengths,
-capacity, rules of cache updates): a runner may rely on that.
+A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, and one value per row of every state, and runs
+steps on contiguous rows of them. It knows nothing of sequences, prompts or sampling. The session checks every step
+before it runs (lengths, capacity, rules of cache updates): a runner may rely on that.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class HostMemory:
 
 @dataclass(frozen=True, eq=False)
 class StepBatch:
-    """The inputs of one step: `S` new tokens for each of `R` neighbouring batch rows.
+    """The inputs of one step: `S` new tokens for each of `R` neighboring batch rows.
 
     Attributes:
         first_row: the step reads and writes batch rows ``first_row .. first_row + R - 1`` of every cache.
@@ -53,10 +52,10 @@ class StepBatch:
         constants: for each row, the inputs that stay the same in all steps, of equal sizes in all rows; empty if the
             model has no such inputs.
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
-        positions: int64 ``[R, planes, S]``, where `planes` is the number of positions of a token, or 1 if they are
-            equal; None: the position of each token is its cache row.
-        highest: how many of the highest scores of each position the caller needs; scores equal to the lowest of these
-            are needed, too. 1: only the first of the highest; 0: all scores.
+        positions: int64 ``[R, planes, S]`` (planes: positions per token; 1 if they are equal); None: the position of
+            each token is its cache row.
+        highest: how many of the highest scores of each position the caller needs, and all scores equal to the lowest of
+            these. 1: only the first of the highest; 0: all scores.
         masks: function that returns the tokens that may be among the `highest`; None: all tokens. A runner should call
             it after the step has started, so that step and function run at the same time.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for no adapter; None: all 0.
@@ -110,7 +109,6 @@ class Runner(Protocol):
 
     Attributes:
         name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
-        plan: the plan of the rewritten model that is run.
         home: the GPU whose arrays a step can take as constants, see `DeviceArray.home`; None: only host arrays.
         max_batch: batch rows of every cache buffer.
         max_chunk: most tokens per row in one step.
@@ -129,52 +127,34 @@ class Runner(Protocol):
     max_positions: int | None
 
     def identity(self) -> str:
-        """Return a digest of the source model's content, equal for a model and the engines built from it.
-
-        This may read whole files, so call it only to save and load.
-        """
+        """Return a digest of the source model's content, equal for a model and its engines. May read whole files."""
         ...
 
     def step(self, batch: StepBatch) -> Logits:
-        """Run one step to its end.
+        """Run one step to its end. Raises `SessionError` if it failed; cache rows below `starts` are unchanged then.
 
         Returns:
-            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns the memory
-                of the result; it is valid until the next call, including `close`. If the step needs few scores, a
-                runner that chooses tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R,
-                keep, N]`` instead: at least the needed scores that the masks allow, in ascending order of tokens. Other
-                runners ignore masks.
-
-        Raises:
-            SessionError: the step failed. Cache rows below `starts` are unchanged.
+            Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns this
+            memory; it is valid until the next call, including `close`. If the step needs few scores, a runner that
+            chooses tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R, keep, N]`` instead:
+            at least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
         """
         ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first `tokens` cache rows of batch row `source` to batch row `target`, in each cache.
-
-        Copy all state, too.
-        """
+        """Copy all state, and the first `tokens` cache rows of each cache, from one batch row to another."""
         ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, up to each cache's capacity.
-
-        State has one value for the whole text: it becomes 0 if `start` is 0; otherwise it stays.
-        """
+        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache; state becomes 0 if `start` is 0."""
         ...
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
-        """Return a host copy of the first `tokens` cache rows of a batch row.
-
-        Args:
-            name: name of the past tensor.
-            row: batch row.
-            tokens: number of cache rows, at most the capacity.
+        """Return a host copy of the first `tokens` cache rows of a batch row of one past tensor.
 
         Returns:
             An array in the engine's layout: `physical_shape` without its batch axis, with `tokens` entries on its
-                sequence axis. State is returned whole, whatever `tokens` is.
+            sequence axis. State is returned whole.
         """
         ...
 
@@ -183,35 +163,22 @@ class Runner(Protocol):
         ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
-        """Write matrix A or B of a LoRA adapter to one adapter slot of a model input.
+        """Write matrix A or B of a LoRA adapter to one adapter slot (from 1 on) of a model input; slot 0 stays zero.
 
-        Later steps that use the slot read this matrix.
-
-        Args:
-            name: name of the input ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``.
-            slot: number of the slot, from 1 on; slot 0 stays zero.
-            data: the matrix in the input's dtype. Its rank may be less than that of the input; the rest of the slot
-                becomes 0. None: the whole slot becomes 0.
+        The input is ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``. The matrix has the input's dtype;
+        its rank may be smaller. The rest of the slot becomes 0; if `data` is None, the whole slot.
         """
         ...
 
     def host_memory(self, size: int) -> HostMemory:
-        """Return host memory for `pack_rows`, page-locked if the caches lie on a GPU.
-
-        Raises:
-            SessionError: too little memory is free.
-        """
+        """Return host memory for `pack_rows`, page-locked for a GPU. Raises `SessionError` if too little is free."""
         ...
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
         """Copy the cache rows of tokens ``start .. stop - 1`` of one batch row to host memory, and wait for the end.
 
-        Args:
-            row: batch row.
-            start: first token. If it is 0, the state is copied, too.
-            stop: end of the tokens (exclusive).
-            into: memory from `host_memory`; gets the tokens of all buffers one after the other, each as a contiguous
-                array ``[planes, tokens, width]`` (planes: such as heads), see `Carried`.
+        If `start` is 0, the state is copied, too. `into` (from `host_memory`) gets the buffers one after the other,
+        each as a contiguous array ``[planes, tokens, width]`` (planes: such as heads), see `Carried`.
         """
         ...
 
@@ -222,8 +189,8 @@ class Runner(Protocol):
     def view(self, name: str) -> Any:
         """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
 
-        On a GPU, the buffer is an object with ``__dlpack__``; a bfloat16 or float8 cache comes as unsigned integers
-        with the same bits. On the CPU, the buffer is a NumPy array.
+        On the CPU, it is a NumPy array. On a GPU, it is an object with ``__dlpack__``; a bfloat16 or float8 cache comes
+        as unsigned integers with the same bits.
         """
         ...
 

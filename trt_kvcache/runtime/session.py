@@ -70,8 +70,7 @@ class DecodeSession:
                 print(event.token)
 
     Any thread may call any method: one lock serializes the steps, and the sequences of all threads share the steps. A
-    forked process cannot use the session; open the model there. A sequence that fails or ends does not disturb other
-    sequences.
+    forked process cannot use the session. A sequence that fails or ends does not disturb other sequences.
 
     Args:
         runner: executes the steps; the session closes it.
@@ -87,9 +86,8 @@ class DecodeSession:
     Attributes:
         cache: the caches; its methods change them.
         adapters: the loaded adapters (LoRA); they can be loaded and unloaded at any time.
-        config: default config of generations: greedy decoding that ends at the model's own end tokens. A
-            `GenerationConfig` without ``eos_token_id`` takes the one of this config; ``eos_token_id=()`` means no end
-            token.
+        config: default config: greedy decoding that ends at the model's own end tokens. A `GenerationConfig` without
+            ``eos_token_id`` takes the one of this config; ``eos_token_id=()`` means no end token.
         sampling: sampling settings that the model's ``generation_config.json`` recommends, such as ``{"temperature":
             0.6, "top_p": 0.95}``; servers use them.
     """
@@ -172,26 +170,23 @@ class DecodeSession:
             max_chunk: most tokens of one sequence per step; None: the number in the engine, or 512 for a model.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
                 `path`, if there is one; False: token ids only.
-            embeddings: how token ids become embeddings, for a model that takes embeddings: an ``.onnx`` model, which
-                runs on the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a
-                tensor in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside
-                `path`.
+            embeddings: for a model that takes embeddings: an ``.onnx`` model, which runs on the CPU; or a table ``[V,
+                H]`` of any float type, scaled as the decoder takes it, as an array, ``.npy`` or ``.safetensors``
+                (``FILE:NAME`` names a tensor). None: the exporter's model beside `path`.
             encoder: the encoder of an encoder-decoder, for `encode`: an engine; or an ``.onnx`` file or its folder,
                 which run on the CPU. None: the encoder engine that was built with the decoder's engine; without one,
                 the exporter's model beside `path`.
             adapters: folders of adapters (LoRA) that peft wrote, by name; `GenerationConfig.adapter` takes these names.
                 An engine takes adapters that fit the rank and the targets that it was built for. A model is planned for
                 these adapters, unless `plan_options` has a ``lora_rank``.
-            draft: a smaller model or engine with the same vocabulary, which guesses the next tokens; the model checks
-                several guesses in one step; the generated tokens do not change. See
-                `GenerationConfig.num_assistant_tokens`.
-            check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded when
-                the engine was built. ``"first"``: once for each GPU, driver and TensorRT version; this takes some
-                seconds and writes a ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``:
-                each time; engines without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
+            draft: a smaller model or engine with the same vocabulary. It guesses tokens, and the model checks several
+                guesses in one step; the generated tokens do not change. See `GenerationConfig.num_assistant_tokens`.
+            check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded at the
+                build. ``"first"``: once for each GPU, driver and TensorRT version; this takes some seconds and writes a
+                ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``: each time; engines
+                without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
             plan_options: how a model is planned; engines were planned when they were built.
-            schedule: how sequences share steps and batch rows: offloading, prefix cache, and steps that serve prompts
-                and generating sequences together.
+            schedule: how sequences share steps and batch rows: offloading, prefix cache, and the prefill budget.
             cpu: how ONNX Runtime runs a model.
             gpu: how TensorRT runs an engine.
 
@@ -255,12 +250,9 @@ class DecodeSession:
         return self._reader.vocab
 
     def identity(self) -> str:
-        """Return a digest of the model's content, equal for a model and the engines built from it.
+        """Return a digest of the model's content, equal for a model and its engines. This may read whole files.
 
-        This may read whole files.
-
-        Raises:
-            SessionError: the files changed after the session was opened, or the session is closed.
+        Raises `SessionError` if the files changed after the session was opened, or the session is closed.
         """
         with self._guard.lock, self._guard.open:
             return self._runner.identity()
@@ -296,7 +288,7 @@ class DecodeSession:
 
         Returns:
             Constants of one sequence, for `generate`, `stream` and `add`. An encoder on the GPU leaves them in GPU
-                memory, which is freed with the last reference; ``numpy.asarray`` copies them.
+            memory, which is freed with the last reference; ``numpy.asarray`` copies them.
 
         Raises:
             OptionError: the model takes no inputs from an encoder, or there is no encoder in the model's folder.
@@ -352,11 +344,10 @@ class DecodeSession:
         """Continue every prompt to its end.
 
         Args:
-            prompts: one prompt or a list of prompts. A prompt is a text or a list of token ids. If there are more
-                prompts than free batch rows, the remaining prompts wait.
+            prompts: one prompt or a list of prompts: texts or lists of token ids. If there are more prompts than free
+                batch rows, the remaining prompts wait.
             config: settings for all prompts; None: `config` of the session.
-            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, give its constants without a
-                list.
+            constants: other inputs of each prompt, see `ConstantValues`; for one prompt, without a list.
             inputs_embeds: embeddings of each prompt, see `add`.
             positions: positions of each prompt, see `add`.
             settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``; they override the config. Settings of
@@ -415,11 +406,7 @@ class DecodeSession:
         config: GenerationConfig | None = None,
         **settings: Unpack[Settings],
     ) -> Iterator[TokenEvent]:
-        """Answer the last message of a conversation; yield an event per token. `chat` explains the arguments.
-
-        Raises:
-            PromptError, OptionError: see `chat`.
-        """
+        """Answer the last message of a conversation; yield an event per token. `chat` explains arguments and errors."""
         return self.stream(self.render_chat(messages), config, **settings)
 
     def render_chat(
@@ -429,10 +416,9 @@ class DecodeSession:
 
         Args:
             messages: the conversation, see `chat`.
-            tools: functions that the model may call, for chat templates that support tools: ``{"type": "function",
-                "function": {"name": "f", "parameters": {...}}}``.
-            how: fields of `trt_kvcache.runtime.text.chat_template.Chat`, such as ``values={"enable_thinking": False}``
-                for the template.
+            tools: functions that the model may call, if the template supports tools: ``{"type": "function", "function":
+                {"name": "f", "parameters": {...}}}``.
+            how: fields of `trt_kvcache.runtime.text.chat_template.Chat`, such as ``values={"enable_thinking": False}``.
 
         Raises:
             PromptError: there is no tokenizer.
@@ -510,8 +496,7 @@ class DecodeSession:
     ) -> int:
         """Add a sequence: each `step` advances it, and its slot is freed when it ends.
 
-        If other sequences run in all batch rows, the new sequence waits until one of them ends. Clients get free rows
-        in turn; the sequences of one client start in the order in which they were added. A session opened with
+        If other sequences run in all batch rows, the new sequence waits until one of them ends. A session opened with
         `max_sequences` refuses more sequences than this.
 
         Args:
@@ -522,12 +507,11 @@ class DecodeSession:
             index: number of the sequence's stream of random numbers. Sequences with the same seed and the same index
                 draw the same numbers.
             client: the owner of the sequence. A free batch row goes to the client that got its last row the longest
-                time ago, so that a client with 100 prompts does not delay a client with one. None: a new client that
-                has only this sequence.
+                time ago; the sequences of one client start in the order in which they were added. None: a new client.
             constants: other inputs of a new slot (`ConstantValues`); an existing slot keeps the constants that it has.
             inputs_embeds: float ``[S, H]``, for a model that takes embeddings: replaces the embeddings of the prompt's
-                tokens, images and sound included. The prompt still needs an id for each embedding: penalties, n-grams
-                and prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
+                tokens, images and sound included. The prompt still needs an id for each embedding, because penalties,
+                n-grams and prompt lookup read the ids. At the places of an image the ids are the model's placeholders.
             positions: ints ``[S]``, or ``[planes, S]`` for a model with several positions per token (M-RoPE: time,
                 height, width): the positions of the prompt's tokens. Later tokens get the next positions after the
                 largest of these, the same in all planes. None: the prompt follows the tokens of the slot.
@@ -576,15 +560,14 @@ class DecodeSession:
 
     @property
     def running(self) -> tuple[int, ...]:
-        """Slots that `step` will advance, and slots that have ended, but have events that `step` must return."""
+        """Slots that `step` will advance, and ended slots whose events `step` still has to return."""
         with self._guard.lock, self._guard.open:
             return tuple(dict.fromkeys((*self._loop.slots, *self._streams.untold)))
 
     def remove(self, slot: int) -> None:
         """End a sequence, whether it runs or not, and free its slot. A stream of this sequence reports it as cancelled.
 
-        Raises:
-            SlotError: the slot is not in use.
+        Raises `SlotError` if the slot is not in use.
         """
         with self._guard.lock, self._guard.idle:
             if slot not in self._rows and slot in self._streams.untold:
@@ -598,10 +581,8 @@ class DecodeSession:
     def stop(self, slot: int) -> None:
         """End a running sequence; its slot stays, with its tokens and caches, as after `add` with `keep`.
 
-        Nothing happens if the sequence has already ended. A stream of this sequence reports it as cancelled.
-
-        Raises:
-            SlotError: the slot is not in use.
+        Nothing happens if the sequence has already ended. A stream of this sequence reports it as cancelled. Raises
+        `SlotError` if the slot is not in use.
         """
         with self._guard.lock, self._guard.idle:
             if self._rows.slot(slot).running:
@@ -643,8 +624,7 @@ class DecodeSession:
     def close(self) -> None:
         """Free all memory; every later call is refused. A second call, or a call in a forked process, does nothing.
 
-        Raises:
-            SessionError: a step called this while it was running; nothing has changed.
+        Raises `SessionError` if a running step called this; nothing has changed then.
         """
         if self._guard.elsewhere:
             return

@@ -21,13 +21,7 @@ if TYPE_CHECKING:
 class HostRows:
     """The cache contents of an offloaded slot in host memory, page-locked if the caches lie on a GPU.
 
-    Args:
-        runner: the runner that has the caches.
-        row: batch row of every cache.
-        tokens: number of tokens that were written to the batch row.
-
-    Raises:
-        SessionError: too little memory is free. Nothing has changed.
+    Raises `SessionError` if too little memory is free.
     """
 
     def __init__(self, runner: Runner, row: int, tokens: int) -> None:
@@ -47,7 +41,7 @@ class HostRows:
         self._runner.unpack_rows(row, 0, self._tokens, self._memory.data)
 
     def arrays(self) -> Mapping[str, Array]:
-        """Return the saved contents by the name of the past input, in the shapes that `Runner.read_row` returns."""
+        """Return the saved contents by name of the past input, in the shapes that `Runner.read_row` returns."""
         arrays, start = {}, 0
         for buffer in self._buffers:
             stop = start + buffer.range_bytes(0, self._tokens)
@@ -72,9 +66,7 @@ class Slot:
         written: the largest length since the last crop; it shows how far a circular cache was overwritten.
         running: True while the decode loop continues the sequence; then only the loop may change the slot.
         constants: inputs of the sequence other than its tokens, the same in all steps.
-        adapter: adapter that computes the sequence; None: no adapter.
         embeds: the caller's embeddings of tokens that are not in the cache yet.
-        positions: positions of the sequence's tokens.
         offloaded: cache contents of a slot without a row; None if the slot is not offloaded or has no contents.
         used: time of the last use; the slot with the lowest value was used least recently.
         by_ids: number of first tokens for which the caller gave only ids, and which have consecutive positions; None:
@@ -109,11 +101,8 @@ class Slot:
     def appended(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> Slot:
         """Return a copy with more tokens, which are not in the cache yet.
 
-        Args:
-            tokens: token ids.
-            embeds: ``[S, H]`` in the model's dtype, replacing the tokens' embeddings; None: the session looks up the
-                ids.
-            positions: int64 ``[planes, S]``, where each token has `planes` positions; None: the next positions.
+        `embeds` ``[S, H]`` replace the tokens' embeddings; None: they are looked up. `positions` are int64 ``[planes,
+        S]`` (planes: positions per token); None: the next positions.
         """
         start, by_ids = len(self.tokens), self.by_ids
         if by_ids is None and not (embeds is None and positions is None):
@@ -148,5 +137,5 @@ class Slot:
 
 
 def sequence_capacity(runner: Runner) -> int | None:
-    """Return the most tokens that a sequence with consecutive positions may have; None if there is no limit."""
+    """Return the most tokens of a sequence with consecutive positions; None if there is no limit."""
     return min((n for n in (linear_capacity(runner.plan), runner.max_positions) if n is not None), default=None)

@@ -1,9 +1,8 @@
-"""Computes the inputs of a step except caches, reads its logits, and pads it to a model's fixed sizes.
+"""Computes the inputs of a step except caches, reads its logits, and pads it to a model's fixed sizes. Pure NumPy.
 
-Pure NumPy, for all runners. A model whose batch, or whose number of tokens per step, is fixed at more than one computes
-all of its rows and tokens in each step. Rows that do not take part compute some token at the start of their caches;
-their former contents are restored afterwards. Padding tokens lie after those of the step, where causal attention hides
-them; their rows are zeroed after the step. The results of real rows and tokens are the same as without padding.
+A model whose batch or step length is fixed computes all of its rows and tokens in each step. Rows without a sequence
+are restored afterwards. Padding tokens lie after those of the step, where causal attention hides them; their rows are
+zeroed. The results of real rows and tokens are the same as without padding.
 """
 
 from __future__ import annotations
@@ -49,11 +48,9 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 
 
 class StepLogits:
-    """Describes the output that holds the logits of a model.
+    """The output that holds the logits of a model.
 
     Attributes:
-        name: name of the output.
-        dtype: dtype of the output.
         known: True if the model states the size of the vocabulary. If False, call `settle` first to set the size.
         last_only: True if the model returns logits of the last position of each row only.
 
@@ -113,15 +110,12 @@ class StepLogits:
         return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)
 
     def last(self, output: Array, batch: StepBatch) -> Array:
-        """Return the logits of the last `keep` positions, ``[R, keep, V]``, from a step's output; the dtype stays.
-
-        Raises `SessionError` if the model returns fewer positions.
-        """
+        """Return the logits ``[R, keep, V]`` of the last `keep` positions of a step's output. Errors: see `check`."""
         positions = self.check(batch)
         return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
     def check(self, batch: StepBatch) -> int:
-        """Return the number of positions with logits in a step; raise `SessionError` if `batch` asks for more."""
+        """Return the number of positions with logits in a step. Raises `SessionError` if `batch` asks for more."""
         positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
@@ -134,10 +128,9 @@ class StepLogits:
 class StepInputs:
     """Computes the inputs of a step from the roles in the plan.
 
-    Positions, write indices and valid lengths follow from the number of tokens in each row, unless the step is given
-    positions. If a token has several positions (M-RoPE: time, height, width), all are equal, as it must be for text.
-    Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end at the
-    capacity. Masks hide cache rows that are not written yet and, within a step, later tokens.
+    If a token has several positions (M-RoPE: time, height, width), all are equal, as it must be for text, unless the
+    step is given positions. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo.
+    Valid lengths end at the capacity. Masks hide cache rows that are not written yet and, within a step, later tokens.
 
     Attributes:
         uniform: True if an input has no batch axis, although its values depend on the row. Then all rows of a step must
@@ -177,20 +170,13 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Return zeros in place of embeddings for tokens ``[R, S]``; None for models that take token ids.
-
-        Use the zeros for steps whose results are not used.
-        """
+        """Return zeros as embeddings of tokens ``[R, S]``, for results that are not used; None for models of ids."""
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the number of batch rows that the caller (`asked`) or the model fixes; None if neither does.
-
-        Raises:
-            OptionError: the model fixes another number than the caller.
-        """
+        """Return the batch rows that the caller (`asked`) or the model fixes, or None. `OptionError` if they differ."""
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
                 f"max_batch is {asked}, but this model computes {self.fixed_rows} sequences in every step: leave it "
@@ -203,14 +189,9 @@ class StepInputs:
         return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
-        """Return the largest number of tokens per row and step that the model and its smallest cache allow.
+        """Return the largest number of tokens per row and step: `asked`, or `default` if that is None.
 
-        Args:
-            asked: the caller's number; None: `default`, or the allowed number if that is smaller.
-            default: the number if the caller asks for none.
-
-        Raises:
-            OptionError: `asked` is more than is allowed.
+        The model and its smallest cache limit the result. Raises `OptionError` if `asked` is more than they allow.
         """
         bounds = [c.contract.max_update_length for c in self._caches if c.contract]
         allowed = min(c.capacity for c in self._caches)
@@ -230,15 +211,12 @@ class StepInputs:
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
-        """Return the length of each input that tells how many cache rows to read; it has 0, 1, ... length - 1."""
+        """Return the length of each span input, which has the values 0, 1, ... for the cache rows that a step reads."""
         rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
-        """Return the values of all inputs by name, C-contiguous, in the model's dtypes.
-
-        Caches, state, constants and the inputs for the number of cache rows to read are left out.
-        """
+        """Return the inputs by name, C-contiguous, in the model's dtypes; no caches, state, constants and spans."""
         sizes = batch.sizes
         arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, arrays)
@@ -419,12 +397,12 @@ def _has_no_rows(tensor: TensorRole) -> bool:
 
 
 def _lowest(dtype: np.dtype[Any]) -> float:
-    """Return the lowest finite number, as the bias that hides a key. Even if all keys are hidden, no NaN appears."""
+    """Return the lowest finite number, which hides a key. Even if all keys are hidden, no NaN appears."""
     return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
-    """Return the step's embeddings, shaped to broadcast to the input; raise `SessionError` if the step has none."""
+    """Return the step's embeddings in a shape that broadcasts to the input; `SessionError` if there are none."""
     if batch.embeds is None:
         raise SessionError(
             f"the model takes embeddings (input '{tensor.name}'), but the step has only token ids; a session looks "
@@ -435,7 +413,7 @@ def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
 
 
 def _positions(values: Array, tensor: TensorRole) -> Array:
-    """Return the caller's positions ``[R, planes, S]`` (`planes` positions a token) in a shape that fits the input."""
+    """Return the caller's positions ``[R, planes, S]`` (planes: positions per token) in a shape that fits the input."""
     if len(tensor.shape) < 3:
         return place(by_token(values[:, 0], tensor), tensor.axes)
     if "tokens" not in tensor.axes:
@@ -445,10 +423,7 @@ def _positions(values: Array, tensor: TensorRole) -> Array:
 
 
 def why_no_session(plan: CachePlan) -> str:
-    """Return why no session can fill a decoder's inputs or read its outputs; empty if a session can.
-
-    A model without tokens gets an empty text, too: it is not a decoder, and no session runs it.
-    """
+    """Return why no session can run a decoder; empty if one can, or if the model is not a decoder."""
     if plan.tensor(Role.TOKENS) is None or not plan.caches:
         return ""
     try:
@@ -460,17 +435,7 @@ def why_no_session(plan: CachePlan) -> str:
 
 
 def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callable[[StepBatch], Array]) -> Array:
-    """Run a step of a model with fixed sizes: pad its rows and tokens, run it, undo the padding.
-
-    Args:
-        runner: the runner that holds the batch rows of the caches.
-        inputs: inputs of the model.
-        batch: the step that is asked for.
-        run: function that runs the padded step.
-
-    Returns:
-        Logits ``[R, keep, V]`` of `batch`, without the padding.
-    """
+    """Run a step of a model with fixed sizes with padding; return logits ``[R, keep, V]`` of `batch` without it."""
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):
         return run(batch)

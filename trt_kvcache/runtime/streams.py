@@ -23,12 +23,12 @@ _Waiting = deque[tuple[Continuation, ReadPrompt]]
 class Reader:
     """Owns the slots of one stream. `Streams.leave` frees them; if `leave` was interrupted, `Streams.end_gone` does.
 
-    Ctrl-C may interrupt each line of a generator, also those that free its slots at the end. A weak reference tells
-    when the generator has ended; this needs no code that a signal could interrupt.
+    Ctrl-C may interrupt each line of a generator, also those that free its slots. A weak reference tells when the
+    generator has ended; this needs no code that a signal could interrupt.
 
     Attributes:
-        slots: slots of the sequences that have not ended. A slot is added in the same ``guard.idle`` block that takes
-            it, so that Ctrl-C cannot come in between.
+        slots: slots of the sequences that have not ended. A slot is added in the ``guard.idle`` block that takes it, so
+            that Ctrl-C cannot come in between.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,8 @@ class Reader:
 class Streams:
     """Runs the steps of a decode loop, and keeps each event or error for the stream or caller that waits for it.
 
-    Args:
-        guard: lock of the session. Callers hold it, except for `step` and `stream`, which take it themselves.
-        rows: the sequences in the caches of the session.
-        adapters: adapters of the session.
-        loop: decode loop of the session.
-
-    Attributes:
-        unclaimed: events and errors of sequences that the caller added by `DecodeSession.add`, not by a stream.
+    Callers hold the session's lock (`guard`), except for `step` and `stream`, which take it themselves. Events of
+    sequences that came by `DecodeSession.add` are `unclaimed`.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
@@ -84,7 +78,7 @@ class Streams:
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots whose events `step` still has to return, because a step of a stream produced the events."""
+        """Slots with events that `step` still has to return."""
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
@@ -92,10 +86,7 @@ class Streams:
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
-        """Generate for several prompts, and yield their events. If too few batch rows are free, some prompts wait.
-
-        Closing the iterator ends unfinished sequences.
-        """
+        """Generate for several prompts, and yield their events. Closing the iterator ends unfinished sequences."""
         waiting = deque(zip(continuations, prompts, strict=True))
         mailbox: Outcomes = []
         reader = self.reader()
@@ -136,7 +127,7 @@ class Streams:
             self._end(reader.slots)
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
-        """Give free batch rows to waiting prompts, and add these to the loop; raise `SlotError` if no row gets free."""
+        """Give free batch rows to waiting prompts, and add these to the loop; `SlotError` if no row gets free."""
         self.end_gone()
         while waiting and self._rows.free:
             continuation, prompt = waiting.popleft()
@@ -152,7 +143,6 @@ class Streams:
             )
 
     def _advance(self) -> None:
-        """Run one step of the decode loop, after giving free batch rows to waiting sequences."""
         self.end_gone()
         self._loop.give_row()
         self._rows.compact()
@@ -168,10 +158,7 @@ class Streams:
 
 
 async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
-    """Yield the events of a stream, each computed in a thread, so that asyncio is not blocked.
-
-    Closing waits for the current step, and then closes the stream.
-    """
+    """Yield the events of a stream, each computed in a thread. Closing waits for the current step."""
     step: asyncio.Task[TokenEvent | None] | None = None
     try:
         while True:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 JSON_FORM: JsonCompileOptions = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as Python's ``json.dumps`` writes it, on one line. With free spaces a text could continue for ever."""
+"""JSON as Python's ``json.dumps`` writes it, on one line. With free spaces a text could continue forever."""
 
 _LEXER_STATES = 50_000
 """Most states of llguidance's lexer; one takes about 2 kB."""
@@ -68,12 +68,10 @@ class Grammars:
         self._limits = llguidance.LLParserLimits(max_lexer_states=_LEXER_STATES, verbose_errors=False)
 
     def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
-        """Return a grammar of JSON texts that match a schema.
+        """Return a grammar of JSON texts that match a schema: on one line, with properties in the schema's order.
 
-        Each text is on one line, with properties in the schema's order. `schema` is a JSON object or its text.
-
-        Raises:
-            OptionError: `schema` is not a JSON schema, has keywords that llguidance does not know, or allows no text.
+        `schema` is a JSON object or its text. Raises `OptionError` if it is not a JSON schema, has keywords that
+        llguidance does not know, or allows no text.
         """
         try:
             content = json.loads(schema) if isinstance(schema, str) else dict(schema)
@@ -89,19 +87,14 @@ class Grammars:
     def regex(self, pattern: str) -> Grammar:
         """Return a grammar of texts that fully match a regular expression, in the syntax of Rust's ``regex`` crate.
 
-        Raises:
-            OptionError: the expression does not compile, or matches no text.
+        Raises `OptionError` if the expression does not compile, or matches no text.
         """
         return self._compile(
             self._matcher.grammar_from_regex(_text(pattern, "regular expression")), "regular expression"
         )
 
     def choice(self, texts: Sequence[str]) -> Grammar:
-        """Return a grammar that allows exactly one of these texts.
-
-        Raises:
-            OptionError: there is no text, or a text is empty.
-        """
+        """Return a grammar that allows exactly one of these texts. Raises `OptionError` for no text or an empty one."""
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise OptionError(f"choice is {shown(texts)}; give at least one text, and no empty ones")
         return self.lark("start: " + " | ".join(map(json.dumps, texts)))
@@ -109,11 +102,8 @@ class Grammars:
     def lark(self, grammar: str) -> Grammar:
         """Return a context-free grammar. llguidance's dialect of Lark and llama.cpp's GBNF are supported.
 
-        Args:
-            grammar: text with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``).
-
-        Raises:
-            OptionError: the grammar does not compile, or allows no text.
+        `grammar` is a text with a rule ``start`` (Lark), or ``root`` (GBNF, whose rules have ``::=``). Raises
+        `OptionError` if the grammar does not compile, or allows no text.
         """
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -179,14 +169,10 @@ class _Matched:
         self._read: list[int] = []
 
     def start(self) -> TokenMask:
-        """Return a copy of the grammar for a new sequence, which has no tokens yet."""
         return _Matched(self._matcher.deep_copy(), self._words)
 
     def __call__(self, new_tokens: npt.NDArray[np.int64]) -> Mask:
-        """Return the bit mask of tokens that the grammar allows after `new_tokens`; no bits if `new_tokens` break it.
-
-        Raises `OptionError` if the grammar exceeds llguidance's limits.
-        """
+        """Return the bit mask of tokens allowed after `new_tokens`; `OptionError` if llguidance exceeds a limit."""
         tokens: list[int] = new_tokens.tolist()
         same = common_length(self._read, tokens)
         if same < len(self._read):

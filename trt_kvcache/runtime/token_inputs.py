@@ -16,15 +16,7 @@ from trt_kvcache.input_values import axes_with_planes, fixed_length, named_axes
 
 
 def read_ids(tokens: object, vocab: int) -> list[int]:
-    """Check token ids and return them as a list. For an unknown id, a model may read wrong memory.
-
-    Args:
-        tokens: a flat list of ids, possibly empty.
-        vocab: size of the vocabulary: ids are 0 to ``vocab - 1``.
-
-    Raises:
-        PromptError: `tokens` is not a flat list of integers, or the model does not know an id.
-    """
+    """Return token ids as a list. Raises `PromptError` if `tokens` is not a flat list of ids 0 to ``vocab - 1``."""
     if isinstance(tokens, Iterable) and not (hasattr(tokens, "__array__") or isinstance(tokens, (Sequence, Mapping))):
         tokens = list(tokens)
     try:
@@ -47,10 +39,7 @@ def read_ids(tokens: object, vocab: int) -> list[int]:
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """Return how many leading tokens two texts have in common.
-
-    The function compares slices, because this is faster than comparing single tokens.
-    """
+    """Return how many leading tokens two sequences share. Slices are compared, which is faster than single tokens."""
     same, most = 0, min(len(one), len(other))
     while same < most:
         middle = (same + most + 1) // 2
@@ -103,7 +92,7 @@ class Positions:
 
     A token without a position of its own comes one after the largest position before it, in every plane
     (``rope_deltas`` in transformers). Planes are the several positions of one token, such as 3 with M-RoPE. A token
-    sees all tokens before it in the sequence; positions do not change that.
+    sees all tokens before it in the sequence, whatever their positions.
 
     Attributes:
         array: int64 ``[planes, K]``: positions of the first K tokens; K may be 0.
@@ -131,7 +120,7 @@ class Positions:
         return self.next + length - int(self.array.shape[1])
 
     def followed(self, length: int, positions: Indices) -> Positions:
-        """Return a copy in which the tokens after the first `length` tokens have `positions`, int64 ``[planes, S]``."""
+        """Return a copy in which the tokens after the first `length` have `positions`, int64 ``[planes, S]``."""
         before = np.broadcast_to(self.of(0, length), (len(positions), length))
         return Positions(np.concatenate([before, positions], axis=1))
 
@@ -147,8 +136,7 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
     """Return the positions of `length` tokens in each row, int64 ``[R, planes, length]``; None if all are consecutive.
 
-    If all tokens come after the caller's positions, as in decoding, `planes` (positions per token) is 1, because a
-    token's positions are equal.
+    If all tokens come after the caller's positions, as in decoding, `planes` (positions per token) is 1.
     """
     if not any(rows):
         return None
@@ -163,12 +151,8 @@ def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: in
 class PositionInput:
     """Checks the positions that callers give against the model's input for positions.
 
-    Args:
-        plan: plan of the model.
-
     Attributes:
-        planes: number of positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no
-            positions.
+        planes: positions of each token: 3 for time, height and width (M-RoPE); 0 if the model takes no positions.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -189,13 +173,8 @@ class PositionInput:
     def read(self, values: Any, count: int) -> Indices:
         """Check a prompt's positions; return int64 ``[planes, count]``, `planes` positions for each token.
 
-        Args:
-            values: ``[count]``, the same for all planes, or ``[planes, count]``; or ``[planes, 1, count]``, as models
-                take them.
-            count: tokens of the prompt.
-
-        Raises:
-            PromptError: the model takes no positions, or the positions have another shape, or are negative.
+        `values` are ``[count]`` (the same for all planes), ``[planes, count]`` or ``[planes, 1, count]``. Raises
+        `PromptError` if the model takes no positions, or they have another shape, or are negative.
         """
         if not self.planes:
             raise PromptError(f"positions are given, but {self._why}; leave the positions out")

@@ -1,6 +1,6 @@
 """Constants: inputs that stay the same in all steps of a sequence, such as an encoder's output, keys, values or mask.
 
-Each sequence has its own constants, which may differ in length. The rows of a step have constants of equal shapes.
+Each sequence has its own constants. The rows of one step have constants of equal shapes.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ class Constants:
     """The constants of one sequence. Two such objects are equal only if they are the same object.
 
     Attributes:
-        arrays: ``[1, ...]`` by name of the input, C-contiguous, in the model's dtype; on the host, or on the runner's
-            GPU.
-        sizes: sizes of all arrays, in the order of the plan. Sequences with equal sizes can share a step.
+        arrays: ``[1, ...]`` by input name, C-contiguous, in the model's dtype; on the host, or on the runner's GPU.
     """
 
     arrays: Mapping[str, Array | DeviceArray] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Sizes of all arrays, in the order of the plan."""
+        """Sizes of all arrays, in the order of the plan. Sequences with equal sizes can share a step."""
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
     def fits(self, other: Constants) -> bool:
@@ -51,12 +49,7 @@ NO_CONSTANTS = Constants()
 class ConstantInputs:
     """Checks the values of a model's constants: inputs that stay the same in all steps of a sequence.
 
-    Args:
-        plan: plan of the model.
-        home: the GPU from whose memory a step can read arrays without a copy; None: only host memory.
-
-    Raises:
-        UnsupportedModelError: the shape of an input is not understood.
+    `home` is the GPU from whose memory a step can read arrays without a copy; None: only host memory.
     """
 
     def __init__(self, plan: CachePlan, home: object = None) -> None:
@@ -71,14 +64,10 @@ class ConstantInputs:
                 )
 
     def read(self, values: Mapping[str, Any] | Constants | None) -> Constants:
-        """Check the constants of one sequence, and return them as `Constants`.
+        """Check the constants of one sequence, and return them as `Constants`. Such an object is returned unchanged.
 
-        Args:
-            values: an array ``[1, ...]`` for every input; an array may also be one that an encoder left on this GPU.
-                `Constants` are returned unchanged.
-
-        Raises:
-            PromptError: an input is missing, unknown, or of another dtype or shape than the model takes.
+        `values` has an array ``[1, ...]`` for every input. Raises `PromptError` if an input is missing, unknown or
+        unfit.
         """
         if isinstance(values, Constants):
             return values

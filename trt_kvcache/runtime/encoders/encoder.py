@@ -1,7 +1,7 @@
 """Runs the encoder of an encoder-decoder: it takes audio, images or text, and returns the decoder's constants.
 
-It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder_engine`), or
-on the CPU with ONNX Runtime. `importer.families.encoders.outputs` finds the outputs that become constants.
+It runs once for each sequence, without padding: as an engine on the decoder's GPU (`trt.encoder_engine`), or on the
+CPU.
 """
 
 from __future__ import annotations
@@ -44,14 +44,11 @@ class Encoder(Protocol):
     where: str
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
-        """Return the decoder's constants for one sequence.
+        """Return the decoder's constants for one sequence: arrays ``[1, ...]`` by input name, in the decoder's dtypes.
 
         Args:
-            source: token ids ``[S]``; or a mapping from names of inputs to arrays, ``[1, ...]`` or without the first
-                axis. A missing mask becomes all ones.
-
-        Returns:
-            A mapping from names of the decoder's inputs to arrays ``[1, ...]`` in the decoder's dtypes.
+            source: token ids ``[S]``; or arrays by input name, ``[1, ...]`` or without the first axis. A missing mask
+                becomes all ones.
 
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
@@ -61,14 +58,7 @@ class Encoder(Protocol):
 
 
 def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -> Encoder:
-    """Open the encoder of a model.
-
-    Args:
-        file: path of the encoder, an engine or a model, or the folder of a model; None: search in the folder of
-            `model`.
-        model: path of the decoder or engine.
-        runner: runner of the decoder.
-        guard: lock of the session; code that uses the runner holds it.
+    """Open the encoder of a model, from `file` (engine, model or its folder) or, if None, from the decoder's folder.
 
     Raises:
         OptionError: the model takes no inputs from an encoder, or there is no encoder.
@@ -116,16 +106,8 @@ def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError
 class OnnxEncoder:
     """An `Encoder` on the CPU.
 
-    If the decoder's first step would compute keys and values from the encoder's output, a second model computes them.
-
-    Args:
-        path: path of the encoder's model.
-        first_step: path of the first step's model, for decoders whose encoder does not compute keys and values itself.
-        constants: constants that the decoder takes.
-        where: see `Encoder`.
-
-    Raises:
-        InvalidModelError, UnsupportedModelError: a model cannot be run, or its outputs do not fit the decoder.
+    If the decoder's first step would compute keys and values from the encoder's output, the model `first_step` computes
+    them. Raises `InvalidModelError` or `UnsupportedModelError` if a model cannot run or does not fit the decoder.
     """
 
     def __init__(
@@ -175,17 +157,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 class FirstStep:
     """Computes keys and values from the encoder's output, with a part of the model for the decoder's first step.
 
-    Args:
-        path: path of the model of the first step, or of a model with both steps.
-        wanted: names of the outputs to compute; names that the model lacks are left out.
-
-    Attributes:
-        path: path of the model.
-        outputs: names of the outputs, in order.
-
-    Raises:
-        InvalidModelError, UnsupportedModelError: the file cannot be read or run, or has inputs other than token ids,
-            the encoder's output and a mask.
+    `wanted` names the outputs to compute; names that the model lacks are left out. Raises `InvalidModelError` or
+    `UnsupportedModelError` if the file cannot be run, or has inputs other than token ids, the encoder's output and a
+    mask.
     """
 
     def __init__(self, path: Path, wanted: Collection[str]) -> None:
@@ -206,9 +180,7 @@ class FirstStep:
     def run(self, hidden: Array) -> list[Array]:
         """Return the keys and values that the decoder computes from the encoder's output, float ``[1, S_enc, H]``.
 
-        Raises:
-            UnsupportedModelError: keys and values depend on the decoder's tokens.
-            SessionError: the model failed.
+        Raises `UnsupportedModelError` if they depend on the decoder's tokens, `SessionError` if the model failed.
         """
         outputs = self._run(hidden, 0)
         if not self._tried:

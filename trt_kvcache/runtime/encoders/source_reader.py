@@ -22,10 +22,7 @@ IDS = "input_ids"
 
 @dataclass(frozen=True)
 class SourceInput:
-    """One input of an encoder: name, dtype and shape. Equal symbols stand for equal sizes in all inputs.
-
-    The first size of an array is 1, because it holds one sequence.
-    """
+    """One input of an encoder. Equal symbols in shapes stand for equal sizes. The first size is 1, for one sequence."""
 
     name: str
     dtype: np.dtype[Any]
@@ -41,26 +38,17 @@ class SourceInput:
 
 
 class SourceReader:
-    """Checks what a caller gives an encoder for one sequence, and converts it to the encoder's inputs.
-
-    Args:
-        path: path of the encoder, for messages.
-        inputs: inputs of the encoder.
-    """
+    """Checks what a caller gives an encoder for one sequence, and converts it to the encoder's inputs."""
 
     def __init__(self, path: Path, inputs: Sequence[SourceInput]) -> None:
         self._path = path
         self._inputs = {i.name: i for i in inputs}
 
     def read(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Array]:
-        """Check one sequence for the encoder, and return the encoder's inputs by name.
+        """Check a source, and return the encoder's inputs by name.
 
-        Args:
-            source: token ids ``[S]``; or a mapping from names of inputs to arrays, ``[1, ...]`` or without the first
-                axis.
-
-        Raises:
-            PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
+        `source` is token ids ``[S]``; or arrays by input name, ``[1, ...]`` or without the first axis. Raises
+        `PromptError` if an input is missing, unknown, or of another dtype or shape than the encoder takes.
         """
         values = source if isinstance(source, Mapping) else {IDS: source}
         if unknown := [name for name in values if name not in self._inputs]:
@@ -79,14 +67,9 @@ class SourceReader:
         return feed
 
     def mask(self, feed: Mapping[str, Array], length: int) -> Array:
-        """Return the mask ``[1, length]`` of the positions in the encoder's output that the decoder sees.
+        """Return the mask ``[1, length]`` of those positions in the encoder's output that the decoder sees.
 
-        Args:
-            feed: inputs of the encoder.
-            length: length of the encoder's output.
-
-        Raises:
-            PromptError: the encoder's mask hides positions, and the mask is not as long as the output.
+        Raises `PromptError` if the encoder's own mask hides positions, and is not as long as the output.
         """
         masks = [array for name, array in feed.items() if _MASK in name]
         fitting = [array for array in masks if array.shape == (1, length)]
@@ -99,10 +82,7 @@ class SourceReader:
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
     def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
-        """Return the size of each symbolic axis in the input shapes; raise `PromptError` if a symbol has two sizes.
-
-        Without this check, ONNX Runtime would broadcast a size of 1.
-        """
+        """Return the size of each symbolic axis. Two sizes are an error, because ONNX Runtime would broadcast a 1."""
         sizes: dict[Dim, int] = {}
         first: dict[Dim, str] = {}
         for name, array in feed.items():

@@ -1,4 +1,4 @@
-"""Beam search over one prompt. Each live beam (an unfinished candidate text) has a row of the cache.
+"""Beam search over one prompt. Each live beam (an unfinished candidate text) has a batch row of the cache.
 
 The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), but without its padding:
 there may be fewer than `num_beams` live beams.
@@ -55,7 +55,7 @@ class _Beam:
 def beam_search(
     prompt: Tokens, logits: Logits, decoder: _LiveBeams, config: GenerationConfig, *, free_tokens: int | None = None
 ) -> list[Hypothesis]:
-    """Find the likeliest continuations of a prompt.
+    """Find the likeliest continuations of a prompt; return at most `num_beams` hypotheses, the best one first.
 
     Args:
         prompt: int64 token ids, already in the decoder's only row.
@@ -64,9 +64,6 @@ def beam_search(
         config: the settings; `num_beams` of at least 1, and no sampling.
         free_tokens: tokens that still fit into the caches; None: no limit. One token more can be chosen, because the
             last token is not written to the caches.
-
-    Returns:
-        At most `num_beams` hypotheses, the best one first.
 
     Raises:
         SessionError: the logits have NaN or infinity, or the settings forbid every token.
@@ -111,12 +108,7 @@ def hypothesis_events(
 ) -> list[TokenEvent]:  # fmt: skip
     """Return the events of a hypothesis, one for each token, as if the tokens had been generated one by one.
 
-    Args:
-        hypothesis: a hypothesis of `beam_search`.
-        sequence: number of the sequence in the events.
-        config: tells whether events have log-probabilities.
-        tokenizer: makes the text of events.
-        prompt: the tokens before the new text; a space at the start of the text depends on them.
+    `prompt` has the tokens before the new text; a space at the start of the text depends on them.
     """
     text = None if tokenizer is None else TextStream(tokenizer, () if prompt is None else prompt)
     events = []
@@ -130,9 +122,9 @@ def hypothesis_events(
 
 
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
-    """Extend each live beam by its likeliest tokens. Return the best extended beams, with the index of each old beam.
+    """Extend each live beam by its likeliest tokens. Return the best as pairs (index of the old beam, new beam).
 
-    The best beam comes first. The result has so many beams that at least `num_beams` of them have not ended.
+    The best beam comes first. There are so many beams that at least `num_beams` of them have not ended.
     """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
@@ -165,10 +157,7 @@ def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
-    """Return True if the search can stop, because no live beam can become better than the hypotheses in `ended`.
-
-    `best` is the likeliest live beam, which has `length` tokens. `most` is the largest length.
-    """
+    """Return True if no live beam can become better than those in `ended`; `best` is the likeliest live beam."""
     if len(ended) < config.num_beams:
         return False
     if config.early_stopping is True:
@@ -183,19 +172,7 @@ def beam_events(
 ) -> Iterator[TokenEvent]:  # fmt: skip
     """Search with beams for each prompt in turn, and yield the events of its best hypothesis.
 
-    Args:
-        rows: the sequences in the caches of a session.
-        loop: the session's decode loop.
-        guard: the session's lock.
-        adapters: the session's adapters.
-        streams: the session's streams, which free the slots of the beams at the end.
-        prompts: the prompts.
-        config: the settings.
-        tokenizer: makes the text of events.
-
-    Raises:
-        SlotError: fewer batch rows are free than the search has beams.
-        SessionError: a step failed.
+    Raises `SlotError` if fewer batch rows are free than the search has beams, `SessionError` if a step failed.
     """
     for index, prompt in enumerate(prompts):
         slots, reader = list[int](), streams.reader()
@@ -224,10 +201,7 @@ def beam_events(
 
 
 class _LiveBeams:
-    """The cache rows of the live beams, which the search extends and reorders.
-
-    The beams use the first slots of a fixed list. After the prompt they use one slot, later at most `num_beams` slots.
-    """
+    """The batch rows of the live beams: one after the prompt, later at most `num_beams`. The search reorders them."""
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
         self._guard, self._rows, self._loop = guard, rows, loop
@@ -238,10 +212,7 @@ class _LiveBeams:
         return self.update([ReadPrompt([token]) for token in tokens.tolist()])
 
     def reorder(self, indices: Tokens) -> None:
-        """Make beam `i` a copy of the former beam ``indices[i]``. The length of `indices` is the new number of beams.
-
-        Slots that no longer hold a beam keep old contents, which nothing reads.
-        """
+        """Make beam `i` a copy of the former beam ``indices[i]``; there are then ``len(indices)`` live beams."""
         chosen = indices.tolist()
         idle = [i for i in range(len(self._slots)) if i not in set(chosen)]
         with self._guard.lock, self._guard.idle:

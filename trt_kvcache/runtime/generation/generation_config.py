@@ -41,14 +41,14 @@ class GenerationConfig:
     """Settings of a generation. The default is greedy.
 
     Attributes:
-        logits_processor: a `LogitsProcessor`, or several, applied after the rules above and before temperature, top-k
-            and the other sampling settings. It may change the scores that it gets. Its result must depend on the tokens
-            alone, because guesses of prompt lookup may be taken back. It must not change the session that calls it. If
-            it raises an error, only its own sequence ends.
+        logits_processor: a `LogitsProcessor`, or several, applied after the rules above and before the sampling
+            settings (temperature, top-k and so on). It may change the scores that it gets. Its result must depend on
+            the tokens alone, because guesses of prompt lookup may be taken back. It must not change the session that
+            calls it. If it raises an error, only its own sequence ends.
         grammar: limits the new text: `trt_kvcache.Grammars` makes a grammar from a JSON schema, a regular expression or
-            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If the rules and the
-            grammar together allow no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or
-            the capacity is the beginning of a text that the grammar allows.
+            a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If rules and grammar allow
+            no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or the capacity is the
+            beginning of a text that the grammar allows.
 
     Raises:
         OptionError: a value is out of range, or two values contradict each other.
@@ -350,11 +350,7 @@ class GenerationConfig:
 
     @classmethod
     def from_file(cls, path: str | Path, **changes: Any) -> GenerationConfig:
-        """Read the settings from transformers' ``generation_config.json``.
-
-        Args:
-            path: the file.
-            changes: fields of `GenerationConfig` that replace those of the file.
+        """Read the settings from transformers' ``generation_config.json``. `changes` replace fields of the file.
 
         Warns:
             UserWarning: the file names a setting without effect, such as sampling settings without ``do_sample``.
@@ -374,10 +370,10 @@ class GenerationConfig:
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
         """Return a config with the end tokens, forced tokens and suppressed tokens that the files of a model name.
 
-        Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, and
-        onnxruntime-genai's ``genai_config.json`` with lower priority. Without ``generation_config.json``,
-        ``config.json`` is read with the lowest priority. The manifest of an engine holds the settings of these files
-        from the time of its build; files beside the engine have priority over it.
+        Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, then
+        onnxruntime-genai's ``genai_config.json``; without ``generation_config.json``, also ``config.json``, with the
+        lowest priority. An engine's manifest holds these settings from the time of its build; files beside the engine
+        have priority.
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
@@ -465,7 +461,7 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def _several(values: Any) -> Collection[Any]:
-    """Return a collection from the caller that can be read repeatedly; refuse texts, mappings and single values."""
+    """Return the caller's collection; refuse texts, mappings, single values, and what can be read only once."""
     if (
         isinstance(values, (str, bytes, Mapping))
         or not isinstance(values, Collection)
@@ -566,9 +562,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "stop_strings": (_texts, "texts of at least one character, or None"),
     "sequence_bias": (_biases, "{token: number, (token, token): number}, with -inf to forbid"),
 }
-"""For each setting, a function that converts the caller's value to a plain value, and a text that says which values are
-supported.
-"""
+"""For each setting: a function that converts the caller's value to a plain value, and which values are supported."""
 
 
 def _as_sequence(value: Any) -> Iterable[Any]:
@@ -616,17 +610,9 @@ _SAID = {"forced_decoder_ids", "max_length"}
 
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that transformers' ``generation_config.json`` contains; `changes` replace those of the file.
+    """Return the settings of transformers' ``generation_config.json``; `changes` replace those of the file.
 
-    Args:
-        path: path of the file.
-        changes: fields of `GenerationConfig`.
-
-    Warns:
-        UserWarning: for settings without effect.
-
-    Raises:
-        OptionError: the file is unreadable, or asks for something that is not supported.
+    Warns of settings without effect. Raises `OptionError` if the file is unreadable, or asks for something unsupported.
     """
     content = {key: value for key, value in load_settings(path).items() if value is not None}
     known = {field.name for field in fields(GenerationConfig)} - _WITHOUT_EFFECT

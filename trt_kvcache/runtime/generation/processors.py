@@ -42,16 +42,13 @@ def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
 
 
 def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationConfig) -> Scores:
-    """Apply all rules of a config that depend on earlier tokens to the scores of the next token.
+    """Return the scores of the next token, float32 ``[V]``, after all rules of a config that depend on earlier tokens.
 
     Args:
-        scores: float32 ``[V]``; not changed.
+        scores: float32 ``[V]``; not changed, but returned itself if no rule applies.
         tokens: int64: the prompt and the generated tokens.
         new_tokens: number of generated tokens.
         config: the settings.
-
-    Returns:
-        float32 ``[V]``; the array `scores` itself if no rule applies.
 
     Raises:
         OptionError: a setting names a token that the model does not have.
@@ -94,8 +91,7 @@ def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
     """Add a bias to the score of a token sequence's last token, if `tokens` end with the tokens before it.
 
-    Raises:
-        OptionError: a token sequence has a token that the model does not have.
+    Raises `OptionError` if a token sequence has a token that the model does not have.
     """
     scores = scores.copy()
     with np.errstate(over="ignore", invalid="ignore"):  # scores may overflow to -inf or NaN; `Sampler` refuses NaN
@@ -108,16 +104,13 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
 
 
 def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
-    """Return True if the next token can complete a run: `tokens` ends with all tokens of the run except the last."""
+    """Return True if `tokens` end with all tokens of the run but the last, so that the next one can complete it."""
     before = tuple(run[:-1])
     return not before or (len(before) <= tokens.size and tuple(tokens[tokens.size - len(before) :]) == before)
 
 
 def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Scores:
-    """Divide each positive score of `tokens` by `penalty`, and multiply each negative score of `tokens` by it.
-
-    Each token counts once.
-    """
+    """Divide each positive score of `tokens` by `penalty`, and multiply each negative one. Each token counts once."""
     scores = scores.copy()
     # Each value is computed from the old scores, so a token that occurs twice is still penalized once.
     old = scores[tokens]
@@ -162,11 +155,7 @@ def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
 
 
 def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
-    """Forbid all tokens except `tokens`, whose scores become 0.
-
-    Raises:
-        OptionError: one of `tokens` is not a token of the model.
-    """
+    """Forbid all tokens except `tokens`, whose scores become 0. Raises `OptionError` if the model lacks one of them."""
     if max(tokens) >= scores.size:
         raise OptionError(f"{setting} names token {max(tokens)}; the model has 0 to {scores.size - 1}")
     forced = np.full_like(scores, -np.inf)

@@ -29,14 +29,10 @@ _LOWEST = -0x7C01  # the key of float16's -inf; lower keys are NaN
 
 
 def best(logits: Logits) -> tuple[int, float]:
-    """Return the token with the highest score (the first of equals), and this score.
+    """Return the token with the highest score (the first of equals), and the score; NaN if any score is NaN.
 
-    Args:
-        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` (a few tokens with their logits), in ascending
-            order of tokens.
-
-    Returns:
-        The token, and its score as float32. The score is NaN if any score is NaN.
+    `logits` are ``[V]`` of any float dtype; or a `CHOICE` (a few tokens with their logits), in ascending order of
+    tokens.
     """
     if logits.dtype == CHOICE:
         at = int(logits["score"].argmax()) if logits.size > 1 else 0
@@ -65,18 +61,12 @@ def as_scores(logits: Logits) -> npt.NDArray[np.float32]:
 class Sampler:
     """Chooses the tokens of one sequence, by the settings of a config and with random numbers of the sequence.
 
-    The random number of a token follows from the seed, the sequence's index and the position of the token (how many
-    tokens come before it). It depends neither on other sequences nor on earlier draws. So a sequence draws the same
-    tokens if it is continued in another place, or a second time.
+    The random number of a token depends only on the seed, the sequence's index and the position of the token. So a
+    sequence draws the same tokens if it is continued in another place, or a second time.
     """
 
     def __init__(self, config: GenerationConfig, index: int = 0) -> None:
-        """Prepare the random numbers of a sequence.
-
-        Args:
-            config: the settings; without a seed, a new one is drawn.
-            index: index of the sequence among all sequences with the same seed.
-        """
+        """Prepare the random numbers of the sequence with this index; a config without a seed gets a new one."""
         self._config = config
         seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
         self._entropy, self._index = seed.entropy, index
@@ -105,9 +95,7 @@ class Sampler:
     def mask(self, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
         """Return the bit mask of tokens that the grammar allows after `new_tokens`: int32, at most `most` words.
 
-        Raises:
-            SessionError: the grammar's mask failed.
-            OptionError: the grammar exceeds a limit.
+        Raises `SessionError` if the grammar's mask failed, `OptionError` if the grammar exceeds a limit.
         """
         assert self._mask is not None
         self._words = most
@@ -135,7 +123,7 @@ class Sampler:
 
         Returns:
             The token; and, if `GenerationConfig.output_logprobs` is set, the natural logarithm of its probability under
-                the model's own distribution (before any rule), else None.
+            the model's own distribution (before any rule), else None.
 
         Raises:
             SessionError: the model gave NaN or infinity, or the rules forbid every token.
@@ -169,13 +157,9 @@ class Sampler:
         return token, float(_logprobs(as_scores(logits), top, np.array([token]))[0])
 
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
-        """Return the `GenerationConfig.top_logprobs` most probable tokens under the model's own distribution.
+        """Return the `GenerationConfig.top_logprobs` most probable tokens, each with its natural log-probability.
 
-        Each token comes with the natural logarithm of its probability. The most probable comes first; equally probable
-        tokens are ordered by id.
-
-        Args:
-            logits: ``[V]``, the same as for `choose`.
+        The model's own distribution counts, from logits ``[V]``. Equally probable tokens are ordered by id.
         """
         count = self._config.top_logprobs
         if not count:
@@ -246,10 +230,7 @@ class Candidates:
 def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
     """Apply temperature, top-k, top-p and min-p; return the tokens that may be drawn, at least one.
 
-    Args:
-        scores: float32 ``[V]``, of which the highest must be finite; or candidates, which must include all tokens that
-            `top_k` keeps. `scores` is not changed.
-        config: the settings.
+    `scores` are float32 ``[V]`` with a finite maximum, or candidates that include all tokens that `top_k` keeps.
     """
     left = scores if isinstance(scores, Candidates) else Candidates(scores)
     # A temperature keeps the order of the scores, so it can come second, when few are left.
@@ -265,10 +246,7 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
 
 
 def apply_temperature(scores: Scores, temperature: float) -> Scores:
-    """Divide the distances from the highest score by `temperature`, so that the highest score cannot overflow.
-
-    The probabilities are the same as if the scores were divided.
-    """
+    """Divide the distances from the highest score by `temperature`. The highest score cannot overflow."""
     with np.errstate(over="ignore"):  # very unlikely tokens become -inf
         hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
     return hot
@@ -280,10 +258,7 @@ def keep_top_k(left: Candidates, count: int) -> Candidates:
 
 
 def keep_top_p(left: Candidates, mass: float) -> Candidates:
-    """Keep the smallest set of the most probable candidates whose total probability is at least `mass`.
-
-    Equally probable tokens are taken in the order of their ids.
-    """
+    """Keep the fewest, most probable candidates whose total probability is at least `mass`; ties in id order."""
     scores = left.scores
     weights = np.exp(scores - scores.max())
     enough = mass * weights.sum(dtype=np.float64)

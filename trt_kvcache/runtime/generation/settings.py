@@ -58,10 +58,8 @@ class Settings(TypedDict, total=False):
 def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
     """Return a copy of `config` with some settings changed. Sampling settings turn `do_sample` on, unless it is given.
 
-    ``temperature=0`` means greedy decoding, and resets the other sampling settings.
-
-    Raises:
-        OptionError: there is no such setting, a value is illegal, or two values contradict each other.
+    ``temperature=0`` means greedy decoding, and resets the other sampling settings. Raises `OptionError` if there is no
+    such setting, a value is illegal, or two values contradict each other.
     """
     known = [f.name for f in fields(GenerationConfig)]
     for name in settings:

@@ -13,16 +13,16 @@ from trt_kvcache.errors import SessionError, TrtKvCacheError
 Mask = npt.NDArray[np.int32]
 
 TokenMask = Callable[[npt.NDArray[np.int64]], Mask]
-"""A function that returns the tokens that may come next in one sequence. It takes the new tokens of the sequence so
-far, int64 ``[N]``, without the prompt, and returns int32 ``[ceil(V / 32)]``: token `t` may come next if bit ``t % 32``
-(0 is the lowest) of number ``t // 32`` is 1. Tokens beyond the end of a shorter mask are forbidden. The result must
-depend on these tokens alone: guesses of prompt lookup or of a draft model may be taken back, so a call may have fewer
-tokens than the one before."""
+"""Returns the tokens that may come next in one sequence, from its new tokens so far (int64 ``[N]``, no prompt).
+
+The result is int32 ``[ceil(V / 32)]``: token `t` may come next if bit ``t % 32`` (0 is the lowest) of number ``t //
+32`` is 1. Tokens beyond the end of a shorter mask are forbidden. The result must depend on these tokens alone: guesses
+may be taken back, so a call may have fewer tokens than the one before.
+"""
 
 
 Masks = Callable[[int], Mask]
-"""A function that returns the masks of a step: it takes the length `W` of a mask, and returns int32 ``[R, keep, W]``.
-"""
+"""Returns the masks of a step, int32 ``[R, keep, W]``, from the length `W` of a mask."""
 
 
 class Grammar(Protocol):
@@ -44,10 +44,9 @@ def all_tokens(shape: tuple[int, ...]) -> Mask:
 
 
 def ask_mask(mask: TokenMask, new_tokens: npt.NDArray[np.int64], most: int) -> Mask:
-    """Call a mask function with the new tokens of a sequence, and check the mask that it returns.
+    """Call a mask function with the new tokens of a sequence, and return its mask.
 
-    Raises:
-        SessionError: the mask function failed, or did not return int32 with at most `most` words.
+    Raises `SessionError` if the function failed, or did not return int32 with at most `most` words.
     """
     shown = new_tokens.view()
     shown.flags.writeable = False

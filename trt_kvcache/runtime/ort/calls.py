@@ -20,25 +20,12 @@ _T = TypeVar("_T")
 
 
 def bind(side: Any, name: str, array: Array) -> None:
-    """Let ONNX Runtime read or write the memory of an array as an input or output.
-
-    Args:
-        side: ``bind_input`` or ``bind_output`` of an IOBinding.
-        name: name of the tensor.
-        array: C-contiguous; the caller keeps it alive.
-    """
+    """Let ONNX Runtime use a C-contiguous array, which the caller keeps alive; `side` is a method of an IOBinding."""
     side(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
 
 
 class CpuSession:
-    """A model that ONNX Runtime runs on the CPU.
-
-    A run is interrupted by a signal such as Ctrl-C, and by the interpreter's end.
-
-    Args:
-        session: session of ONNX Runtime.
-        name: name of the model for messages.
-    """
+    """A model that ONNX Runtime runs on the CPU. Signals such as Ctrl-C, or the interpreter's end, interrupt a run."""
 
     def __init__(self, session: Any, name: str) -> None:
         self._session, self._name = session, name
@@ -54,11 +41,11 @@ class CpuSession:
         return self._session.io_binding()
 
     def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-        """Run the model and return the outputs of these names; raise `SessionError` if it fails."""
+        """Run the model and return the outputs of these names. Raises `SessionError` if it fails."""
         return self._call(lambda: self._session.run(list(names), dict(feed), self._options))
 
     def run_bound(self, binding: Any) -> None:
-        """Run the model on the memory that an IOBinding names; raise `SessionError` if it fails."""
+        """Run the model on the memory that an IOBinding names. Raises `SessionError` if it fails."""
         self._call(lambda: self._session.run_with_iobinding(binding, self._options))
 
     def _call(self, call: Callable[[], _T]) -> _T:
@@ -83,19 +70,15 @@ def open_on_cpu(
     spinning: bool = True,
     name: str | None = None,
 ) -> CpuSession:
-    """Open a model with ONNX Runtime on the CPU.
+    """Open a model with ONNX Runtime on the CPU. Raises `UnsupportedModelError` if ONNX Runtime cannot run it.
 
     Args:
         model: path of the model; or the model itself, with external data relative to the folder of `path`.
         path: path of the model's file.
         advice: what to do if ONNX Runtime cannot run it.
         threads: number of threads; None: one per core.
-        spinning: let threads spin while they wait. Short steps become faster, but other programs get less processor
-            time.
+        spinning: let threads spin while they wait: short steps become faster, but other programs get less time.
         name: name of the model for messages; None: the path.
-
-    Raises:
-        UnsupportedModelError: ONNX Runtime cannot run the model.
     """
     options = ort.SessionOptions()
     if threads is not None:

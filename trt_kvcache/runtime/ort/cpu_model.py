@@ -1,18 +1,19 @@
 """Rewrites a model for ONNX Runtime on the CPU: attention becomes GroupQueryAttention, the fastest operator for it.
 
-present_k = TensorScatter(past_k, k, write_indices), present_v likewise
-y = Where(row sees a key, Attention(q, present_k[:, :, :span], present_v[:, :, :span], causal mask), 0)
+    present_k = TensorScatter(past_k, k, write_indices), present_v likewise
+    y = Where(row sees a key, Attention(q, present_k[:, :, :span], present_v[:, :, :span], causal mask), 0)
+
 becomes
-y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, past_v, lengths - 1, longest)
+
+    y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, past_v, lengths - 1, longest)
 
 The results are the same except for the order of sums. The operator writes in place if past and present are one buffer,
 and reads the rows in use without a copy; Slice copies them. It takes updates of several tokens for one sequence at a
 time, unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given"). Q,
-K and V are passed as the projections return them, [B, S, N*H]; a rotation is moved to this form. Its own rotation does
-not suit sessions: it counts positions itself, but callers may give other positions. If positions are passed to it, it
-reads only the first one when a step of several tokens starts at row 0 (1.32.0). Semantics:
-https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md. tests/runtime/test_ort_attention.py checks
-that rows beyond a sequence's length are never read.
+K and V are passed as the projections return them, [B, S, N*H]; a rotation is moved to this form. The operator's own
+rotation is not used: it reads only the first position when a step of several tokens starts at row 0 (1.32.0).
+Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+tests/runtime/test_ort_attention.py checks that rows beyond a sequence's length are never read.
 """
 
 from __future__ import annotations
@@ -63,17 +64,10 @@ class _Match:
 
 
 def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """Replace each Attention node by GroupQueryAttention if that computes exactly the same.
+    """Return the model with GroupQueryAttention in place of each Attention for which it computes exactly the same.
 
     An Attention can be replaced if it is float32 and causal, with or without a left window, over two linear caches
-    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. All other nodes stay.
-
-    Args:
-        model: the rewritten model; not changed.
-        plan: plan of the model.
-
-    Returns:
-        A model with the same inputs and outputs; the same object if no node can be replaced.
+    ``[B, N, L, H]`` that nothing else reads, with H a multiple of 8. If there is none, the model itself is returned.
     """
     light, weights = detach_weights(model)
     graph = gs.import_onnx(infer_shapes(light))
@@ -143,11 +137,7 @@ def _is_linear(cache: CacheUpdate) -> bool:
 
 
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
-    """Return the TensorScatter on a cache ``[B, N, L, H]`` whose result `attention` reads as `tensor`.
-
-    None if another node reads that result too. None, too, if the attention reads neither all cache rows nor the first
-    ones, whose number an input gives.
-    """
+    """Return the TensorScatter on a cache ``[B, N, L, H]`` whose result `tensor` only `attention` reads; or None."""
     node, reader = producer(tensor), attention
     if node is not None and is_op(node, "Slice"):
         axes = small_constant(node.inputs[3])
@@ -200,11 +190,7 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 
 
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
-    """Return a tensor ``[B, N, S, H]`` reshaped to ``[B, S, N*H]``.
-
-    If the tensor was computed from a tensor of that shape, return the latter, with any rotation in between applied to
-    it.
-    """
+    """Return a tensor ``[B, N, S, H]`` as ``[B, S, N*H]``: its source of that shape if there is one, else a copy."""
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is not None and is_op(node, "RotaryEmbedding"):
         rows = _by_token(emitter, node.inputs[0], heads, size)
@@ -235,10 +221,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
-    """Return the tensor that the new operator replaces, and True if its shape is ``[B, S, N*H]``, not ``[B, N, S, H]``.
-
-    The tensor is the attention's `result`, or the one to which the model reshapes `result`.
-    """
+    """Return the tensor that the new operator replaces, and True if it is ``[B, S, N*H]``, not ``[B, N, S, H]``."""
     turned = _only(result, "Transpose")
     if not _swaps(turned):
         return result, False
@@ -265,14 +248,9 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Replace the rewritten experts (MoE) by the operators of the source model, in float32 only.
+    """Return the model with the source model's own operators of experts (MoE), in float32 only.
 
-    Args:
-        model: the rewritten model, its nodes sorted; not changed.
-        source: the model from which `model` was made; the external data of both models are in one folder.
-
-    Returns:
-        A model with the same inputs and outputs; the same object if no operator is replaced.
+    `model` has sorted nodes and is not changed. The external data of both models are in one folder.
     """
     weights = {tensor.name: tensor for tensor in source.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
@@ -341,14 +319,7 @@ _LEAST_BLOCK = 16
 
 
 def fuse_products(model: ModelProto) -> ModelProto:
-    """Replace every float32 or float16 MatMul with packed weights by MatMulNBits if that computes exactly the same.
-
-    Args:
-        model: the rewritten model; not changed.
-
-    Returns:
-        A model with the same inputs and outputs; the same object if no MatMul can be replaced.
-    """
+    """Return the model with MatMulNBits for float32 and float16 MatMuls of packed weights, if results are equal."""
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     makers = {name: node for node in model.graph.node for name in node.output}
     views: dict[str, TensorProto] = {}
@@ -359,10 +330,7 @@ def fuse_products(model: ModelProto) -> ModelProto:
 def _fused(
     node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
 ) -> NodeProto | None:
-    """Return one operator for a MatMul and the nodes that unpack its weight; None if none does the same.
-
-    The weight, with the shape for this operator, is added to `views` without a copy.
-    """
+    """Return one operator for a MatMul and the nodes that unpack its weight, or None; add its weight to `views`."""
     turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
     source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
     if turn is None or source is None or not is_proto_op(source, "DequantizeLinear"):
@@ -397,11 +365,7 @@ _SMALL = 1024  # bytes; smaller tensors are converted here, so that shape infere
 
 
 def in_float32(imported: ImportedModel) -> ImportedModel:
-    """Convert a bfloat16 model to float32, and note this in its plan. A model without bfloat16 is returned unchanged.
-
-    Args:
-        imported: the model, whose caches may be quantized; it is not changed.
-    """
+    """Return a copy of a bfloat16 model in float32, noted in its plan; other models are returned unchanged."""
     if not has_bfloat16(imported.model):
         return imported
     model = copied(imported.model)

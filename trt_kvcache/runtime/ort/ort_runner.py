@@ -42,7 +42,7 @@ class _Bound:
     """Arrays for all steps with one shape and one range of batch rows. ONNX Runtime holds pointers to the arrays.
 
     Attributes:
-        arrays: the inputs that each step fills.
+        arrays: the inputs for constants.
         constants: the constants of sequences that were last copied into `arrays`.
     """
 
@@ -66,8 +66,7 @@ class OnnxRuntimeRunner:
 
     The model is rewritten in memory, so that a step reads only the cache rows in use; large weights stay in their
     files. Past and present of a cache are bound to one address; then ONNX Runtime's TensorScatter and
-    GroupQueryAttention write only the update (measured on 1.31.1). A step on some batch rows binds the address of the
-    first of these rows.
+    GroupQueryAttention write only the update (measured on 1.31.1).
 
     Args:
         model: path of the ``.onnx`` file, as exported or rewritten.
@@ -260,10 +259,7 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        """Return a view of tokens ``start .. stop - 1`` of a batch row of one buffer: ``[planes, tokens, width]``.
-
-        Planes are heads or similar parts of a batch row.
-        """
+        """Return a view of tokens ``start .. stop - 1`` of a batch row: ``[planes, tokens, width]`` (planes: heads)."""
         buffer = self._carried[name]
         view: Array = self._past[name][row].reshape(buffer.planes, buffer.capacity, buffer.width)
         return view[:, slice(*buffer.places(start, stop))]
@@ -290,10 +286,7 @@ class OnnxRuntimeRunner:
         return int(logits.shape[-1])
 
     def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
-        """Return the arrays and the binding for the rows and shapes of a step.
-
-        Arrays and binding for steps of one token are kept.
-        """
+        """Return the arrays and the binding for the rows and shapes of a step; keep those for steps of one token."""
         key = (batch.first_row, *self.inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)

@@ -2,7 +2,6 @@
 
 Many templates silently skip messages with unknown roles. So a chat is refused if the template ignores one of its
 messages. Special tokens that a message spells are encoded as text.
-
 Source: https://huggingface.co/docs/transformers/chat_templating_writing.
 """
 
@@ -44,12 +43,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt: its special tokens are either all real tokens, or all text that was spelled in a message.
-
-    Attributes:
-        text: text of the part.
-        plain: True if special tokens spelled in the text must be encoded as text.
-    """
+    """A part of a prompt. If `plain`, special tokens spelled in its text are a message's, and encoded as text."""
 
     text: str
     plain: bool = False
@@ -191,10 +185,8 @@ def _calls(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], str]:
     """Render the messages with the chat template. Return the messages and the prompt.
 
-    If the template does not know the role ``developer``, the role becomes ``system``.
-
-    Raises:
-        OptionError: the template fails on the messages, or ignores one of them.
+    If the template does not know the role ``developer``, the role becomes ``system``. Raises `OptionError` if the
+    template fails on the messages, or ignores one of them.
     """
     try:
         text = write(messages)
@@ -259,10 +251,7 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
-    """Return the prompt up to the end of the last message's content; the model continues this message.
-
-    Raises `OptionError` if the template does not write the last message.
-    """
+    """Return the prompt up to the end of the last message's content; `OptionError` if that is not written."""
     marked = deepcopy(messages)
     content = marked[-1].get("content")
     if not isinstance(content, str):
@@ -275,17 +264,9 @@ def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
 
 
 def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str], name: str) -> list[Part]:
-    """Split the prompt into parts, so that special tokens spelled in messages stay text.
+    """Split a prompt, `shown` with marks for the special tokens spelled in messages, so that these stay text.
 
-    Args:
-        shown: the prompt, with marks in place of spelled special tokens.
-        text: the prompt without marks.
-        pattern: matches special tokens.
-        known: texts of the special tokens.
-        name: name of the tokenizer, for error messages.
-
-    Raises:
-        OptionError: the template writes a message differently if it contains a special token.
+    Raises `OptionError` if the template writes a message differently because it contains a special token.
     """
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
     if spelled.sub(lambda match: known[int(match[1])], shown) != text:

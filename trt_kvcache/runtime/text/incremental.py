@@ -37,13 +37,7 @@ class TextStream:
     def __init__(
         self, tokenizer: TokenDecoder, prompt: Sequence[int] | npt.NDArray[np.int64] = (), stops: Sequence[str] = ()
     ) -> None:
-        """Start after the prompt. The stream does not return the prompt's text.
-
-        Args:
-            tokenizer: turns tokens into text.
-            prompt: tokens before the stream; they decide whether the first new token starts with a space.
-            stops: texts that end the stream; not empty.
-        """
+        """Start after the prompt, whose tokens decide about a leading space. `stops` are texts that end the stream."""
         self._tokenizer = tokenizer
         self._window = [int(token) for token in prompt[max(0, len(prompt) - _CONTEXT) :]]
         self._emitted = _complete(self._decode())
@@ -83,19 +77,13 @@ class TextStream:
         return self._stops.push(new)
 
     def flush(self) -> str:
-        """Return the text that is still held back; incomplete characters become U+FFFD.
-
-        Call it after the last token.
-        """
+        """Return the text held back until after the last token; incomplete characters become U+FFFD."""
         rest = self._decode()[len(self._emitted) :]
         self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()
 
     def _decode(self, tokens: Sequence[int] | None = None) -> str:
-        """Return the text of these tokens (None: of the last tokens that the stream keeps).
-
-        Raises `SessionError` if the tokenizer fails, for example at an id that only the model knows.
-        """
+        """Return the text of these tokens (None: of the kept window). `SessionError` if the tokenizer fails."""
         tokens = self._window if tokens is None else tokens
         try:
             return self._tokenizer.decode(tokens) if tokens else ""
@@ -113,7 +101,6 @@ class StopStrings:
     """Ends a text before the first stop string in it. Holds back text that may become a stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """Store the stop strings to look for. No stop string may be empty."""
         self._stops = tuple(stops)
         self._pending = ""
         self.matched = False

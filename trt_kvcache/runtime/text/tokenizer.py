@@ -52,12 +52,8 @@ class Tokenizer:
     def load(cls, path: str | Path) -> Tokenizer:
         """Read ``tokenizer.json``, and ``tokenizer_config.json`` and ``chat_template.jinja`` if its folder has them.
 
-        Args:
-            path: the file, or its folder. Load only trusted files: a tokenizer or a chat template can take unlimited
-                time and memory for a text.
-
-        Raises:
-            OptionError: a file is unreadable, or the ``tokenizers`` library is missing.
+        `path` is the file, or its folder. Load only trusted files: a tokenizer or a chat template can take unlimited
+        time and memory. Raises `OptionError` if a file is unreadable, or the ``tokenizers`` library is missing.
         """
         path = Path(path)
         if path.is_dir():
@@ -143,11 +139,7 @@ class Tokenizer:
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of each token. Grammars need these bytes.
-
-        Raises:
-            OptionError: the text of several tokens is not made by joining the tokens' bytes.
-        """
+        """Return the bytes of each token, for grammars. Raises `OptionError` if texts are not made by joining them."""
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
         special = [token for token, about in added.items() if about.special]
@@ -173,10 +165,7 @@ class Tokenizer:
     def chat_tokens(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> list[int]:
         """Return the token ids of the prompt from `render_chat`. Special tokens spelled in messages become text.
 
-        Arguments are those of `render_chat`.
-
-        Raises:
-            OptionError, PromptError: see `render_chat` and `encode`.
+        `render_chat` explains the arguments; it and `encode` list the errors.
         """
         # The template writes the special tokens itself.
         parts = self._parts(messages, tools, how)
@@ -253,14 +242,7 @@ def read_token_bytes(
 ) -> TokenBytes:
     """Convert the token texts of a ``tokenizer.json`` to bytes.
 
-    Args:
-        texts: texts of the tokens by id, as in the file.
-        special: ids of special tokens.
-        decoder: the entry ``decoder`` of the file.
-        name: name of the tokenizer, for error messages.
-
-    Raises:
-        OptionError: the decoder does more than join the bytes of the tokens.
+    `decoder` is the entry of the file. Raises `OptionError` if it does more than join the bytes of the tokens.
     """
     parts = list(each_decoder(decoder))
     kinds = {str(part.get("type")) for part in parts}

@@ -1,10 +1,8 @@
 """Chooses tokens on the GPU: only the best token, or the highest scores, of each position are copied to the host.
 
-Greedy decoding needs only the best token; sampling with `top_k` needs only that many of the highest scores. Masks of
-grammars are copied to the GPU, a bit for each token, and the kernels skip forbidden tokens. NVRTC, an optional package,
-compiles the kernels (``plugins/choice.cu``). Before a session uses them, they are tested on this GPU: with scores that
-are hard to choose from, they must choose as the host does. If the kernels are missing or wrong, the host chooses among
-all scores.
+Greedy decoding needs only the best token; sampling with `top_k` only that many scores. NVRTC, an optional package,
+compiles the kernels (``plugins/choice.cu``). Before a session uses them, they must choose as the host does, on this GPU
+and with scores that are hard to choose from. If the kernels are missing or wrong, the host chooses among all scores.
 """
 
 from __future__ import annotations
@@ -43,17 +41,10 @@ _PROVED = 8  # most positions in one test; also the number of kinds of hard scor
 
 
 class DeviceChoice:
-    """Chooses tokens from logits on the GPU.
+    """Chooses tokens from logits ``[.., V]`` on the GPU, for at most `rows` sequences and `most` positions in one step.
 
-    Args:
-        cuda: the GPU that holds the logits.
-        dtype: dtype of the logits, one of `CHOICE_DTYPES`.
-        vocab: V.
-        rows: most sequences in one step.
-        most: most positions in one step.
-
-    Raises:
-        BackendError, OptionError: there are no kernels for this GPU, driver or size; the message says what to do.
+    `dtype` is one of `CHOICE_DTYPES`. Raises `BackendError` or `OptionError` if there are no kernels for this GPU,
+    driver or size; the message says what to do.
     """
 
     def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> None:
@@ -81,8 +72,8 @@ class DeviceChoice:
             masks: masks of the allowed tokens, see `StepBatch.masks`.
 
         Returns:
-            `CHOICE` ``[R, keep, N]``, in ascending order of tokens. A short list ends with tokens of -1 and scores of
-                ``-inf``. None if the host should choose: too many scores or positions are asked for.
+            `CHOICE` ``[R, keep, N]``, in ascending order of tokens; a short list ends with tokens of -1 and scores of
+            ``-inf``. None if the host should choose, because too many scores or positions are asked for.
         """
         if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:
             return None
@@ -101,10 +92,7 @@ class DeviceChoice:
         return chosen.reshape(rows, keep, -1)
 
     def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
-        """Copy the masks of allowed tokens to the GPU while the step runs.
-
-        Return their address; 0 if there are no masks.
-        """
+        """Copy the masks of allowed tokens to the GPU while the step runs. Return their address, or 0 for none."""
         if masks is None:
             return 0
         data = masks(self._words)
@@ -126,10 +114,7 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Find the scores of each position that may be among the `highest`.
-
-        Returns:
-            The lists of the kernel `candidates`, ``[R * keep, 1 + CANDIDATES]``; and the least score in each list.
+        """Return the lists ``[R * keep, 1 + CANDIDATES]`` of the kernel `candidates`, and the least score in each.
 
         The vocabulary is divided into disjoint sets. The `highest`-th largest of the sets' maxima is a bound: at least
         `highest` scores reach it, and few more.
@@ -151,21 +136,14 @@ class DeviceChoice:
         self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
 
     def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
-        """Copy the first `size` bytes of the results to pinned memory, and return them."""
         self._cuda.download_rows(self._host.address, self._results, size, size, 1)
         self._cuda.sync()
         return self._host.data[:size]
 
     def prove(self, memory: int, size: int, staging: Pinned) -> None:
-        """Test the kernels on this GPU with scores that are hard to choose from.
+        """Test the kernels on this GPU with scores that are hard to choose from, in the memory of the logits.
 
-        Args:
-            memory: address of the logits; they are overwritten.
-            size: bytes at `memory`.
-            staging: pinned memory for the copy.
-
-        Raises:
-            BackendError: the host chooses differently, or CUDA fails.
+        Raises `BackendError` if the host chooses differently, or CUDA fails.
         """
         itemsize = self._dtype.itemsize
         fit = min(size, staging.data.size) // itemsize
@@ -231,7 +209,7 @@ def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
 
 
 def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int, int]:
-    """Return the bytes that results, least scores and masks take; raise `OptionError` if kernels refuse the logits."""
+    """Return the bytes that results, least scores and masks take; `OptionError` if kernels refuse the logits."""
     if dtype.name not in CHOICE_DTYPES:
         raise OptionError(
             f"kernels that choose tokens take logits of {', '.join(CHOICE_DTYPES)}; these are {dtype.name}"
@@ -252,10 +230,7 @@ def _most_lists(rows: int) -> int:
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """Return a `DeviceChoice` (choosing tokens on the GPU) that passed its test there; or None and the reason.
-
-    The test uses the memory of the logits.
-    """
+    """Return a `DeviceChoice` that passed its test on the GPU, in the memory of the logits; or None and the reason."""
     try:
         choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
     except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder for compiled kernels
@@ -271,12 +246,7 @@ def open_choice(
 def hard_scores(dtype: np.dtype[Any], rows: int, positions: int, vocab: int, first: int) -> Array:
     """Return logits for tests, ``[R, positions, V]``: ties, zeros of both signs, subnormal numbers, infinities, NaN.
 
-    Args:
-        dtype: dtype of the logits.
-        rows: R.
-        positions: positions of each row.
-        vocab: V.
-        first: kind of the first position, 0 to 7; the following positions have the next kinds.
+    `first` is the kind of the first position, 0 to 7; the following positions have the next kinds.
     """
     rng = np.random.default_rng(first)
     bits = np.dtype(f"u{dtype.itemsize}")

@@ -1,19 +1,16 @@
-"""Execution contexts of TensorRT, each with one fixed profile; and steps that repeat, recorded as CUDA graphs.
+"""Execution contexts of TensorRT, each with one fixed profile; and repeated steps, recorded as CUDA graphs.
 
 Rules of TensorRT behind this (NvInferRuntime.h, and its guides on CUDA graphs and dynamic shapes):
 
 - Switching the profile of a context drops its shapes and may copy on the stream. So prefill and decode have separate
-  contexts. Addresses are bound per context; all contexts are bound to the same buffers.
-- Contexts can share activation memory: with ``USER_MANAGED`` all of them get the same block, as large as the largest
-  profile needs. Steps run one after the other on one stream, so no two use it at the same time.
-- Changing a context makes its captured CUDA graph invalid. So a context of a graph is made for one set of shapes and
-  addresses, and never changed.
+  contexts.
+- With ``USER_MANAGED``, contexts can share one block of activation memory. Steps run one after the other on one stream,
+  so no two use it at the same time.
+- Changing a context makes its captured CUDA graph invalid. So a context of a graph is never changed.
 
-The key of a recorded step consists of profile, first row, buffers, and the shapes of all inputs, which include the
-batch and the span bucket. The first time, a step runs without a graph. The second time, it gets its own context and
-runs once more without a graph: TensorRT delays some work to the first run with new shapes. The third time, it is
-recorded; later times, the graph is launched. TensorRT for RTX records graphs itself (`ContextFactory`): there a step
-only needs its own context.
+The first time, a step runs without a graph. The second time, it gets its own context and runs once more without a
+graph: TensorRT delays some work to the first run with new shapes. The third time, it is recorded. TensorRT for RTX
+records graphs itself (`ContextFactory`): there a step only needs its own context.
 """
 
 from __future__ import annotations
@@ -35,10 +32,7 @@ _KEEP = "keep the kernels that it compiles"
 
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
-    """Return the path of the file for compiled kernels of an engine on this kind of GPU: ``model.engine.sm89.kernels``.
-
-    The file lies in `folder`, or in the engine's folder if `folder` is None.
-    """
+    """Return the file for compiled kernels, ``model.engine.sm89.kernels``, in `folder` or the engine's folder."""
     name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
     return (folder or engine.parent) / name
 
@@ -46,16 +40,7 @@ def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None
 class KernelCache:
     """The kernels that TensorRT for RTX compiled for one engine (its runtime cache), and the file that keeps them.
 
-    Attributes:
-        loaded: True if the file held kernels, and TensorRT accepted them.
-
-    Args:
-        trt: the engine.
-        config: an ``IRuntimeConfig`` of TensorRT for RTX, which makes the cache.
-        path: path of the file; it need not exist.
-
-    Raises:
-        BackendError: TensorRT cannot make the cache.
+    If `loaded`, the file held kernels that TensorRT accepted. Raises `BackendError` if TensorRT cannot make the cache.
     """
 
     def __init__(self, trt: TensorRT, config: Any, path: Path) -> None:
@@ -101,14 +86,7 @@ Shape = tuple[int, ...]
 
 
 class Context:
-    """Wraps an ``IExecutionContext``: sets only what changed since the last step, and checks every return value.
-
-    Args:
-        trt: the engine.
-        context: the execution context.
-        stream: handle of the stream that it runs on.
-        used: objects from which the context was made; they must live as long as the context.
-    """
+    """Wraps an ``IExecutionContext``: sets only what changed since the last step, and checks every return value."""
 
     def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
         self._context = context
@@ -125,12 +103,9 @@ class Context:
             self._context.set_device_memory(address, size)
 
     def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of inputs, and the addresses of inputs and outputs.
+        """Set the shapes of inputs, and the addresses of inputs and outputs. The mappings must not change later.
 
-        The caller must not change the mappings later.
-
-        Raises:
-            BackendError: TensorRT refuses a shape or an address.
+        Raises `BackendError` if TensorRT refuses a shape or an address.
         """
         if shapes is self._last[0] and addresses is self._last[1]:
             return
@@ -146,11 +121,7 @@ class Context:
         self._last = shapes, addresses
 
     def output_shape(self, name: str) -> Shape:
-        """Return the shape of an output for the present input shapes; -1 for sizes that are known only after a run.
-
-        Raises:
-            BackendError: TensorRT finds no shape, because the input shapes do not fit together.
-        """
+        """Return the shape of an output for the present input shapes; -1 for sizes that are known only after a run."""
         recorder = self._trt.recorder
         recorder.clear()
         shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
@@ -168,22 +139,15 @@ class Context:
         self._context.error_recorder = None
 
     def __del__(self) -> None:
-        """Call `let_go`, in case an interrupt right after the creation of the context prevented that."""
         self.let_go()
 
     def enqueue(self) -> None:
-        """Put a step on the stream; raise `BackendError` if TensorRT refuses it."""
+        """Put a step on the stream. Raises `BackendError` if TensorRT refuses it."""
         self._trt.check(self._context.execute_async_v3(self._stream), "run a step")
 
 
 class ContextFactory:
-    """Makes contexts that share weights, activation memory and compiled kernels.
-
-    Args:
-        trt: the engine.
-        cuda: the GPU that runs it.
-        kernels: file for compiled kernels; used by TensorRT for RTX only.
-    """
+    """Makes contexts that share weights, activation memory and, on TensorRT for RTX, compiled kernels."""
 
     def __init__(self, trt: TensorRT, cuda: Cuda, kernels: Path | None) -> None:
         self._trt = trt
@@ -218,8 +182,7 @@ class ContextFactory:
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
         compiled. A graph that this package records would keep the quick kernels, so TensorRT records the graphs itself.
-        Contexts that record have one fixed shape, so they wait for the specialized kernels; other contexts, whose
-        shapes change, do not wait.
+        Contexts that record have one fixed shape, so they wait for the specialized kernels; other contexts do not wait.
         """
         if graphs not in self._configs:
             module, config = self._trt.module, self._new_config()
@@ -237,14 +200,9 @@ class ContextFactory:
         return self._configs[graphs]
 
     def make(self, profile: int, *, graphs: bool = False) -> Context:
-        """Make an execution context for one profile.
+        """Make an execution context for one profile. Raises `BackendError` if TensorRT does not make it.
 
-        Args:
-            profile: index of the profile.
-            graphs: let the context itself record its steps as CUDA graphs; for TensorRT for RTX only.
-
-        Raises:
-            BackendError: TensorRT does not make the context.
+        With `graphs`, the context itself records its steps as CUDA graphs; for TensorRT for RTX only.
         """
         trt = self._trt
         how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
@@ -266,7 +224,7 @@ _MOST_SEEN = 1024
 
 @dataclass(eq=False)
 class _Recorded:
-    """A repeated step and its own execution context. `graph` is its CUDA graph; None until the context has run once."""
+    """A repeated step and its own execution context. `graph` is None until the context has run once."""
 
     context: Context
     graph: Any = None
@@ -275,12 +233,10 @@ class _Recorded:
 class StepGraphs:
     """Runs repeated steps, those with the same shapes and addresses, as CUDA graphs.
 
+    If `native`, the contexts record graphs themselves.
+
     Attributes:
         failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
-
-    Args:
-        cuda: the GPU that runs the steps.
-        native: the contexts record graphs themselves.
     """
 
     def __init__(self, cuda: Cuda, *, native: bool) -> None:
@@ -294,15 +250,12 @@ class StepGraphs:
         return sum(step.graph is not None or self._native for step in self._recorded.values())
 
     def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
-        """Put a step on the stream with its CUDA graph or its own context, if the same step has been run before.
+        """Put a step on the stream with its CUDA graph or its own context; False if the caller must run the step.
 
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
             make: makes a context with the shapes and addresses of this step.
-            before: function that puts the copies before the step on the stream; they are recorded with the step.
-
-        Returns:
-            True if the step is on the stream; False if the caller must run it.
+            before: puts the copies before the step on the stream; they are recorded with the step.
         """
         if self.failure:
             return False

@@ -1,10 +1,8 @@
 """One GPU, one stream, and the memory allocated on it, through cuda.core and cuda.bindings.
 
-This file checks all results of CUDA: a failed driver call, or an exception of cuda.core, becomes a `BackendError` that
-names the call. It does not use TensorRT.
-
-Memory comes from ``cuMemAlloc``, not from cuda.core's stream-ordered pools. Caches live as long as the session. A pool
-would keep freed memory, and the driver would report less free memory than TensorRT can get.
+A failed driver call, or an exception of cuda.core, becomes a `BackendError` that names the call. Memory comes from
+``cuMemAlloc``, not from cuda.core's stream-ordered pools: a pool would keep freed memory, and the driver would report
+less free memory than TensorRT can get.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ _DEVICE, _HOST = "Device", "Host"
 
 
 def taken(size: int) -> int:
-    """Return the bytes of GPU memory that an allocation of `size` takes: whole pages.
-
-    Small allocations share a page.
-    """
+    """Return the bytes of GPU memory that an allocation takes: whole pages of 2 MiB; small ones share a page."""
     return size if size <= _PAGE // 2 else -(-size // _PAGE) * _PAGE
 
 
@@ -76,20 +71,9 @@ class Pinned:
 
 
 class Cuda:
-    """One GPU and one stream.
+    """One GPU and one stream. Copies and fills are put on the stream and return at once; `sync` waits for them.
 
-    Copies and fills are put on the stream and return at once; `sync` waits for them.
-
-    Attributes:
-        name: name of the GPU.
-        compute_capability: such as ``"9.0"``.
-
-    Args:
-        device: index of the GPU.
-        bindings: see `CudaBindings`.
-
-    Raises:
-        BackendError: there is no driver, or no such GPU.
+    Raises `BackendError` if there is no driver, or no GPU with the index `device`.
     """
 
     def __init__(self, device: int, bindings: CudaBindings) -> None:
@@ -122,18 +106,15 @@ class Cuda:
         self.stream = int(self._stream.handle)
 
     def activate(self) -> None:
-        """Make the GPU's context current in the calling thread.
-
-        CUDA has one current context per thread; other code in this thread may have made another GPU's context current.
-        """
+        """Make the GPU's context current in the calling thread, where other code may have made another one current."""
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
 
     @contextmanager
     def activated(self) -> Iterator[None]:
         """Make the GPU's context current within a block that may run at any time, even during garbage collection.
 
-        The block preserves the state of the thread: another GPU may be current, and a stream may be recording and would
-        not allow calls that allocate or free. Like `close`, this method never fails.
+        The state of the thread is preserved: another GPU may be current, and a stream may be recording, which forbids
+        calls that allocate or free. This method never fails.
         """
         driver = self._driver
         _, before = driver.cuCtxGetCurrent()
@@ -151,9 +132,8 @@ class Cuda:
     def free_memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the GPU, as the driver counts them.
 
-        A GPU such as DGX Spark's shares the machine's memory. The driver of such a GPU counts cached pages of files,
-        such as the engine's, as used, although the system frees them on demand; so the result also counts what the
-        system has free.
+        If the GPU shares the machine's memory (DGX Spark), the system's free memory counts, too: there the driver
+        counts cached pages of files as used, although the system frees them on demand.
         """
         free, total = map(int, self._check("cuMemGetInfo", self._driver.cuMemGetInfo()))
         return max(free, min(free_memory(), total)) if self._integrated else free, total
@@ -216,11 +196,7 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait until that is done.
-
-        Its `height` equal blocks are placed `pitch` bytes apart. The array goes through pinned memory: in one copy if
-        it fits there, else block by block.
-        """
+        """Copy an array to the GPU, and wait for the end. Its `height` equal blocks are placed `pitch` bytes apart."""
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             for run, part in enumerate(data.reshape(height, -1)):
@@ -247,10 +223,7 @@ class Cuda:
         return data
 
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
-        """Copy `height` blocks of `width` bytes within the GPU.
-
-        They start `pitch` bytes apart, before and after the copy.
-        """
+        """Copy `height` blocks of `width` bytes within the GPU. In both places they start `pitch` bytes apart."""
         self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
@@ -275,13 +248,9 @@ class Cuda:
         self._check("cuStreamSynchronize", self._driver.cuStreamSynchronize(self.stream))
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """Record as a CUDA graph what `work` puts on the stream, without running it.
+        """Record as a CUDA graph, for `launch` and `discard`, what `work` puts on the stream, without running it.
 
-        Returns:
-            The graph, for `launch` and `discard`.
-
-        Raises:
-            BackendError: a part of the work cannot be recorded. The stream is usable again.
+        Raises `BackendError` if a part of the work cannot be recorded. The stream is usable again.
         """
         driver = self._driver
         # Not "relaxed": a call that would allocate or wait must fail here. Otherwise it would be missing in the graph.
@@ -316,18 +285,15 @@ class Cuda:
             return {kernel: code.get_kernel(kernel) for kernel in kernels}
 
     def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
-        """Put a kernel on the stream: `grid` blocks of `block` threads.
-
-        Addresses are ints, numbers are NumPy scalars.
-        """
+        """Put a kernel on the stream: `grid` blocks of `block` threads. Addresses are ints, numbers NumPy scalars."""
         with self._core_errors("launch a kernel"):
             self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
         """Return GPU memory as an object with ``__dlpack__``; the object keeps `owner` alive.
 
-        DLPack in cuda.core 1.2 has no bfloat16 and no float8. Arrays of these types appear as unsigned integers with
-        the same bits.
+        DLPack in cuda.core 1.2 has no bfloat16 and no float8: such arrays appear as unsigned integers with the same
+        bits.
         """
         if dtype.kind == "V":  # a type that ml_dtypes adds to NumPy
             dtype = np.dtype(f"u{dtype.itemsize}")
@@ -337,11 +303,7 @@ class Cuda:
             return self._core.utils.StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
 
     def close(self) -> None:
-        """Free all memory. Calling it again does nothing.
-
-        `close` never fails. After a fault of the GPU every CUDA call fails; the memory is freed with the process's
-        context.
-        """
+        """Free all memory. Calling it again does nothing. It never fails, not even after a fault of the GPU."""
         self._free(set(self._memory), set(self._pinned))
         with suppress(BackendError), self._core_errors("close the stream"):
             self._stream.close()
@@ -399,16 +361,14 @@ class Cuda:
 
 
 RESERVE = 128 << 20
-"""Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, state of contexts). An estimate.
-"""
+"""Bytes left to the driver and to TensorRT, which allocate some themselves (kernels, contexts). An estimate."""
 
 
 @dataclass(frozen=True)
 class Need:
-    """GPU memory that a runner is going to allocate for one use.
+    """GPU memory that a runner is going to allocate for one use, such as ``"caches"``.
 
     Attributes:
-        what: name of the use, such as ``"caches"``.
         size: bytes that the driver allocates.
         for_rows: function that returns the bytes for a smaller batch; None: always `size`.
     """
@@ -419,18 +379,9 @@ class Need:
 
 
 def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
-    """Refuse to allocate more GPU memory than is free.
+    """Raise `BackendError` if `needs` and `RESERVE` are more than the `free` bytes; the message says how many rows fit.
 
-    Args:
-        needs: all memory that will be allocated, for `max_batch` batch rows.
-        free: free bytes of the GPU, as the driver counts them.
-        total: all bytes of the GPU.
-        gpu: name of the GPU.
-        max_batch: number of batch rows.
-        advice: what the user can do; None: the advice for a decoder, about batch and sizes.
-
-    Raises:
-        BackendError: `needs` and `RESERVE` together are more than `free`; the message says how many rows fit.
+    `needs` are for `max_batch` batch rows. `advice` is what the user can do; None: the advice for a decoder.
     """
     needed = sum(need.size for need in needs) + RESERVE
     if needed <= free:
@@ -466,19 +417,12 @@ class DeviceBlock:
 
 
 class DeviceArray:
-    """A read-only array on a GPU; ``numpy.asarray`` copies it.
+    """A read-only, C-contiguous array on a GPU; ``numpy.asarray`` copies it.
 
     Args:
         home: the GPU and stream to which the array belongs.
-        block: the memory that holds the array.
-        offset: bytes from the start of `block`.
-        shape: sizes.
-        dtype: dtype of the elements.
+        block: the memory that holds the array, from byte `offset` on.
         fetch: copies ``size`` bytes from an address to the host.
-
-    Attributes:
-        home, shape, dtype: as the arguments.
-        address: address of the C-contiguous elements.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Caches and state in GPU memory: one buffer for each cache, bound in place, and operations on rows.
 
 State, and a cache that is not updated in place (`Route.FUNCTIONAL`), has two buffers: each step reads one and writes
-the other. A step may run on only some of the rows, so each row has its own *side*: the buffer with its newest contents.
+the other. Each batch row has its own *side*: the buffer, 0 or 1, with its newest contents.
 """
 
 from __future__ import annotations
@@ -21,15 +21,9 @@ _PACKED = ("int4", "uint4", "float4e2m1")
 
 
 class DeviceCaches:
-    """All caches and state of an engine.
+    """All caches and state of an engine, for `max_batch` batch rows.
 
-    Args:
-        cuda: the GPU that holds them.
-        plan: plan of the engine.
-        max_batch: batch rows of each cache.
-
-    Raises:
-        ManifestError: a batch row of a cache would start at an address that TensorRT cannot take.
+    Raises `ManifestError` if a batch row of a cache would start at an address that TensorRT cannot take.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, max_batch: int) -> None:
@@ -59,10 +53,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return which of two buffers, 0 or 1, has the newest contents of these batch rows.
-
-        If some rows are newest in the other buffer, copy them first, so that one buffer has the newest contents of all.
-        """
+        """Return the side (which of two buffers) with the newest contents of these batch rows; copy rows if needed."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -129,10 +120,7 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """Return the buffer of one cache without a copy; see `Runner.view`.
-
-        If the cache has two buffers, return the one with the newest contents of the first batch row.
-        """
+        """Return a cache buffer without a copy; see `Runner.view`. Of two, it is the newest of the first batch row."""
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         shape = (self._max_batch, *buffer.row_shape(buffer.capacity))
@@ -152,7 +140,6 @@ class DeviceCaches:
                 yield self._runs_of(name, row, first, last)
 
     def _runs_of(self, name: str, row: int, first: int, last: int) -> _Runs:
-        """Return the memory of cache rows ``first .. last - 1`` of a batch row in one buffer."""
         buffer = self.buffers[name]
         size = buffer.width * buffer.array_dtype.itemsize
         return _Runs(self._row(name, row) + first * size, buffer.capacity * size, (last - first) * size, buffer.planes)
@@ -171,7 +158,7 @@ class _Runs(NamedTuple):
 
 
 def _checked(cache: Carried) -> Carried:
-    """Return the caches. Refuse a cache whose sizes are not fixed, or whose elements are smaller than a byte."""
+    """Return the cache. Refuse one whose sizes are not fixed, or whose elements are smaller than a byte."""
     if not all(isinstance(d, int) for d in cache.shape[1:]):
         raise ManifestError(
             f"cache {cache.past!r} has the shape {list(cache.shape)}; all sizes of an engine's cache except its "

@@ -30,11 +30,7 @@ _LESS = (
 class TensorRTEncoder:
     """An encoder engine that runs on the same GPU and the same CUDA stream as its decoder.
 
-    Args:
-        path: path of the engine; its manifest lies beside it.
-        runner: runner of the decoder.
-        constants: constants that the decoder takes.
-        guard: lock of the session, held while the encoder runs, because encoder and decoder share a stream.
+    `guard` is the lock of the session, held while the encoder runs, because encoder and decoder share a stream.
 
     Raises:
         ManifestError: the file is not an encoder's engine, or was not built together with the decoder's engine.
@@ -132,20 +128,10 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
 
 
 class EngineFunction:
-    """An engine without state that runs on a decoder's GPU and stream.
+    """An engine without state that runs on a decoder's GPU and stream. Call it within `TensorRTRunner.running`.
 
-    It gets inputs from the host; outputs stay on the GPU. Call it within `TensorRTRunner.running`. It has no reference
-    to the runner: the runner's resources keep it until they are freed.
-
-    Args:
-        path: path of the engine, whose hash has been checked.
-        manifest: manifest of the engine.
-        module: TensorRT's module.
-        cuda: the decoder's GPU.
-        kernels: file for compiled kernels.
-
-    Raises:
-        BackendError, ManifestError, UnsupportedModelError: see `open_engine`; or the GPU has too little memory.
+    It gets inputs from the host; outputs stay on the GPU. It has no reference to the runner: the runner's resources
+    keep it until they are freed. `open_engine` lists the errors; or the GPU has too little memory (`BackendError`).
     """
 
     def __init__(self, path: Path, manifest: Manifest, module: Any, cuda: Cuda, kernels: Path) -> None:
@@ -190,12 +176,8 @@ class EngineFunction:
     def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
         """Run the engine once, and return its outputs by name. They stay on the GPU.
 
-        Args:
-            feed: an array for every input, C-contiguous, in the input's dtype, with a shape within the profile.
-            fetch: copies bytes to the host, see `DeviceArray`.
-
-        Raises:
-            BackendError: TensorRT or the GPU fails, or there is too little memory for the outputs.
+        `feed` has a C-contiguous array for every input; `fetch` copies bytes to the host. Raises `BackendError` if
+        TensorRT or the GPU fails, or memory is short.
         """
         while self._gone:
             self._cuda.free(self._gone.popleft())
@@ -234,10 +216,7 @@ class EngineFunction:
             self.__dict__.pop("_trt").let_go()
 
     def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
-        """Return the size in bytes of one memory block for all outputs of a run, and each output's offset and shape.
-
-        Raises `SessionError` if the size of an output depends on the data.
-        """
+        """Return the bytes of one memory block for all outputs of a run, and each output's offset and shape."""
         places: dict[str, tuple[int, Shape]] = {}
         end = 0
         for name, dtype in self._outputs.items():

@@ -1,7 +1,4 @@
-"""Opens an engine file, and checks that it is the engine that its manifest describes.
-
-`TensorRT.check` checks every return value of TensorRT, and adds TensorRT's own messages.
-"""
+"""Opens an engine file, and checks that it is the engine that its manifest describes."""
 
 from __future__ import annotations
 
@@ -48,7 +45,6 @@ class TensorRT:
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
         engine: ``ICudaEngine``.
-        runtime: object of TensorRT that must live as long as the engine.
         recorder: collects the errors that TensorRT reports; see `make_recorder`.
         title: name and version, for messages.
         rtx: True for TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.
@@ -62,10 +58,7 @@ class TensorRT:
     rtx: bool
 
     def let_go(self) -> None:
-        """Stop TensorRT from reporting errors to Python.
-
-        Call this before the engine is dropped, after `let_go` of its contexts.
-        """
+        """Stop TensorRT from reporting errors to Python. Call this after `let_go` of the contexts."""
         self.engine.error_recorder = self.runtime.error_recorder = None
 
     def check(self, ok: Any, what: str) -> None:
@@ -81,13 +74,7 @@ def _is_old_driver(words: str) -> bool:
 
 
 def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> TensorRT:
-    """Deserialize an engine, and compare it with its manifest.
-
-    Args:
-        path: path of the engine, whose hash has been checked.
-        manifest: manifest of the engine.
-        module: see `load_tensorrt`.
-        cuda: the GPU.
+    """Deserialize an engine, whose hash has been checked, and compare it with its manifest.
 
     Raises:
         BackendError: TensorRT cannot open the engine here: it was built for another GPU or version, or the file is

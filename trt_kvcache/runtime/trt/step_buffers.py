@@ -28,11 +28,7 @@ Shape = tuple[int, ...]
 class StepBuffers:
     """Holds the inputs and outputs of steps, except caches and state, in GPU memory.
 
-    Args:
-        cuda: the GPU that holds the inputs and outputs.
-        plan: plan of the engine.
-        largest: the largest shape of each tensor, outputs included; caches and state are left out.
-        rows: most batch rows of a step.
+    `largest` has the largest shape of each of these tensors; `rows` is the most batch rows of a step.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
@@ -59,10 +55,7 @@ class StepBuffers:
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...
-
-        Each step uses the start of these inputs.
-        """
+        """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...; steps use their start."""
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
@@ -76,10 +69,7 @@ class StepBuffers:
             self._cuda.upload_pieces(self.addresses[name], values)
 
     def choose(self) -> str:
-        """Let the GPU choose tokens in steps that need few scores per position.
-
-        Return why the GPU cannot; "" if it can.
-        """
+        """Let the GPU choose tokens in steps that need few scores. Return why it cannot; empty if it can."""
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
         form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
@@ -121,12 +111,10 @@ class StepBuffers:
             self._cuda.upload(self.addresses[name], self._staging.address + offset, size)
 
     def logits(self, batch: StepBatch) -> Logits:
-        """Wait for the step, and return the logits of its last `keep` positions.
+        """Wait for the step, and return the logits ``[R, keep, V]`` of its last `keep` positions.
 
-        Returns:
-            ``[R, keep, V]``, valid until the next call: a view of pinned memory if the logits fit into it. If `batch`
-                asks for few scores of each position and the GPU chooses, `CHOICE` ``[R, keep, N]``, the tokens and
-                scores that the masks allow.
+        They are valid until the next call: a view of pinned memory if they fit into it. If `batch` asks for few scores
+        and the GPU chooses, return `CHOICE` ``[R, keep, N]``: the tokens and scores that the masks allow.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -173,13 +161,7 @@ _MOST_KINDS = 1024
 
 
 class StepShapes:
-    """Finds the input shapes and the profile of each step of an engine.
-
-    Args:
-        manifest: manifest of the engine.
-        inputs: inputs of the model.
-        buffers: the caches, by name of the past tensor.
-    """
+    """Finds the input shapes and the profile of each step of an engine. `buffers` are by name of the past tensor."""
 
     def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, Carried]) -> None:
         self._manifest = manifest
@@ -190,7 +172,7 @@ class StepShapes:
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Return profile index and shapes of a step, cached by signature; raise `BackendError` if no profile fits."""
+        """Return profile index and shapes of a step, cached by signature. Raises `BackendError` if no profile fits."""
         kind = self._kinds.get(signature)
         if kind is None:
             shapes = self._shapes(batch)
@@ -201,18 +183,10 @@ class StepShapes:
         return kind
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
-        """Return the largest shapes of all tensors except caches in any step.
+        """Return the largest shapes of all tensors except caches in any step, for `rows` rows of `chunk` tokens.
 
-        TensorRT infers the shapes of the outputs.
-
-        Args:
-            contexts: one execution context for each profile.
-            rows: most rows of a step.
-            chunk: most tokens per row.
-            max_logits: most positions per row whose logits a step returns; None: all.
-
-        Raises:
-            UnsupportedModelError: a size depends on the data, or state changes its shape.
+        There is one context for each profile. `max_logits` is the most positions per row with logits; None: all. Raises
+        `UnsupportedModelError` if a size depends on the data, or state changes its shape.
         """
         carried = set(self._buffers) | {b.present for b in self._buffers.values()}
         largest: dict[str, Shape] = {}

@@ -1,9 +1,7 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
-- Opening compares the manifest with its digest, the engine with its hash, and TensorRT with the manifest. Then it
-  compares the memory that is needed with the free memory, and allocates everything, once.
-- A step copies its inputs through pinned memory, runs the context of its phase on a row range of the caches, and
-  returns logits. Past and present of a cache are bound to one address; a row range is an offset to it.
+All memory is allocated once, when the engine is opened. A step copies its inputs through pinned memory and runs the
+context of its phase. Past and present of a cache are bound to one address; a row range is an offset to it.
 """
 
 from __future__ import annotations
@@ -44,18 +42,13 @@ class TensorRTRunner:
     """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
 
     Attributes:
-        manifest: the manifest of the engine.
-        inputs: the inputs of the model.
         resources: the GPU, the engine and its contexts; freed with the runner.
-        host_choice: why the host chooses tokens among all scores; empty if the GPU finds the best and the highest
-            scores.
+        host_choice: why the host chooses tokens among all scores; empty if the GPU chooses.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
-        max_batch: batch rows of every cache; default and maximum: the number in the engine. Fewer rows need less
-            memory.
-        max_chunk: most tokens of one row per step; default and maximum: the number in the engine. Fewer tokens need
-            less memory for logits.
+        max_batch: batch rows of every cache; default and maximum: the number in the engine.
+        max_chunk: most tokens of one row per step; default and maximum: the number in the engine.
         device: index of the GPU.
         cuda_graphs: record decode steps as CUDA graphs.
         kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
@@ -149,10 +142,7 @@ class TensorRTRunner:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of GPU memory that the runner allocated: caches, inputs, outputs, activations.
-
-        The number never changes.
-        """
+        """Bytes of GPU memory that the runner allocated (caches, inputs, outputs, activations). It never changes."""
         return self._cuda.allocated
 
     def identity(self) -> str:
@@ -239,10 +229,7 @@ class TensorRTRunner:
             return self._buffers.output(name, self.resources.contexts[self._last].output_shape(name))
 
     def view(self, name: str) -> Any:
-        """Return one cache buffer as a ``cuda.core.utils.StridedMemoryView``, without a copy; see `Runner.view`.
-
-        The view must not be used after `close`.
-        """
+        """Return a cache as a ``cuda.core.utils.StridedMemoryView``, not usable after `close`; see `Runner.view`."""
         with self.running():
             return self._caches.view(name, self)
 
@@ -252,7 +239,7 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A ``with`` block that uses an open runner: CUDA's context is current; CUDA's errors become SessionError.
+        """A block that uses an open runner: CUDA's context is current, and CUDA's errors become SessionError.
 
         Two threads must not enter the block at once.
         """
@@ -300,17 +287,7 @@ def _within(name: str, asked: int | None, most: int) -> int:
 
 
 class Resources:
-    """What a runner must free when it is closed or collected: Python's garbage collection does not free GPU memory.
-
-    Attributes:
-        cuda: the GPU, and all allocated memory.
-        trt: the engine, once it is open.
-        factory: the factory of contexts, once the engine is open.
-        contexts: one context for each profile.
-        functions: the encoders' engines that run on this GPU.
-        graphs: the recorded steps; None if steps are not recorded.
-        in_use: True while a call is running.
-    """
+    """What a runner must free when it is closed or collected: Python's garbage collection does not free GPU memory."""
 
     trt: TensorRT
     factory: ContextFactory
@@ -326,8 +303,8 @@ class Resources:
     def close(self) -> None:
         """Free everything, and save compiled kernels for the next start.
 
-        `close` does nothing if a call is still running: then the process ends while another thread is in that call.
-        `close` also does nothing in a forked process, because CUDA does not work there.
+        Do nothing if a call is still running: the process ends while another thread is in that call. Do nothing in a
+        forked process, where CUDA does not work.
         """
         if self.in_use or os.getpid() != self._process:
             return
