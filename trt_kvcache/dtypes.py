@@ -10,7 +10,7 @@ import numpy as np
 PLAIN = (
     "float", "float16", "double", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool",
 )  # fmt: skip
-"""Names of dtypes that NumPy itself has; ONNX Runtime takes these from Python."""
+"""Dtypes of ONNX that NumPy has without ml_dtypes."""
 
 _NAMES = {
     "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",
@@ -20,6 +20,6 @@ _NAMES = {
 
 
 def array_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of NumPy (or of ml_dtypes) for an ONNX dtype name such as ``"bfloat16"``."""
+    """Return the NumPy dtype for an ONNX dtype name such as ``"bfloat16"``."""
     name = _NAMES.get(name, name)
     return np.dtype(getattr(ml_dtypes, name, name))
