@@ -173,7 +173,7 @@ class _Chat:
             _tell(f"{word} is no command; /help lists them")
 
     def answer(self, line: str | None) -> None:
-        """Print the answer to a user's line as it comes, then token counts on stderr. None: answer the last line again."""
+        """Print the answer to a line as it comes, then token counts on stderr. None: answer the last line again."""
         from trt_kvcache.runtime.events import FinishReason
 
         talk, config = self._talk, self._config

@@ -53,7 +53,7 @@ class Command(TyperCommand):
                     )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments of the command. Raises `OptionError` for a flag of another tool, or a number like ``4k``."""
+        """Read the command's arguments; raise `OptionError` for a flag of another tool, or a number like ``4k``."""
         if _HELP_ALL in args:
             ctx.meta[_HELP_ALL] = True
             args = ["--help"]

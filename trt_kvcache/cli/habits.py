@@ -172,7 +172,7 @@ _SPELLED = {
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line, with values that other tools spell differently in the spelling of this one."""
+    """Return the arguments of a command line, with other tools' spelling of values replaced by this tool's."""
     changed = list(args)
     for at, arg in enumerate(changed):
         flag, equals, value = arg.partition("=")

@@ -76,7 +76,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now for a model on the CPU, and does nothing for an engine."""
+    """Return a context that limits memory to what is free now for a model on the CPU; no limit for an engine."""
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()

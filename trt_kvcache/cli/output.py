@@ -116,7 +116,7 @@ def print_error(message: str) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Write a line ``warning: ...`` to stderr for each message; messages that differ only in a layer's number share one."""
+    """Write a line ``warning: ...`` to stderr for each message; merge messages that differ only in a layer."""
     for (message,), _ in group_rows(((one_line(message),) for message in messages), 1):
         print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 

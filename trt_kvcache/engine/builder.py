@@ -2,7 +2,6 @@
 
 It is a separate process, because some models crash TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because the system gets TensorRT's memory back only when its process ends.
-`trt_kvcache.engine.build_process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ _COMPARED = (0, 2, 4)  # indices of the steps that the network runs: NumPy takes
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
-    """Check that the parsed network has the cache updates, inputs and outputs of the plan.
-
-    Raises:
-        BuildError: the network and the plan differ, so the engine would contradict its manifest.
-    """
+    """Raise `BuildError` if the parsed network differs from the plan in cache updates, inputs or outputs."""
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
     parsed = Counter((layer.get_input(0).name, layer.get_output(0).name) for layer in updates)
@@ -79,7 +74,6 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> None:
-    """Check that the network's inputs or outputs have the names, dtypes and shapes of the plan."""
     expected = {t.name: t for t in planned}
     names = [t.name for t in parsed]
     if set(names) != set(expected):
@@ -105,10 +99,7 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Return True if the shape from TensorRT, with -1 for dynamic sizes, agrees with the planned shape.
-
-    A fixed size on one side and a dynamic size on the other agree if `exact` is False.
-    """
+    """Return True if TensorRT's shape (-1: dynamic) agrees with the plan. `exact`: both or neither size is dynamic."""
     if len(parsed) != len(planned):
         return False
     for size, dim in zip(parsed, planned, strict=True):
@@ -122,10 +113,10 @@ def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: boo
 
 @dataclass(frozen=True)
 class Recorded:
-    """The result of recording a proof in the build process.
+    """The result of recording a proof (a recorded decode) in the build process.
 
     Attributes:
-        proof: the proof (a recorded decode); None: there is no proof.
+        proof: the proof; None: there is no proof.
         note: what the proof cannot show, or why there is no proof.
         network: comparison of the network with the model; None: they were not compared.
     """
@@ -196,13 +187,11 @@ def main() -> None:
 
 
 def _abandon() -> None:
-    """Remove the engine's file, because the calling process has ended."""
     with suppress(PermissionError):  # Windows, while the file is open
         Path(sys.argv[1]).unlink(missing_ok=True)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
-    """Build an engine: import TensorRT, parse, check and build the model, and write the engine to disk."""
     send(Stage(STAGES[0]))
     trt = import_tensorrt(job.target)
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
@@ -296,10 +285,7 @@ def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -
 
 
 def import_tensorrt(target: Target) -> Any:
-    """Import and return the builder's module.
-
-    An environment variable makes Polygraphy use the same module.
-    """
+    """Import and return the builder's module, and make Polygraphy use it, too."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
     try:
         if target is Target.TENSORRT_RTX:
@@ -344,11 +330,7 @@ def parser_message(title: str, parser: Any) -> str:
 
 
 def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) -> Any:
-    """Return the builder configuration for this job.
-
-    Raises:
-        BuildError: Polygraphy or TensorRT refuses an option.
-    """
+    """Return the builder configuration for this job; raise `BuildError` if an option is refused."""
     from polygraphy.backend.trt import CreateConfig
     from polygraphy.backend.trt import Profile as TrtProfile
     from polygraphy.exception import PolygraphyException
@@ -405,11 +387,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Write TensorRT's timing cache, the measured kernel times, for the next build.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write TensorRT's timing cache (measured kernel times) for the next build; raise `OutputError` on failure."""
     with atomic_file(path) as file:
         file.write(config.get_timing_cache().serialize())
 

@@ -1,6 +1,6 @@
 """Runs only TensorRT's parser, in a child process, and compares the parsed network with the model.
 
-The child is ``python -m trt_kvcache.engine.parsing``, because some models crash the parser.
+The parser has its own process, because some models crash it.
 """
 
 from __future__ import annotations
