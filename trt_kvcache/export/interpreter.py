@@ -25,9 +25,7 @@ _LINE = 80  # characters of a line of output that are shown as progress
 
 
 class Interpreter:
-    """The interpreter of an environment with exporters.
-
-    Use it in a ``with`` block; the interpreter starts with the first program.
+    """The interpreter of an environment with exporters. Use it in a ``with`` block.
 
     Args:
         python: path of the interpreter.

@@ -106,26 +106,14 @@ EXPORTERS = {
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export: the exporter that made the model, and the model's plan.
-
-    Attributes:
-        exporter: name of the exporter.
-        plan: plan of the model.
-    """
+    """The result of an export: the name of the exporter that made the model, and the model's plan."""
 
     exporter: str
     plan: CachePlan
 
 
 def installed(python: str = sys.executable) -> list[str]:
-    """Return the names of the exporters that are installed in the environment of an interpreter.
-
-    Args:
-        python: path of the interpreter.
-
-    Raises:
-        OptionError: the interpreter does not run.
-    """
+    """Return the exporters in the environment of an interpreter; raise `OptionError` if it does not run."""
     there = _importable(python, {module for exporter in EXPORTERS.values() for module in exporter.modules})
     return [name for name, exporter in EXPORTERS.items() if there.issuperset(exporter.modules)]
 
@@ -208,18 +196,9 @@ def export_checkpoint(
 
 
 def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> list[str]:
-    """Run an exporter into a new folder, and copy the checkpoint's tokenizer, chat template and configs there.
+    """Run an exporter into a new folder, copy the checkpoint's tokenizer and configs there, and return the warnings.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        folder: folder for the model.
-        run: runs the exporter; returns its exit code and its stderr.
-
-    Returns:
-        The exporter's warnings.
-
-    Raises:
-        UnsupportedModelError: the exporter fails, or writes no model.
+    `run` returns the exporter's exit code and stderr. Raises `UnsupportedModelError` if it fails, or writes no model.
     """
     folder.mkdir()
     code, stderr = run()
@@ -231,10 +210,7 @@ def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> 
 
 
 class _Job:
-    """The export of one checkpoint.
-
-    Within its ``with`` block, it has a twin: a small random checkpoint with the same settings.
-    """
+    """The export of a checkpoint. Its ``with`` block makes a twin: a small random checkpoint of the same settings."""
 
     def __init__(
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
@@ -255,10 +231,7 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with this exporter.
-
-        Keep a model that cannot be planned; delete a model that computes wrong numbers.
-        """
+        """Export with this exporter. Keep a model that cannot be planned; delete one that computes wrong numbers."""
         made = self._folder / name
         try:
             self._export(name)

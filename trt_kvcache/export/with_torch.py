@@ -49,7 +49,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         raise ValueError("not every layer's cache is keys and values of all tokens; export it with another exporter")
 
     class Decoder(torch.nn.Module):  # type: ignore[misc]
-        """A wrapper of the model: it takes and returns caches as tensors instead of a cache object."""
+        """The model with tensors as caches, instead of a cache object."""
 
         def __init__(self) -> None:
             super().__init__()

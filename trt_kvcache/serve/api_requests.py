@@ -79,7 +79,7 @@ class ApiError(TrtKvCacheError):
 
 
 def as_api(error: TrtKvCacheError) -> ApiError:
-    """Convert an error of a session or a core to the error that the client gets in OpenAI's form."""
+    """Convert an error of a session or a core to the error for the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -96,15 +96,12 @@ def as_api(error: TrtKvCacheError) -> ApiError:
 
 
 def too_many(message: str) -> ApiError:
-    """Return the error that the client gets if too many requests wait (HTTP 429)."""
+    """Return the client's error if too many requests wait (HTTP 429)."""
     return ApiError(429, message, code="queue_full", headers=LATER)
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the adapter that a request names as its model; None for the model itself.
-
-    Raise `ApiError` for other names.
-    """
+    """Return the adapter that a request names as its model; None for the model itself. Raises `ApiError` otherwise."""
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -114,7 +111,7 @@ def find_adapter(requested: str | None, name: str, adapters: Collection[str]) ->
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The field `stream_options` of a request, with options for streams."""
+    """The field `stream_options` of a request."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # padding that hides the length of tokens
@@ -267,8 +264,7 @@ class Asked(msgspec.Struct):
 def read_request(body: bytes, kind: type[Kind]) -> Kind:
     """Parse the body of a request.
 
-    Raises:
-        ApiError: the body is not a JSON object, or a field is unknown, of another type, out of range or not supported.
+    Raises `ApiError` if it is not a JSON object, or a field is unknown, of another type, out of range or not supported.
     """
     try:
         fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
@@ -280,10 +276,9 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Convert the fields of a JSON request to a typed request. No field may be null.
+    """Convert the fields of a JSON request, none of them null, to a typed request.
 
-    Raises:
-        ApiError: a field is unknown, of another type, out of range or not supported.
+    Raises `ApiError` if a field is unknown, of another type, out of range or not supported.
     """
     for name, (values, why) in _ONLY.items():
         if name in kind.__struct_fields__:
@@ -304,7 +299,7 @@ def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
-    """Parse a request to load or unload an adapter; raise `ApiError` if the body is not such a request."""
+    """Parse a request to load or unload an adapter; raise `ApiError` for other bodies."""
     try:
         return msgspec.json.decode(body, type=AdapterRequest)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -445,11 +440,9 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return the text of a message's content; None if a part is not text.
+    """Return the text of a message's content (a text, or a list of parts); None if a part is not text.
 
-    Args:
-        content: a text, or a list of parts in OpenAI's form.
-        fields: for each type of a part, the field with its text.
+    `fields` maps each type of a part to the field with its text.
     """
     if isinstance(content, str):
         return content

@@ -24,16 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFullError(TrtKvCacheError):
-    """Raised if a request would exceed the number of sequences that may wait."""
+    """A request would exceed the number of sequences that may wait."""
 
 
 class EndingError(SessionError):
-    """Raised if the server ends or a step hangs; sequences that still run end unfinished."""
+    """The server ends or a step hangs; sequences that still run end unfinished."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A prompt that a request wants to have continued.
+    """A prompt to continue.
 
     Attributes:
         tokens: token ids of the prompt.
@@ -72,8 +72,7 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 class ServingCore:
     """Runs the requests of any number of clients on one session, in a thread. It uses all batch rows of the session.
 
-    Each request is a client of the session, so requests get free rows in turn. A request whose reader is slow keeps its
-    own tokens in memory, and delays no other request.
+    Requests get free rows in turn. A request whose reader is slow keeps its own tokens in memory, and delays no other.
 
     Args:
         session: the session; it stays open, and no other code may call its `step` or `add` at the same time.
@@ -266,7 +265,6 @@ class ServingCore:
         run.tokens += 1
 
     def _end(self, slot: int, reason: str) -> _Run | None:
-        """Forget a sequence, and free its batch row if it still has one."""
         with self._changed:
             run = self._runs.pop(slot, None)
         if run is not None:
@@ -275,7 +273,6 @@ class ServingCore:
         return run
 
     def _remove(self, slot: int) -> None:
-        """Free a sequence's batch row, if it still has one."""
         try:
             if slot in self.session.running:
                 self.session.remove(slot)
@@ -298,10 +295,7 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """Return the error to send to the client for an error of a sequence.
-
-    If the error is a bug, write the trace to the log.
-    """
+    """Return the client's error for an error of a sequence. A bug's trace goes to the log."""
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
@@ -372,7 +366,7 @@ class Metrics:
         )
 
     def finished(self, reason: str, seconds: float) -> None:
-        """Record that a sequence has ended. `seconds` is the time since its request arrived."""
+        """Record that a sequence has ended, `seconds` after its request arrived."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
 

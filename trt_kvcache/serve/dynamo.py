@@ -1,10 +1,8 @@
 """Runs a worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
 
 Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
-requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn
-by the seed and its position. Settings that depend on the number of new tokens are refused.
-
-Each adapter (LoRA) is registered as a model; its requests come to the same endpoint, with the adapter's name.
+requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn by
+the seed and its position. Each adapter (LoRA) is registered as a model.
 """
 
 from __future__ import annotations
@@ -250,12 +248,7 @@ def _as_dynamo(error: TrtKvCacheError) -> Exception:
 
 
 def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
-    """Convert a request of Dynamo's frontend to a prompt and the settings of its generation.
-
-    Args:
-        session: the session that will run the request.
-        name: name of the model.
-        request: Dynamo's ``PreprocessedRequest``.
+    """Convert a ``PreprocessedRequest`` of Dynamo's frontend to a prompt and the settings of its generation.
 
     Raises:
         ApiError: the request names another model, or an adapter that is not loaded.

@@ -46,20 +46,14 @@ __all__ = ["TritonPythonModel"]
 def write_repository(
     model: Path, output: Path, name: str, parameters: Mapping[str, int], adapters: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all.
-
-    Other models of the repository are not touched.
+    """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all; return its path.
 
     Args:
         model: folder of an engine or of a model; it is copied.
-        output: folder of the repository.
+        output: folder of the repository; its other models are not touched.
         name: name of the model in Triton.
-        parameters: `max_batch`, `capacity` and `max_queue` of the session and its serving core, as far as they are
-            given.
+        parameters: any of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
         adapters: folders of adapters (LoRA), by the names with which requests choose them; they are copied.
-
-    Returns:
-        The folder that was written.
 
     Raises:
         OptionError: a name is not a legal folder name, or a folder holds no adapter.

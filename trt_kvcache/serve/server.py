@@ -24,15 +24,13 @@ _SLOW = 5
 """Seconds after the drain in which clients can still read complete answers."""
 
 _IDLE = 75
-"""Seconds to keep a connection without requests: longer than clients keep it (OpenAI's client: 5 seconds). Otherwise
-a client might send a request over a connection that the server is just closing."""
+"""Seconds to keep an idle connection: longer than clients (OpenAI's: 5), which else might use a closing one."""
 
 
 def read_keys(file: Path) -> list[str]:
     """Read API keys from a file, one per line. Empty lines and lines that begin with # are skipped.
 
-    Raises:
-        OptionError: the file cannot be read, other users can read it, or it has no key.
+    Raises `OptionError` if the file cannot be read, other users can read it, or it has no key.
     """
     try:
         text = read_file(file, 1 << 20).decode()
@@ -52,8 +50,7 @@ def read_keys(file: Path) -> list[str]:
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address, so that clients can connect and wait while the model is opened.
 
-    Raises:
-        OptionError: the address is in use, or does not belong to this machine.
+    Raises `OptionError` if the address is in use, or does not belong to this machine.
     """
     sock = None
     try:

@@ -300,10 +300,7 @@ def _told(scope: Scope, status: int, seconds: float) -> str:
 
 
 class _Stream(StreamingResponse):
-    """A streamed response.
-
-    If the client goes away, even in the middle of a write, the generator that it reads is closed.
-    """
+    """A streamed response that closes its generator if the client goes away, even in the middle of a write."""
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
@@ -475,8 +472,7 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
 def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
     """Return the text of the token ids in a request, without special tokens.
 
-    Raises:
-        ApiError: the model does not know a token, or the model has no tokenizer.
+    Raises `ApiError` if the model does not know a token, or has no tokenizer.
     """
     wrong = next((token for token in request.tokens if not 0 <= token < session.vocab), None)
     if wrong is not None:

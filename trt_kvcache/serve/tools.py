@@ -55,12 +55,9 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the `Grammars` object of a session.
+    """Return the session's `Grammars` object, which is made once, in a time for each token of the vocabulary.
 
-    The object is made once; this takes time for each token of the vocabulary.
-
-    Raises:
-        OptionError: the session cannot have grammars, see `Grammars`.
+    Raises `OptionError` if the session cannot have grammars.
     """
     with _grammars_lock:
         if session not in _cache:
@@ -71,9 +68,7 @@ def grammars_of(session: DecodeSession) -> Grammars:
 def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
     """Compile the grammar that a request asks for; None if it asks for plain text.
 
-    Raises:
-        OptionError: the grammar does not compile, the request has no grammar or several, or the session has no
-            grammars.
+    Raises `OptionError` if the grammar does not compile, there is none or several, or the session has no grammars.
     """
     if isinstance(asked, ResponseFormat):
         if asked.type == "json_schema" and asked.json_schema is None:
@@ -222,10 +217,7 @@ def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], nam
 def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages for a template that knows no tools: tools, calls and results become text in the form `GENERIC`.
 
-    Args:
-        messages: messages of a chat.
-        tools: tools that may be called. The system message describes the tools; if there is none, the user's first
-            message does.
+    The system message describes the tools; if there is none, the user's first message does.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -262,8 +254,7 @@ _forms_lock = threading.Lock()
 def form_of(session: DecodeSession) -> ToolForm:
     """Return the form in which the chat template of a session writes tool calls.
 
-    Raises:
-        OptionError, PromptError: there is no template, or how it writes calls cannot be found out.
+    Raises `OptionError` or `PromptError` if there is no template, or the form cannot be found out.
     """
     with _forms_lock:
         if session not in _forms:
@@ -400,7 +391,6 @@ class CallReader:
         return said
 
     def _read(self) -> None:
-        """Move complete calls from the collected text to `calls`."""
         while (lead := self._form.between if self.calls else self._form.begin) is not None:
             for start in (lead + name + self._form.middle for name in self._names):
                 if self._rest.startswith(start):
