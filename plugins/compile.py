@@ -42,8 +42,7 @@ class ResourceUse:
 
     Attributes:
         registers: registers per thread.
-        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; a kernel with nonzero
-            numbers is slow.
+        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; nonzero: the kernel is slow.
         occupancy: resident warps that the registers allow, divided by the most that a multiprocessor can hold; None if
             the architecture's limit is unknown.
     """
@@ -77,11 +76,7 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """The resources that a cubin needs; the largest values if it holds several kernels.
-
-        Raises:
-            OptionError: the code is PTX; ptxas has not compiled it yet.
-        """
+        """The resources that a cubin needs (of several kernels, the largest); raise `OptionError` for PTX."""
         if self.ptx:
             raise OptionError(
                 f"the registers of kernel {self.name} are not known, because it was compiled to PTX: "
@@ -110,8 +105,7 @@ def compile_source(
 ) -> CompiledKernel:
     """Compile a kernel to PTX or a cubin, or take the compiled kernel from the cache on disk.
 
-    The key in the cache consists of the source, the options, the architecture and NVRTC's version. Files are written
-    completely or not at all. If the cache cannot be written, the next call compiles again.
+    The cache's key is made of the source, the options, the architecture and NVRTC's version.
 
     Args:
         source: CUDA C++.
@@ -162,21 +156,12 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def supported_archs() -> tuple[str, ...]:
-    """Return the architectures that NVRTC knows, such as ``"sm_90"``, in ascending order.
-
-    Raises:
-        BackendError: NVRTC is not installed.
-    """
+    """Return the architectures that NVRTC knows, such as ``"sm_90"``, ascending; raise `BackendError` without NVRTC."""
     return tuple(f"sm_{number}" for number in _handle_return(_nvrtc().nvrtcGetSupportedArchs()))
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Check that NVRTC can compile for an architecture, and that a driver accepts NVRTC's code; see `compile_source`.
-
-    Raises:
-        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
-        BackendError: NVRTC is not installed.
-    """
+    """Check that NVRTC can compile for an architecture, and that a driver accepts the result; see `compile_source`."""
     version, known = nvrtc_version(), supported_archs()
     if arch not in known:
         raise OptionError(

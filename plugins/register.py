@@ -146,7 +146,7 @@ def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
 
 
 def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
-    """Refuse cache rows of 4-bit elements that do not end at a full byte."""
+    """Raise an error for rows of 4-bit elements that do not end at a full byte."""
     for i in range(operator.caches):
         size = tensors[f"cache_{i}"].shape_expr[3]
         if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):

@@ -1,7 +1,7 @@
 """Describes a cache-update kernel as plain data: its configuration, the order of its arguments, and its launch.
 
-The plugin's registration and the kernel's source both follow this file. Shapes are those of the canonical view: caches
-``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N, H]`` (packed).
+Shapes are those of the canonical view: caches ``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N,
+H]`` (packed).
 """
 
 from __future__ import annotations
@@ -113,8 +113,7 @@ class KernelConfig:
     def name(self) -> str:
         """The entry function's name, a C identifier. Configurations with the same name have the same source.
 
-        The name leaves out element size, integer types and number of scales, because the kernel gets these as
-        arguments.
+        The kernel gets element size, integer types and number of scales as arguments, so the name leaves them out.
         """
         parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
         if self.quantization is not None:
@@ -180,7 +179,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """The launch parameters of a kernel: blocks, threads and scalar arguments.
+    """The launch parameters of a kernel.
 
     Attributes:
         grid: number of blocks (x; y and z are 1).
@@ -196,16 +195,9 @@ class LaunchParams:
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
     """Return the launch parameters of a kernel for tensors of these sizes, as expressions of the sizes.
 
-    The kernel is correct with any grid, and fast with this one.
-
-    Args:
-        config: the kernel.
-        shapes: sizes of the tensors.
-        copies: True if outputs and caches are different buffers. Then the grid follows the size of the cache, otherwise
-            the size of the update.
-
-    Raises:
-        OptionError: the kernel does not support a known size.
+    The kernel is correct with any grid, and fast with this one. `copies`: outputs and caches are different buffers;
+    then the grid follows the size of the cache, otherwise that of the update. Raises `OptionError` for an unsupported
+    size.
     """
     if len(shapes.head_sizes) != config.caches:
         raise OptionError(

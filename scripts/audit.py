@@ -38,7 +38,6 @@ def verdict(packages: list[dict[str, Any]]) -> tuple[int, str]:
 
 
 def not_checked(reason: str) -> str:
-    """Return the line that says so."""
     return f"dependencies NOT checked for known vulnerabilities: {reason}"
 
 

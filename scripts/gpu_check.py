@@ -72,11 +72,11 @@ CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
 ENGINE_TESTS = {
     "engine": "engines", "encoder": "encoder", "embeddings": "embeddings", "plugin engine": "plugin_engines",
 }  # fmt: skip
-"""The files of tests of engines, by what their steps are called: each costs no other its results."""
+"""The files of tests of engines, by the names of their steps. Each is a step, so that a failure costs no other."""
 KERNEL = "kernel"
 SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
-"""The words of compute-sanitizer where it cannot look at the GPU, as under some virtual machines."""
+"""The words of compute-sanitizer if it cannot look at the GPU, as under some virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,6 @@ class Step:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
     options = _parse(arguments)
     if options.compute_capabilities:
         os.environ[BUILT_FOR] = options.compute_capabilities  # of all steps
@@ -166,11 +165,11 @@ MOST_FAILURES, MOST_TRACES = 40, 10  # of tests
 MOST_FOR_DRIVER = 60.0  # seconds until it says which GPUs there are
 ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
-"""Whose versions are written down with the results."""
+"""Packages whose versions are written down with the results."""
 
 
 def _find_gpus() -> tuple[str | None, tuple[diagnosis.Gpu, ...], str]:
-    """As `doctor` does, but not for longer than a driver takes that works: one whose GPU is lost may never answer."""
+    """Find GPUs as `doctor` does, within a time limit, because a driver whose GPU is lost may never answer."""
     found: list[tuple[str | None, tuple[diagnosis.Gpu, ...], str]] = []
     thread = threading.Thread(target=lambda: found.append(diagnosis.find_gpus()), daemon=True)
     thread.start()
@@ -199,7 +198,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def steps(backends: Sequence[str], options: argparse.Namespace, capability: str) -> list[Step]:
-    """All steps, in order. Limits leave room for one that hangs."""
+    """Return all steps, in order. Their limits leave room for one that hangs."""
     python = sys.executable
     # Warnings as they are: those of package versions that happen to be here are not what is tested.
     tests = (python, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider")
@@ -234,7 +233,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
 
 
 def _in_toolkit(program: str) -> str | None:
-    """A program of the CUDA toolkit that is not on the PATH."""
+    """Return a program of the CUDA toolkit that is not on the PATH."""
     for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if folder and (found := shutil.which(program, path=f"{folder}/bin")):
             return found
@@ -242,18 +241,17 @@ def _in_toolkit(program: str) -> str | None:
 
 
 def _useless(part: dict[str, Any], step: Step) -> bool:
-    """True if the backend already said that it does not run on this GPU."""
+    """Return True if the backend already said that it does not run on this GPU."""
     runs = part.get(ANSWERS, {}).get("runs", {})
     refused = "error" in runs and not runs.get("unexpected")
     return step.part != KERNEL and refused and "built_for" not in part
 
 
 def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) -> dict[str, Any]:
-    """Run one step and put what it found into `part`.
+    """Run one step, put its results into `part`, and return what became of it.
 
-    Returns:
-        What became of it: ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``),
-        ``seconds``, and the end of its output where it is not ok.
+    The returned fields are ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``),
+    ``seconds``, and the end of its output if it is not ok.
     """
     about: dict[str, Any] = {"step": step.name}
     if not step.command:
@@ -296,7 +294,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
 
 
 def run(command: Sequence[str], environment: dict[str, str], log: Any, end: Callable[[], float]) -> int | None:
-    """The exit code of a process; None where it was ended at the time that `end` says."""
+    """Return the exit code of a process; None if it was ended at the time that `end` says."""
     # A session of its own: pytest's and the builder's children end with it.
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -324,8 +322,7 @@ def ask(
 ) -> int | None:  # fmt: skip
     """Run a process that asks questions until all have an answer; `limit` gives the seconds of each, by its name.
 
-    Returns:
-        0; 1 where a question ended a process; None where the time was over.
+    Returns 0; or 1 if a question ended a process; or None if the time was over.
     """
     write_json(out, {"answers": {}, "engines": [], "asking": ""})
     worst: int | None = 0
@@ -364,23 +361,22 @@ def ask(
 
 
 def without_modules(text: str) -> str:
-    """The output of a process, without the list of all its modules that Python puts after the place of a crash."""
+    """Return a process's output without the list of all its modules that Python writes after a crash."""
     return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)
 
 
 def _out(step: Step, folder: Path) -> Path:
-    """The file that a step writes; its log has another ending."""
     return folder / f"{step.part}-{step.name}".replace(" ", "-")
 
 
 def _signal(process: subprocess.Popen[bytes], kind: signal.Signals) -> None:
-    """To a step and its children; as gently as it lets us, where it takes too long."""
+    """Send a signal to a step and its children, as far as they still run."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, kind)
 
 
 def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
-    """Put what a step wrote into its part, as much as there is; gives whether there is any."""
+    """Put what a step wrote into its part, as much as there is; return whether there is any."""
     try:
         if step.name.endswith("tests") or step.name == "sanitizer":
             found = counts(out) if out.exists() else counted(text)
@@ -406,7 +402,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
 
 
 def _python_path() -> str:
-    """This repository before everything else, where it is not installed."""
+    """Return a PYTHONPATH with this repository first, in case it is not installed."""
     known = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([*([known] if known else []), str(ROOT), str(SCRIPTS)])
 
@@ -417,7 +413,7 @@ def _stem(gpu: str) -> str:
 
 @cache
 def _nvrtc() -> str:
-    """The folder of the NVRTC that is a Python package here, where no library looks by itself; empty without one.
+    """Return the folder of the NVRTC that is a Python package here, where no library looks by itself; or empty.
 
     TensorRT for RTX 1.7.1 contains one, and also words for a libnvrtc that it cannot open.
     """
@@ -434,7 +430,6 @@ def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
 
 
 def _keep_log(folder: Path, gpu: str, step: Step, logs: Path) -> None:
-    """Add what a step printed to the log of the GPU."""
     with suppress(OSError), (folder / f"{_stem(gpu)}.log").open("ab") as file:
         file.write(f"==== {step.part}: {step.name}\n".encode())
         file.write(_out(step, logs).with_suffix(".log").read_bytes()[-MOST_LOG:] + b"\n")
@@ -451,7 +446,7 @@ def _table(part: dict[str, Any]) -> str:
 
 
 def counts(report: Path) -> dict[str, Any]:
-    """The counts of pytest, why tests were skipped, and which failed where."""
+    """Return the counts of a pytest report, why tests were skipped, and which failed where."""
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     found = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
     bad = found["failures"] + found["errors"]
@@ -471,7 +466,7 @@ def counts(report: Path) -> dict[str, Any]:
 
 
 def counted(text: str) -> dict[str, Any]:
-    """The same from pytest's output, where it was ended before its report: as far as it came."""
+    """Return the same from pytest's output, if it was ended before its report."""
     outcomes = re.findall(r"^\S+::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     found = {kind: sum(outcome == kind for _, outcome in outcomes) for kind in ("PASSED", "SKIPPED")}
     bad = [name for name, kind in outcomes if kind in ("FAILED", "ERROR")]
@@ -485,7 +480,7 @@ def counted(text: str) -> dict[str, Any]:
 
 
 def unfinished(text: str) -> str:
-    """The test that pytest was at."""
+    """Return the name of the test that pytest was at."""
     lines = re.findall(r"^\S+::(\S.*)", text, re.MULTILINE)
     open_ = [line for line in lines if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b", line)]
     return open_[-1].partition(" Fatal Python error")[0].strip() if open_ else ""
@@ -495,7 +490,7 @@ def unfinished(text: str) -> str:
 
 
 def table(part: dict[str, Any]) -> str:
-    """Everything in one file of results, as Markdown."""
+    """Return everything in one file of results, as Markdown."""
     gpu = part["gpu"]
     title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
     lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]

@@ -56,7 +56,7 @@ def names_of(module: re.Match[str]) -> str:
 
 
 def commands() -> str:
-    """Return the page of commands, in Markdown. The list of commands, which cuts their texts, is left out."""
+    """Return the page of commands, in Markdown, without the list of commands, which cuts their texts."""
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="trt-kvcache")
     text = get_docs_for_click(obj=command, ctx=context, name="trt-kvcache", title="Commands")

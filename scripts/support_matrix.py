@@ -33,11 +33,7 @@ def matrix() -> str:
 
 
 def replaced(text: str) -> str:
-    """`text` with what stands between the markers replaced by the matrix.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Return `text` with the matrix between the markers; raise `ValueError` if a marker is missing."""
     return replace_block(text, BEGIN, END, matrix())
 
 

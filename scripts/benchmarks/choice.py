@@ -33,7 +33,6 @@ OPTIONS = {"vocab": ([128_256, 50_257], "tokens of the vocabularies"), "turns": 
 
 
 def measure(cuda: Any, name: str, vocab: int, turns: int) -> list[dict[str, Any]]:
-    """One type of scores, every batch."""
     dtype, rows = np.dtype(CHOICE_DTYPES[name]), max(BATCHES)
     width = vocab * dtype.itemsize
     address, pinned = cuda.allocate(rows * width), cuda.allocate_pinned(rows * width)
@@ -73,7 +72,6 @@ def measure(cuda: Any, name: str, vocab: int, turns: int) -> list[dict[str, Any]
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     cuda = trt_runner.Cuda(0, trt_runner.cuda_bindings())
     result: dict[str, Any] = {"gpu": cuda.name, "rows": []}
     for vocab in given.vocab:

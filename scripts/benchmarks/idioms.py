@@ -134,7 +134,7 @@ class Original:
 
 
 class Rewritten:
-    """The same model as `trt-kvcache rewrite` writes it. Binds in every step, as its original has to."""
+    """The same model as `trt-kvcache rewrite` writes it. It binds in every step, as its original has to."""
 
     def __init__(self, path: Path, setting: Setting) -> None:
         options = PlanOptions(capacity=setting.capacity)
@@ -155,7 +155,6 @@ class Rewritten:
 
 
 def make_sides(form: str, setting: Setting, folder: Path, *, shared: bool) -> tuple[Original, Rewritten]:
-    """Both sides of a case."""
     model = make_foreign(form, setting.config)
     path = folder / f"{form}.onnx"
     onnx.save(model, path)
@@ -163,7 +162,7 @@ def make_sides(form: str, setting: Setting, folder: Path, *, shared: bool) -> tu
 
 
 def difference(sides: tuple[Side, Side], position: int, tokens: list[int]) -> float:
-    """The largest difference of the logits over some steps, of the largest logit."""
+    """Return the largest difference of the logits over some steps, divided by the largest logit."""
     logits = []
     for side in sides:
         side.start(position)
@@ -172,7 +171,7 @@ def difference(sides: tuple[Side, Side], position: int, tokens: list[int]) -> fl
 
 
 def turn(side: Side, position: int, tokens: list[int]) -> list[float]:
-    """Milliseconds of each step of one turn, without the first ones."""
+    """Return the milliseconds of each step of one turn, without the first ones."""
     side.start(position)
     times = []
     time.sleep(REST)
@@ -184,7 +183,6 @@ def turn(side: Side, position: int, tokens: list[int]) -> list[float]:
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     config = DecoderConfig(
         layers=given.layers, hidden=given.hidden, query_heads=given.query_heads, kv_heads=given.kv_heads,
         head_size=given.hidden // given.query_heads, vocab=given.vocab, capacity=given.capacity,

@@ -32,7 +32,6 @@ KINDS = ("without", "none chosen", "all the same", "each its own")
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     if given.model is None:
         raise SystemExit("bench.py lora: give --model")
     most = max(given.rows)

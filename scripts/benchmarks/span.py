@@ -32,7 +32,6 @@ OPTIONS = {
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     loops: dict[tuple[bool, int], Loop] = {}
     with TemporaryDirectory() as folder:
         for capacity in given.capacity:

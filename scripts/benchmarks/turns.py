@@ -21,22 +21,14 @@ REST = 0.1
 """Seconds at the end of a turn: threads that find no more work spin for tens of milliseconds before they sleep."""
 
 MOST_IDLE = 0.05
-"""Processor time over time between a way's turns, above which it disturbs the others."""
+"""Most processor time over time between a way's turns; more disturbs the others."""
 
 Steps = Iterator[Any]
 """The results of a way, one step after the other."""
 
 
 def interleave(ways: Mapping[Key, Callable[[], list[Any]]], turns: int) -> dict[Key, list[Any]]:
-    """Let each way take `turns` turns, in an order that changes from round to round.
-
-    Args:
-        ways: each measures one turn and returns what it measured.
-        turns: of each way.
-
-    Returns:
-        All that each way measured.
-    """
+    """Let each way take `turns` turns, in an order that changes from round to round; return its measurements."""
     found: dict[Key, list[Any]] = {key: [] for key in ways}
     order, shuffle = [*ways], random.Random(0).shuffle
     for _ in range(turns):
@@ -47,7 +39,7 @@ def interleave(ways: Mapping[Key, Callable[[], list[Any]]], turns: int) -> dict[
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], list[float]]:
-    """A way for `interleave`: the seconds that `work` takes."""
+    """Return a way for `interleave`: the seconds that `work` takes."""
 
     def turn() -> list[float]:
         begin = clock()
@@ -74,12 +66,7 @@ class Turn:
 
 
 class Worker:
-    """A way in a process of its own, which ends with the block that this is used for.
-
-    Args:
-        name: for messages.
-        make: called there, with the first turn; can be pickled.
-    """
+    """A way in a process of its own, which ends with the ``with`` block. `make` can be pickled, and is called there."""
 
     def __init__(self, name: str, make: Callable[[], Steps]) -> None:
         spawned = multiprocessing.get_context("spawn")  # nothing of this process goes along
@@ -99,11 +86,7 @@ class Worker:
         self._process.join()
 
     def run(self, count: int) -> Turn:
-        """Take a turn of `count` steps.
-
-        Raises:
-            SystemExit: the way failed.
-        """
+        """Take a turn of `count` steps; raise `SystemExit` if the way failed."""
         try:
             self._pipe.send(count)
             answer: Turn | str = self._pipe.recv()
@@ -141,19 +124,16 @@ def _serve(pipe: Connection, make: Callable[[], Steps]) -> None:
 def take_turns(
     workers: dict[str, Worker], count: int, burst: int, skipped: int
 ) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
-    """Run all ways side by side, a few steps at a time, in random order.
+    """Run all ways side by side, a few steps at a time, in random order; return their results and their steps' seconds.
+
+    Steps that warm up or are skipped are not returned. Raises `SystemExit` if a way failed, or keeps a processor busy
+    during the turns of others.
 
     Args:
         workers: by name.
         count: steps of each.
         burst: steps of a turn. The first step is a turn by itself; it and the turn after it warm up.
         skipped: steps at the start of every turn that meet cold caches and sleeping threads.
-
-    Returns:
-        What each way gave, and the seconds of its steps but those that warm up or are skipped.
-
-    Raises:
-        SystemExit: a way failed, or keeps a processor busy while others have their turns.
     """
     given = {name: worker.run(1).given for name, worker in workers.items()}
     times: dict[str, list[float]] = {name: [] for name in workers}
