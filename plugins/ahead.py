@@ -24,10 +24,8 @@ Kernels = KernelConfig | ChoiceKernels
 class KernelReport:
     """The resources of one kernel on one architecture; of several kernels in a cubin, the largest values.
 
-    Attributes:
-        spill_bytes, stack_bytes: bytes of local memory per thread; a kernel with nonzero numbers is slow.
-        occupancy: see `ResourceUse`.
-        ptx_bytes: size of the PTX; None for kernels that choose tokens, which a session loads as a cubin.
+    `spill_bytes` and `stack_bytes` are bytes of local memory per thread; a kernel with nonzero numbers is slow.
+    `ptx_bytes` is None for kernels that choose tokens, which a session loads as a cubin.
     """
 
     kernel: str

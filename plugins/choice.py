@@ -24,8 +24,8 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
 """Types of logits that have kernels."""
 
 KERNELS = ("best_token", "set_maxima", "candidates")
-"""Names of the entry functions. Arguments: addresses (`candidates`: four, others: three), then int32 keep, vocab, blocks,
-and int64 pitch. The second address is that of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0."""
+"""Names of the entry functions. Arguments: addresses (`candidates`: four, others: three), then int32 keep, vocab,
+blocks, and int64 pitch. The second address is that of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0."""
 
 MOST_TOKENS = 1 << 30
 """The largest vocabulary that the kernels take: positions of 32 bits must not overflow."""

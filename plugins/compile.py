@@ -1,7 +1,6 @@
 """Compiles kernels with NVRTC to PTX or cubin for an architecture, with the compiler's report; caches them on disk.
 
-Neither a GPU nor a driver is needed. The calls go to ``cuda.bindings.nvrtc``, because ``cuda.core.Program`` (1.2) asks
-the driver for its version before it compiles PTX.
+Neither a GPU nor a driver is needed: ``cuda.core.Program`` (1.2) would ask the driver for its version before PTX.
 """
 
 from __future__ import annotations
@@ -56,15 +55,10 @@ class ResourceUse:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One compiled kernel.
+    """One compiled kernel: its entry function `name`, architecture such as ``"sm_90"``, code and compiler's log.
 
-    Attributes:
-        name: name of the entry function.
-        arch: architecture, such as ``"sm_90"``.
-        nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
-            needs a driver for the same major version.
-        ptx: True if `code` is PTX, without a final zero byte; False if `code` is a cubin.
-        log: log of the compiler.
+    `ptx`: `code` is PTX, without a final zero byte; else a cubin. PTX needs a driver for NVRTC's version of CUDA or a
+    later one; a cubin needs a driver for the same major version.
     """
 
     name: str
@@ -103,16 +97,11 @@ def compile_kernel(
 def compile_source(
     source: str, name: str, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
-    """Compile a kernel to PTX or a cubin, or take the compiled kernel from the cache on disk.
+    """Compile a kernel (CUDA C++, entry function `name`) to PTX or a cubin, or take it from the cache on disk.
 
-    The cache's key is made of the source, the options, the architecture and NVRTC's version.
-
-    Args:
-        source: CUDA C++.
-        name: name of the kernel's entry function.
-        arch: the GPU's architecture, such as ``"sm_90"``.
-        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this architecture only.
-        driver: the CUDA version of the driver that will load the kernel, if known.
+    PTX works on later architectures, too; a cubin only on `arch`, such as ``"sm_90"``. `driver` is the CUDA version of
+    the driver that will load the kernel, if known. The cache's key is made of source, options, architecture and NVRTC's
+    version.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.

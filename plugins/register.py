@@ -28,12 +28,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Registration:
-    """The plugin's operators, after they were registered with TensorRT.
-
-    Attributes:
-        names: names of the operators.
-        errors: errors that were raised while TensorRT asked for kernels. TensorRT does not pass on their messages.
-    """
+    """The names of the operators registered with TensorRT, and errors while TensorRT asked for their kernels."""
 
     names: tuple[str, ...]
     errors: list[TrtKvCacheError] = field(default_factory=list)
@@ -45,9 +40,8 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
         compile_kernel: compiles PTX; called while an engine is built, once for each kernel that it needs.
-        declare_aliases: tell TensorRT that present and past are one buffer. This needs the preview feature
-            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. If False, the caller binds one address to both,
-            and the kernel recognizes this.
+        declare_aliases: tell TensorRT that present and past are one buffer, with the preview feature
+            ``ALIASED_PLUGIN_IO_10_03``. If False, the caller binds one address to both, and the kernel recognizes this.
 
     Raises:
         OptionError: this TensorRT does not support such plugins, or the operators are registered already.

@@ -77,8 +77,7 @@ class KernelConfig:
             bytes, not numbers, so types of the same size share a kernel.
         form: layout of the updates: padded or packed.
         mode: linear or circular.
-        caches: number of caches in one launch: 1, or 2 for a layer's K and V. The two caches share B, N, S_max, write
-            indices and lengths; their head sizes may differ.
+        caches: caches in one launch: 1, or 2 for a layer's K and V, which differ at most in head size.
         index_type: type of the write indices ``[B]``.
         length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded updates.
         quantization: how the kernel quantizes on write; None: it does not.
@@ -163,11 +162,8 @@ def arguments(config: KernelConfig) -> Arguments:
 class Shapes:
     """The sizes of the tensors in one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
 
-    Code that computes with sizes uses only operators that both types have.
-
-    Attributes:
-        length: tokens of the update: ``S_new``, or ``T`` if packed.
-        head_sizes: ``H`` of each cache, in elements.
+    `length` is ``S_new``, or ``T`` if packed; `head_sizes` are ``H`` of each cache, in elements. Code that computes
+    with sizes uses only operators that both types have.
     """
 
     batch: Any
@@ -179,13 +175,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """The launch parameters of a kernel.
-
-    Attributes:
-        grid: number of blocks (x; y and z are 1).
-        block: threads per block (x; y and z are 1).
-        scalars: the int32 extra arguments, in the order of `Arguments.scalars`.
-    """
+    """The launch parameters: blocks and threads along x (y and z are 1), and the int32 `Arguments.scalars`."""
 
     grid: Any
     block: int

@@ -7,10 +7,9 @@
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
     python scripts/exporter_matrix.py --measure --twins   compare what `export` runs with transformers, for the third
 
-The first table has every exporter of ``tests/exporters/exports.py`` over a few architectures, the second one many
-families (``tests/exporters/families.py``) over a few exporters. The third has the exporters of `trt-kvcache export`:
-each exports a small twin of a checkpoint, which is compared with transformers. `--python` names the interpreter that
-has an exporter's packages, since some exclude those of others; an exporter without packages keeps its stored results.
+The first table has every exporter over a few architectures, the second one many families over a few exporters, the
+third one small twins of checkpoints, compared with transformers. `--python` names the interpreter with an exporter's
+packages; an exporter without packages keeps its stored results.
 """
 
 from __future__ import annotations

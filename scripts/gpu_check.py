@@ -3,37 +3,25 @@
     scripts/gpu_check                          # every backend that is installed
     scripts/gpu_check --backend tensorrt-rtx
     scripts/gpu_check --engine model.engine    # also engines that were built elsewhere
-    scripts/gpu_check --compute-capabilities current    # engines for this GPU alone, where those for all do not run
-    python scripts/gpu_check.py                # with what is installed, where nothing can be downloaded
+    scripts/gpu_check --compute-capabilities current    # engines for this GPU alone, if those for all do not run
+    python scripts/gpu_check.py                # with what is installed, if nothing can be downloaded
 
-This script has never run on a GPU. Where it was developed there is none: it has run against the fake TensorRT of the
-tests alone, which shows that it runs to its end, and nothing about its numbers.
+This script has never run on a GPU, only against the fake TensorRT of the tests, which shows nothing about its numbers.
 
-Every step is a process with a time limit; one that fails, crashes or hangs says where it was, keeps what it had by
-then, and costs no other step; each step's results are on disk before the next begins. In this order, the most telling
-first:
+Every step is a process with a time limit. One that fails, crashes or hangs says where it was, keeps its results so far,
+and costs no other step. The steps, the most telling first:
 
-- answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
-  elsewhere, open; aliases; garbage and NaN in unused rows; CUDA graphs; IAttention's masks and lengths
-  (``gpu_steps.py answers``). A question that kills its process, or that takes too long, has that as its answer, and
-  another process asks the rest;
-- measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
-  bandwidth (``gpu_steps.py measure``). After the first capacity:
-- bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
-  FlashInfer's append kernel (``bench.py kernel``);
-- choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench.py choice``);
-- engine tests, encoder tests, ..., for each backend: ``tests/gpu/test_engines.py``, ``test_encoder.py``,
-  ``test_embeddings.py``, ``test_plugin_engines.py``;
-- compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy:
-  cache updates, and the choice of tokens;
-- sanitizer: some kernels under compute-sanitizer, where there is one.
+- answers, for each backend: does it run here; do engines that were built elsewhere open; aliases; garbage and NaN in
+  unused rows; CUDA graphs; IAttention's masks and lengths (``gpu_steps.py answers``);
+- measure, for each backend and capacity: decode latency, prefill, batches, bandwidth (``gpu_steps.py measure``);
+- bench, choice: kernels against a copy and other libraries, and tokens chosen on the GPU (``bench.py kernel, choice``);
+- engine tests, encoder tests, ..., for each backend: files of ``tests/gpu``;
+- compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy;
+- sanitizer: some kernels under compute-sanitizer, if there is one.
 
-Where engines for all GPUs do not run on this one, and engines that were built for it alone do, the steps after the
-answers build such engines.
-
-Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table beside it (``.md``), and
-``<gpu>.log`` with all that the steps print; prints the tables, and one JSON line last. Where a backend does not support
-the GPU, its file holds its exact words: that is a result. Exits with 1 if another step fails, or if there is no GPU.
+Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table (``.md``), and
+``<gpu>.log``; prints the tables, and one JSON line last. If a backend does not support the GPU, its file holds its
+exact words. Exits with 1 if another step fails, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -84,9 +72,9 @@ class Step:
     """One process.
 
     Attributes:
-        part: the file that its results go to: ``"kernel"`` or a backend.
+        part: the file of its results: ``"kernel"`` or a backend.
         name: the key of its results there.
-        command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer to run it.
+        command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer.
         limit: seconds.
         merged: its results are lists to append to those of the part.
         asks: it may end at a question, which has its own limit: another process asks the rest.
@@ -250,8 +238,8 @@ def _useless(part: dict[str, Any], step: Step) -> bool:
 def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) -> dict[str, Any]:
     """Run one step, put its results into `part`, and return what became of it.
 
-    The returned fields are ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``),
-    ``seconds``, and the end of its output if it is not ok.
+    The fields are ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``), ``seconds``,
+    and the end of the output if it is not ok.
     """
     about: dict[str, Any] = {"step": step.name}
     if not step.command:
@@ -320,7 +308,7 @@ def ask(
     command: Sequence[str], environment: dict[str, str], log: Any, out: Path, end: float,
     limit: Callable[[str], float] = limit,
 ) -> int | None:  # fmt: skip
-    """Run a process that asks questions until all have an answer; `limit` gives the seconds of each, by its name.
+    """Run a process that asks questions until all have an answer; `limit` gives seconds by the question's name.
 
     Returns 0; or 1 if a question ended a process; or None if the time was over.
     """

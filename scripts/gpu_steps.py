@@ -7,20 +7,13 @@
 
     {"answers": {QUESTION: {...}}, "engines": [{"engine": NAME, ...}], "asking": what is being asked; "" at the end}
 
-Started again, it goes on after what has an answer there. An answer that is an exception holds its words under
-``error``. Where engines for all GPUs do not run here, and one that was built for this one does, the questions after
-that are asked about such engines.
+Started again, it goes on with the next question. If engines for all GPUs do not run here, and one that was built for
+this GPU does, the questions after that are asked about such engines.
 
-``measure`` builds a decoder of 0.1 billion float16 parameters with caches of one capacity and measures, with medians
-over repeated steps, and written again after every measurement:
-
-- decode latency against position, and with and without CUDA graphs; the slowest of the first steps there, in which
-  TensorRT for RTX compiles kernels for a new span;
-- prefill latency against length;
-- tokens per second against batch, with all scores and with the best tokens alone on the host;
-- for a batch of one, decode with the weights of prefill against decode with weights of its own: time and engine size;
-- bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
-  measured in the same process (its reads and writes both counted).
+``measure`` builds a decoder of 0.1 billion float16 parameters with caches of one capacity, and measures medians: decode
+latency by position, with and without CUDA graphs; prefill latency by length; tokens per second by batch; decode with
+the weights of prefill against weights of its own; and bytes that a decode step must read per second, against a copy
+within the GPU (its reads and writes both counted).
 """
 
 from __future__ import annotations

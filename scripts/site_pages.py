@@ -1,7 +1,6 @@
-"""Hooks of MkDocs: pages that do not lie in `docs/`, and links that leave it.
+"""Hooks of MkDocs for pages outside `docs/` (README.md, CHANGELOG.md, commands, Python), and for links out of it.
 
-README.md and CHANGELOG.md become pages; the pages of commands and of Python are made of the code. Links to other files
-of the repository become plain text: the site does not have them.
+Links to other files of the repository become plain text, because the site does not have them.
 """
 
 from __future__ import annotations

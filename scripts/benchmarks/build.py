@@ -1,19 +1,15 @@
 """Time and memory of `trt-kvcache build` against TensorRT's bare parser and builder, on one model, side by side.
 
-The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small` it is built in seconds, to try the
-benchmark; the ratios mean little then.
-
-All sides start a new Python, read the same model with its weights in external data, use two optimization profiles of
-the same sizes, and write the engine to a file. Ours also plans, rewrites and checks the model, hashes it and the
-engine, waits until the engine is on disk, and writes the manifest; once without a proof, and once with the default
-proof, for which the rewritten model decodes on the CPU. The bare side gives wrong tokens: the native parser drops the
-valid lengths and aligns the causal mask wrongly.
+The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small`, to try the benchmark, the ratios
+mean little. All sides start a new Python, read the same model, use two optimization profiles of the same sizes, and
+write the engine. Ours also plans, rewrites and checks the model, hashes it and the engine, and writes the manifest;
+once without a proof, and once with the default proof, for which the rewritten model decodes on the CPU. The bare side
+gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
 Time is from start to end of the process; memory is the largest sum of resident memory over the process tree, read every
-50 ms (pages that parent and child share count twice). A turn has one build of each side, in changing order, and gives
-one ratio. The table has the median of these ratios and their quartiles, and where the time goes: "planning" ends when
-TensorRT begins to parse; "finishing" begins when it has handed over the engine. If the machine does other work too,
-processor times say more, and a line says so.
+50 ms (pages that parent and child share count twice). The table has medians and quartiles of the ratios of each turn,
+and where the time goes: "planning" ends when TensorRT begins to parse; "finishing" begins when it has handed over the
+engine. If the machine does other work too, processor times say more.
 """
 
 from __future__ import annotations
@@ -67,12 +63,10 @@ OURS = ("ours", "proven")
 
 @dataclass(frozen=True)
 class Sample:
-    """One build of one side.
+    """One build of one side: seconds of wall time, processor time of the process tree, its largest memory in bytes.
 
     Attributes:
-        seconds: wall time.
-        cpu: processor time of the whole process tree, in seconds.
-        memory: largest resident memory of the whole process tree, in bytes.
+        seconds, cpu, memory: see above.
         engine: size of the engine in bytes.
         stages: seconds of each, in order; all of `seconds`.
         others: processors that other processes used meanwhile.

@@ -1,8 +1,7 @@
-"""Tokens chosen on a GPU against those of the host: the same, and in what time.
+"""Tokens chosen on a GPU against those of the host: the same, and in what time (medians, milliseconds).
 
-Scores lie on the GPU, as an engine leaves them there. "Host" fetches them and chooses with NumPy; "GPU" launches the
-kernels and chooses from what they find. Greedy, and sampled from the 50 highest scores; by the scores' type and the
-batch; milliseconds, medians. Exits with 1 where the tokens differ. Nobody has run it on a GPU yet.
+"Host" fetches the scores and chooses with NumPy; "GPU" launches the kernels and chooses from what they find: greedy,
+and sampled from the 50 highest scores. Exits with 1 if the tokens differ. Nobody has run it on a GPU yet.
 """
 
 from __future__ import annotations

@@ -3,20 +3,16 @@
 Ways to decode one sequence with one model, random weights, 200 tokens in the cache:
 
     session               `DecodeSession`: one loop for everything
-    rewritten             a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
-    original              the same bare loop over the model as exported: what the rewrite gains shows here
-    onnxruntime-genai     its own export and its own loop
-    CTranslate2           its own conversion and its own loop
-    openvino-genai        the same weights in OpenVINO's own representation, and its own loop
+    rewritten             a bare loop over IOBinding and the rewritten graph: shows what the session costs on top
+    original              the same bare loop over the model as exported: shows what the rewrite gains
+    onnxruntime-genai, CTranslate2, openvino-genai      their own export or conversion, and their own loop
     transformers          `generate`, with the default cache, which grows
     transformers, static  `generate`, with a static cache
-    products alone        no decoder: one row times each weight matrix, which is less than any of them has to do
+    products alone        no decoder: one row times each weight matrix, less than any of them has to do
 
-The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extras
-`bench` and `bench-more`; a peer that is not installed is named on stderr and left out. The first four and transformers'
-static cache hold each cache in one buffer of the whole capacity, the others let it grow. Each has a process of its own;
-all take turns of a few steps, in random order, so that a machine that slows down slows all of them, and the medians of
-their step times are compared.
+The model as exported comes from mobius-onnx if it is installed, else from scripts/decoders.py. Peers are the extras
+`bench` and `bench-more`; missing ones are named on stderr. Each has a process of its own; all take turns of a few
+steps, in random order, so that a machine that slows down slows all of them. Medians of step times are compared.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Decode speed on the CPU with a draft model, and without one: one sequence, greedy, the same tokens from all.
 
-The model is made so that a draft can be right: random weights, of which the later layers contribute little. The draft
-is its first layers, with the same embedding and head. How often a draft of a trained model is right, this does not say.
-A step gives several tokens: the speed is that of all tokens of a turn together.
+The model has random weights, of which the later layers contribute little; the draft is its first layers. How often a
+draft of a trained model is right, this does not say.
 """
 
 from __future__ import annotations

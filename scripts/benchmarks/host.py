@@ -1,9 +1,7 @@
 """The share of the host in a decode step: inputs, choice of tokens, events. No model is run.
 
-A GPU waits for the host between two steps, because the next one needs the tokens of the last. So this is measured by
-itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, or what a
-GPU would find of them; by batch, by the logits' type, greedy and sampled. What TensorRT and CUDA take to launch a step
-is not in it.
+A GPU waits for the host between two steps, because the next one needs the tokens of the last. So a session decodes over
+a runner that fills a step's inputs and returns prepared logits. The launch by TensorRT and CUDA is not measured.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Step time of decoders as exporters write them against their rewritten form, on ONNX Runtime.
 
 For each way in which exporters hold caches (scripts/foreign_decoders.py) both models decode the same tokens from the
-same position, some steps each in turns. Each original gets its best use, with IOBinding:
+same position, in turns. Each original gets its best use, with IOBinding:
 
     growing caches      past and present stay OrtValues, what a step gives goes into the next one; nothing is copied
     GroupQueryAttention also with past and present in one buffer of the capacity, as onnxruntime-genai runs it
     ScatterND           two buffers of the capacity per cache, in turns
-
-The rewritten model has past and present in one buffer of the capacity. Medians of the step times, without sampling.
 """
 
 from __future__ import annotations
@@ -54,11 +52,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """The part that all models have in common.
-
-    Attributes:
-        contents: random rows ``[1, N, capacity, H]``, by name of the past.
-    """
+    """The part that all models have in common. `contents`: random rows ``[1, N, capacity, H]``, by name of the past."""
 
     config: DecoderConfig
     capacity: int

@@ -1,10 +1,9 @@
 """The cache-update kernel on a GPU: bandwidth of large updates, time of one-token updates.
 
-Side by side in one run: bytes read and written per second against a device-to-device copy of the same update (target:
-85% of it), and the time of a one-token update against a kernel that does nothing (target: 2 us more); where they are
-installed also torch's ``index_copy_`` and FlashInfer's append kernel. Kernels are PTX that the driver compiled, as in
-an engine; those of NVRTC's own ptxas ("cubin") are measured beside them, and have no target. Nobody has run it
-on a GPU yet.
+Bytes read and written per second are compared with a device-to-device copy of the same update (target: 85% of it), and
+the time of a one-token update with a kernel that does nothing (target: 2 us more); also with torch's ``index_copy_``
+and FlashInfer's append kernel. Kernels are PTX that the driver compiled, as in an engine, and beside them those of
+NVRTC's own ptxas ("cubin"). Nobody has run it on a GPU yet.
 """
 
 from __future__ import annotations

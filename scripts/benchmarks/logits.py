@@ -1,8 +1,7 @@
 """Prefill with logits of the last position, and with those of all, on ONNX Runtime: processor time and peak memory.
 
-A decoder with a vocabulary of real size is run by the session's own runner, one chunk over empty caches, for logits of
-the last position. Each side is a process of its own, so that its peak memory is its own; the sides take turns. The
-share of the product with the vocabulary in the arithmetic of a prefill depends on the geometry; it is printed.
+The session's own runner runs a decoder with a real vocabulary size over empty caches. Sides take turns, in a process
+each. The share of the product with the vocabulary in the arithmetic depends on the geometry; it is printed.
 """
 
 from __future__ import annotations

@@ -31,15 +31,9 @@ def open_session(model: str | bytes, threads: int | None, folder: Path | None = 
 class Loop:
     """Steps of one sequence: past and present of each cache are one buffer, which the model updates in place.
 
-    Args:
-        imported: the planned model.
-        original: path of the model as exported, with TensorScatter caches, to run in place of the rewritten one.
-        threads: of ONNX Runtime.
-        folder: of the model's weights.
-        rebind: bind anew in every step, as a loop has to whose caches grow. Else inputs are bound once per span.
-
-    Attributes:
-        buffers: each cache by the name of its past, ``[1, ...]``, zeros.
+    `original` is a path of the model as exported, with TensorScatter caches, to run in place of the rewritten one.
+    `rebind`: bind anew in every step, as a loop has to whose caches grow; else inputs are bound once per span.
+    `buffers` has each cache by the name of its past, ``[1, ...]``, zeros.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """A decoder of scripts/decoders.py as OpenVINO's own representation, with its caches as state: for openvino-genai.
 
-As OpenVINO's tools write a Llama: each cache is a variable that grows by Concat, read through `beam_idx`, and attention
-is ScaledDotProductAttention. OpenVINO's CPU plugin makes its own fused operators of these.
+As OpenVINO's tools write a Llama: each cache is a variable that grows by Concat, read through `beam_idx`.
 """
 
 from __future__ import annotations

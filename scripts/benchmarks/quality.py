@@ -1,7 +1,6 @@
 """Quality of a trained model on a text: types, quantized caches and weights against transformers in float32.
 
-Everything runs on the CPU and reads the same tokens, in steps of several tokens over growing caches, as a session reads
-a prompt. The table says, of each way:
+Everything runs on the CPU and reads the same tokens, in steps of several tokens over growing caches. The columns:
 
     perplexity   of the text
     KL           divergence of its next tokens from those of transformers in float32, the mean over positions, in nats
@@ -9,8 +8,7 @@ a prompt. The table says, of each way:
     bytes/token  that the caches of the session take
     tokens/s     single-token steps after the text, the median
 
-Numbers of quantized caches are those of an export in float32. Caches are calibrated with the part of the text that
-comes after the measured one. Exports are made first, which takes minutes; --exports keeps them.
+Caches are calibrated with the text after the measured one. Exports take minutes; --exports keeps them.
 """
 
 from __future__ import annotations
@@ -47,14 +45,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A model to measure.
-
-    Attributes:
-        dtype: of the export.
-        int4: weights of 4 bits.
-        caches: ``cache_dtype``.
-        calibrated: one scale for each cache.
-    """
+    """A model to measure: an export of `dtype`, int4 weights, quantized caches (`calibrated`: one scale each)."""
 
     dtype: str = "float32"
     int4: bool = False

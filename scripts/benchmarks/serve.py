@@ -1,7 +1,7 @@
 """The server against a bare session on the CPU: tokens per second of all clients together, and their waiting times.
 
-Server and bare session run in turns, each in a process of its own with as many threads. Clients stream greedy answers;
-the bare session gets the same prompts, all at once, and no HTTP. The clients' own work needs a core that is free.
+Both run in turns, in processes with as many threads. The bare session gets the same prompts at once, and no HTTP. The
+clients' own work needs a core that is free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Time between tokens of those who decode, before and while another client's long prompt comes in, by prefill budget.
 
-All rows but one of a session decode; then a prompt joins. A step gives each of the others a token, so its time is the
-time between two of their tokens. Budgets take turns, on the CPU.
+All rows but one of a session decode on the CPU; then a prompt joins. A step gives each of the others one token.
 """
 
 from __future__ import annotations

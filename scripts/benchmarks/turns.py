@@ -1,7 +1,7 @@
 """Ways to do one thing that take turns: in this process, or each in a process of its own.
 
 In one process it matters who came first: a session measured 3 to 10 % slower than the same one opened second, because
-of where its memory lay. In processes of their own, no way meets another's memory or threads.
+of where its memory lay.
 """
 
 from __future__ import annotations
@@ -51,13 +51,7 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 
 @dataclass(frozen=True)
 class Turn:
-    """The result of a turn.
-
-    Attributes:
-        given: by its steps.
-        seconds: of each.
-        waited, busy: time since the turn before, and processor time that was used meanwhile.
-    """
+    """What steps gave, their seconds, time `waited` since the turn before, and processor time `busy` meanwhile."""
 
     given: list[Any]
     seconds: list[float]
@@ -124,16 +118,11 @@ def _serve(pipe: Connection, make: Callable[[], Steps]) -> None:
 def take_turns(
     workers: dict[str, Worker], count: int, burst: int, skipped: int
 ) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
-    """Run all ways side by side, a few steps at a time, in random order; return their results and their steps' seconds.
+    """Run all ways side by side, in random order, in turns of `burst` steps; return their results and seconds by step.
 
-    Steps that warm up or are skipped are not returned. Raises `SystemExit` if a way failed, or keeps a processor busy
-    during the turns of others.
-
-    Args:
-        workers: by name.
-        count: steps of each.
-        burst: steps of a turn. The first step is a turn by itself; it and the turn after it warm up.
-        skipped: steps at the start of every turn that meet cold caches and sleeping threads.
+    The first two turns warm up; their steps and the first `skipped` of every turn, which meet cold caches and sleeping
+    threads, are not returned. Raises `SystemExit` if a way failed, or keeps a processor busy during the turns of
+    others.
     """
     given = {name: worker.run(1).given for name, worker in workers.items()}
     times: dict[str, list[float]] = {name: [] for name in workers}
