@@ -177,15 +177,12 @@ class Child:
     ) -> _Answer:
         """Wait for the child's answer to the request that was sent, and return it.
 
-        Args:
-            kind: type of the answer.
-            seconds: limit of the child's processor time; real time may be five times as long. None: no limit.
-            told: called with the JSON of each progress message that comes before the answer.
-            asked: called to answer each question of the child.
+        `seconds` limits the child's processor time; real time may be five times as long. `told` is called with the JSON
+        of each progress message; `asked` answers each question of the child. The errors of this package that the child
+        raises are raised here.
 
         Raises:
             ChildError: the child takes longer, needs more memory, or died.
-            TrtKvCacheError: the child raised this error.
             RuntimeError: a bug in the child; the message is a trace.
         """
         begun = self.begin()
@@ -318,13 +315,9 @@ def serve(
 ) -> NoReturn:
     """Answer requests in a child process until stdin ends, within `Child`'s memory limit, without core dumps.
 
-    If the machine runs out of memory, Linux ends this process first. Windows has no memory limit.
-
-    Args:
-        work: computes the answer from a request, the bytes that follow it, and the caller.
-        requests: type of a request.
-        abandoned: called in another thread before this process ends because the caller ended, unless the caller keeps
-            the child's files.
+    `work` computes the answer from a request of type `requests`, the bytes that follow it, and the caller. `abandoned`
+    is called in another thread if the caller ended, unless the caller keeps the child's files. If the machine runs out
+    of memory, Linux ends this process first. Windows has no memory limit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))

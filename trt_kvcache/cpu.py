@@ -56,9 +56,7 @@ def quiet_run() -> ort.RunOptions:
 def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
     """Open a session of ONNX Runtime, whose constant folding may never end; a signal interrupts the call.
 
-    Raises:
-        RunError: ONNX Runtime refuses the model.
-        UnsupportedModelError: the call takes more than `SECONDS`.
+    Raises `RunError` if ONNX Runtime refuses the model, and `UnsupportedModelError` after `SECONDS`.
     """
     return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
 
@@ -66,10 +64,7 @@ def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.Infere
 def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
     """Return the outputs of a run in ONNX Runtime, which may never end; a signal interrupts the run.
 
-    Raises:
-        RunError: the step cannot run.
-        UnsupportedModelError: the call takes more than `SECONDS`.
-        MemoryError: too little memory is free.
+    Raises `RunError` if the step cannot run, `MemoryError`, and `UnsupportedModelError` after `SECONDS`.
     """
     options = quiet_run()
     values: list[Any] = _in_time(
@@ -99,11 +94,7 @@ def _in_time(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
 
 
 class UnfusedSession:
-    """Runs a model in ONNX Runtime node by node, because fusions would hide differences.
-
-    Attributes:
-        backend: name and version of ONNX Runtime.
-    """
+    """Runs a model in ONNX Runtime (`backend`) node by node, because fusions would hide differences."""
 
     backend = f"ONNX Runtime {ort.__version__}"
 

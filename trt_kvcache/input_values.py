@@ -36,11 +36,8 @@ def axis_sizes(rows: int, length: int) -> dict[str, int]:
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
     """Return positions, write indices or valid lengths, as the role of the input asks; None for other roles.
 
-    Args:
-        role: role of the input.
-        starts: int64 ``[R]``: all tokens of each row before the step, for circular caches too.
-        length: new tokens of each row.
-        most: largest valid length: the capacity.
+    `starts` (int64 ``[R]``) are all tokens of each row before the step, for circular caches too. `length` is the number
+    of new tokens of each row, and `most` the largest valid length: the capacity.
     """
     match role:
         case Role.POSITIONS:
@@ -59,13 +56,8 @@ def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = No
     """Return the token indices of cache rows ``[R, 1, keys]`` after a step, and of new tokens ``[R, S, 1]``.
 
     A cache row without a token has -1 or less, or the index of a later token. A new token sees the cache rows whose
-    token index is from 0 up to its own.
-
-    Args:
-        starts: int64 ``[R]``: tokens of each row before the step.
-        length: new tokens of each row.
-        keys: number of cache rows.
-        ring: capacity of a circular cache; None for linear ones.
+    token index is from 0 up to its own. `starts` (int64 ``[R]``) are the tokens of each row before the step, `length`
+    the new tokens of each row, and `ring` the capacity of a circular cache; None for linear ones.
     """
     new = starts[:, np.newaxis, np.newaxis] + np.arange(length)[:, np.newaxis]
     row = np.arange(keys)

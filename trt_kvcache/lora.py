@@ -45,10 +45,9 @@ _ENDS = 4  # most names in a message
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The change that an adapter makes to one module of the checkpoint.
+    """The change that an adapter makes to one module of the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
 
     Attributes:
-        name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
         rank: columns of A, and rows of B.
         inputs, outputs: sizes of the module.
         scale: factor of the product of A and B.

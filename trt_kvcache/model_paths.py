@@ -1,7 +1,6 @@
 """Finds the file that an argument MODEL, ENGINE or CHECKPOINT of a command means.
 
-A model's name on the hub becomes its folder in the local cache of huggingface_hub. For weights or files of other tools,
-the error says what the file is, and which command fits.
+A model's name on the hub becomes its folder in the local cache of huggingface_hub.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Lets signals interrupt long calls into native code (a model may never end), but not changes of state.
 
-Python handles no signal while the main thread is in native code. If a daemon thread is in native code when the
-interpreter ends, C++ aborts the process.
+If a daemon thread is in native code when the interpreter ends, C++ aborts the process.
 """
 
 from __future__ import annotations

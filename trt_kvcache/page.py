@@ -110,13 +110,8 @@ def chart(
 ) -> Html:
     """Return an SVG chart: lines over logarithmic axes, with a legend if there are several lines.
 
-    Args:
-        title: title of the chart, with the unit of its values.
-        x_label: label of the x axis.
-        lines: names and points; all numbers are positive.
-        y_text: returns a value as text.
-        binary: if True, put the ticks of the values at powers of two.
-        marks: names and values that get a horizontal line, if they lie within the range of the points.
+    `lines` are names and points of positive numbers. `y_text` returns a value as text. `binary` puts the ticks of the
+    values at powers of two. `marks` get a horizontal line, if they lie within the range of the points.
     """
     points = [point for _, line in lines for point in line]
     xs = sorted({point.x for point in points})

@@ -151,12 +151,8 @@ def verify_import(
 ) -> VerifyReport:  # fmt: skip
     """Verify a model that is already planned and rewritten; see `verify_model`.
 
-    Args:
-        imported: the model and its rewritten form.
-        verify: options of the verification.
-        quantized: the same model, rewritten with quantized caches; or None.
-        folder: folder of the rewritten model's own external data, if it has any.
-        written: True if the rewritten model was read from a file; sessions and builds cannot use such a file.
+    `quantized` is the same model with quantized caches, or None. `folder` is that of the rewritten model's external
+    data. `written`: the rewritten model was read from a file; sessions and builds cannot use such a file.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:

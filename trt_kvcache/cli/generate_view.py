@@ -71,13 +71,8 @@ def run(
 ) -> bool:
     """Continue prompts with a session, and show the tokens as they come; return True if Ctrl-C ended the run early.
 
-    Args:
-        open_session: opens the session that runs the prompts.
-        prompts: token ids of each prompt.
-        config: settings of the generation.
-        view: shows the tokens to the user.
-        beside: returns the other arguments of `DecodeSession.stream`.
-        grammar: returns the grammar of the texts; None: no grammar.
+    `beside` returns the other arguments of `DecodeSession.stream`, and `grammar` the grammar of the texts; None: no
+    grammar.
     """
     start = time.perf_counter()
     with open_session() as session:

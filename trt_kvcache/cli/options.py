@@ -198,10 +198,7 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Return folders by name, for texts ``NAME=FOLDER``, or ``FOLDER`` whose last part is the name.
-
-    Raises `OptionError` if a name is missing, or occurs twice.
-    """
+    """Return folders by name, for ``NAME=FOLDER`` or ``FOLDER``; raise `OptionError` for a missing or double name."""
     folders: dict[str, Path] = {}
     for text in values:
         name, is_named, folder = text.partition("=")

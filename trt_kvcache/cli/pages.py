@@ -35,14 +35,9 @@ def save_page(path: Path, page: Html) -> None:
 
 
 def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str = "") -> Html:
-    """Return the HTML page of a plan.
+    """Return the HTML page of a plan, with the memory estimate for `batch` sequences and the next command.
 
-    Args:
-        model: name of the model.
-        plan: plan of the model.
-        batch: number of sequences in the memory estimate.
-        command: the command that comes next.
-        chosen: text about a default capacity, from `chosen_capacity`.
+    `chosen` is a text about a default capacity, from `chosen_capacity`.
     """
     lines = [*plan_lines(plan, batch, chosen=chosen), ("next", command)]
     about = f"(opset {plan.opset}, target {plan.options.target.value})"

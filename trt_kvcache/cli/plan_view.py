@@ -159,14 +159,9 @@ def _part(
 ) -> Iterator[Part]:
     """Yield a table of items, such as caches. Items that differ only in a layer's number share a row.
 
-    Args:
-        title: title of the table.
-        columns: maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number
-            of layers.
-        facts: the facts of each item; without items, nothing is yielded.
-        names: names of the facts that may contain the number of a layer.
-        kind: first words of the notes that give the fact ``why``; empty: no such notes.
-        more: further notes.
+    `columns` maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number of
+    layers. `facts` are those of each item; `names` are the facts that may contain the number of a layer. `kind` begins
+    the notes that give the fact ``why``; empty: no such notes. `more` are further notes.
     """
     if not facts:
         return

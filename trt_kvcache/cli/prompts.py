@@ -36,12 +36,9 @@ _NEEDED = ("input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class EmbeddedPrompt:
-    """A prompt that is given as embeddings, such as those of images.
+    """A prompt given as embeddings, such as those of images; token `ids` have placeholders at their places.
 
-    Attributes:
-        ids: token ids, with placeholders at the places of images.
-        embeds: ``[S, H]``.
-        positions: ``[S]``; or ``[planes, S]`` if a token has several positions; or None.
+    `embeds` is ``[S, H]``; `positions` is ``[S]``, or ``[planes, S]`` if a token has several positions, or None.
     """
 
     ids: list[int]

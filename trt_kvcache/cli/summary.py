@@ -116,14 +116,9 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
 def next_line(
     model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False, or_else: str | None = None
 ) -> str:
-    """Return the command that follows a plan: `build`; or another one if this machine cannot build.
+    """Return the command that follows a plan: `build`; or `or_else` (None: generate) if this machine cannot build.
 
-    Args:
-        model: path of the model, as the user wrote it.
-        flags: flags of the plan.
-        max_batch: batch size of the memory estimate.
-        tensorrt: True if the plan is for TensorRT; False for TensorRT for RTX.
-        or_else: the command to return if this machine cannot build; None: generate on the CPU.
+    `tensorrt`: the plan is for TensorRT, not TensorRT for RTX. `max_batch` is the batch size of the memory estimate.
     """
     if not can_build(Target.TENSORRT if tensorrt else None):
         known = {field.name for field in fields(SessionPlanFlags)}
@@ -145,12 +140,9 @@ def plan_lines(
 ) -> Lines:
     """Return labelled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
 
-    Args:
-        plan: the plan.
-        batch: number of sequences in the memory estimate.
-        built: True if the engine exists. Then leave out advice on the export, and add `cost_line`.
-        chosen: text about a default capacity, from `chosen_capacity`.
-        bandwidth: bandwidth of a GPU's memory in GB/s; if it is given, `cost_line` is added.
+    `batch` is for the memory estimate; `chosen` is from `chosen_capacity`. `built`: the engine exists; then leave out
+    advice on the export. If the engine exists, or the bandwidth of a GPU's memory is given (GB/s), `cost_line` is
+    added.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:

@@ -18,14 +18,7 @@ from trt_kvcache.importer.plan import Target
 
 @dataclass(frozen=True)
 class Package:
-    """The Python package of one of the two builders: TensorRT or TensorRT for RTX.
-
-    Attributes:
-        module: the name to import.
-        install: the requirement for ``pip install``.
-        floor: the oldest supported version.
-        reason: the reason for `floor`, for messages.
-    """
+    """The Python package of a builder: name to import, ``pip`` requirement, oldest supported version and its reason."""
 
     title: str
     module: str

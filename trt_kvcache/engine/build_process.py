@@ -37,10 +37,9 @@ class Job:
     Attributes:
         title: name and version of the builder, for messages.
         model: absolute path of the source model; its external data lie in the same folder.
-        engine: absolute path of an existing file to write the engine to.
-        output: the final path of that file, for messages.
-        flipped: weights that the rewritten model declares as signed integers, while their bytes in the model's file are
-            still unsigned.
+        engine: absolute path of an existing file to write the engine to; `output` is its final path, for messages.
+        flipped: weights that the rewritten model declares as signed, while their bytes in the model's file are
+            unsigned.
         bounds: sizes of the engine whose proof is recorded; None: no proof is recorded.
     """
 
@@ -148,14 +147,9 @@ def run_worker(
 ) -> tuple[Done, tuple[str, ...]]:
     """Build an engine in a child process; return the result, and TensorRT's warnings.
 
-    Args:
-        job: the engine to build.
-        model: returns the bytes of the rewritten model; called once. The bytes are freed while the child works.
-        progress: called in this thread for every event. If it raises an exception, or on Ctrl-C, the child is ended.
-
-    Raises:
-        BuildError: TensorRT refused the model, or its process died.
-        OutputError: the engine could not be written.
+    `model` returns the bytes of the rewritten model, which are freed while the child works. `progress` is called in
+    this thread for every event; if it raises an exception, or on Ctrl-C, the child is ended. Raises `BuildError` if
+    TensorRT refused the model or its process died, and `OutputError` if the engine could not be written.
     """
     heard = _Heard(progress)
     # The child's temporary files go to a folder that is removed even if the child crashes.

@@ -113,13 +113,7 @@ def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: boo
 
 @dataclass(frozen=True)
 class Recorded:
-    """The result of recording a proof (a recorded decode) in the build process.
-
-    Attributes:
-        proof: the proof; None: there is no proof.
-        note: what the proof cannot show, or why there is no proof.
-        network: comparison of the network with the model; None: they were not compared.
-    """
+    """A proof (a recorded decode) or None, a note on what is missing, and the comparison of the network."""
 
     proof: Proof | None = None
     note: str = ""
@@ -129,16 +123,9 @@ class Recorded:
 def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any, trt: Any) -> Recorded:
     """Record the proof (a decode) of an engine, and compare TensorRT's network with the model on some of its steps.
 
-    Args:
-        job: the engine to build.
-        content: the rewritten model.
-        weights: maps names of weights to the bytes that TensorRT got instead of the bytes in the model's files.
-        network: TensorRT's ``INetworkDefinition``.
-        trt: the TensorRT module that parsed the network.
-
-    Raises:
-        TrtKvCacheError: the caller asked for a number of steps, and recording them is impossible.
-        BuildError: the network and the model compute different outputs.
+    `content` is the rewritten model. `weights` has the bytes that TensorRT got instead of those in the model's files.
+    Raises `TrtKvCacheError` if the caller asked for a number of steps, and recording them is impossible, and
+    `BuildError` if network and model compute different outputs.
     """
     assert job.bounds is not None
     model, steps = ModelProto.FromString(content), None if job.build.proof == "auto" else int(job.build.proof)

@@ -29,14 +29,10 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
-    """Return a logger and a progress monitor. They send warnings, errors, parsed nodes and progress as events.
+    """Return a logger and a progress monitor, which `send` warnings, errors, parsed nodes and progress as events.
 
     The logger's method `words` returns all errors on one line; without errors, the messages filtered out as noise.
-
-    Args:
-        trt: TensorRT's Python module.
-        send: sends an event to the caller.
-        log: file for all messages of TensorRT; ``"-"``: send all messages as events, too.
+    `log` is a file for all messages of TensorRT; ``"-"``: send all messages as events, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process
 

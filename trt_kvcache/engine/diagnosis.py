@@ -54,12 +54,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """One Python package that the project uses.
-
-    Attributes:
-        version: installed version, or None.
-        used_for: the functions that need it.
-    """
+    """One Python package that the project uses: installed version or None, and the functions that need it."""
 
     name: str
     version: str | None

@@ -492,12 +492,9 @@ def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class EncoderJob:
-    """An encoder for which an engine is built.
+    """An encoder for which an engine is built; `profile` has the lengths of sources (encoder inputs).
 
     Attributes:
-        part: the model for TensorRT, and its files.
-        plan: the plan of the encoder.
-        profile: the optimization profile, with the lengths of sources (encoder inputs).
         vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or the table's size is unknown.
         positions: length of the output for the longest source; None: unknown.
     """
@@ -532,10 +529,8 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
     """Import a decoder's encoder and choose its sizes; None if there is no encoder, or `build` turns it off.
 
-    Raises:
-        OptionError: the named encoder is missing or unused; or the length of the longest source (encoder input) is
-            unknown, or exceeds the encoder's table of positions.
-        ModelError: the encoder cannot be used.
+    Raises `ModelError` for an unusable encoder, and `OptionError` if the named encoder is missing or unused, or the
+    longest source (encoder input) is unknown or exceeds the encoder's table of positions.
     """
     from trt_kvcache.importer.families.encoders.files import find_first_step
     from trt_kvcache.importer.families.encoders.model import import_encoder

@@ -100,18 +100,12 @@ _PARTS = ("text_config", "decoder")
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """Return settings such as end tokens from files beside a model, named as in transformers' ``GenerationConfig``.
-
-    Raises `OptionError` if a file is unreadable.
-    """
+    """Return settings beside a model, named as in ``GenerationConfig``; raise `OptionError` if one is unreadable."""
     return {name: value for settings in each_beside(model).values() for name, value in settings.items()}
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
-    """Return the sampling settings of the ``generation_config.json`` in a model's folder, without null values.
-
-    Raises `OptionError` if the file is unreadable.
-    """
+    """Return the sampling settings in a model's folder, without null values; raise `OptionError` if unreadable."""
     path = (model if model.is_dir() else model.parent) / "generation_config.json"
     said = load_settings(path) if path.exists() else {}
     return {name: said[name] for name in _SAMPLING if said.get(name) is not None}

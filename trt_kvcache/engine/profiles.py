@@ -1,11 +1,10 @@
 """Makes optimization profiles: the ranges of shapes that an engine accepts.
 
 Prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per sequence and step, ``decode``
-exactly one. For steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights: an engine of 377
-MB instead of 227 MB for 202 MB of float16 weights. So ``decode`` allows a batch of two if the largest batch is one, and
-``prefill`` then allows logits of two positions (245 MB instead of 323 MB for 232 MB of weights). With quantized
-weights, engines for exactly one row are smaller: 90 MB instead of 109 MB for 81 MB in int4, and 172 MB instead of 263
-MB for 126 MB in int8. So their ``decode`` allows exactly one row.
+one. For steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights: 377 MB instead of 227 MB
+for 202 MB of float16 weights. So the least largest batch of ``decode`` is two, and ``prefill`` then allows logits of
+two positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights, engines for exactly one row are
+smaller (90 MB instead of 109 MB for 81 MB in int4; 172 MB instead of 263 MB for 126 MB in int8) and are used.
 """
 
 from __future__ import annotations

@@ -49,10 +49,7 @@ def failure_reason(stderr: str) -> str:
 
 
 def warnings_in(stderr: str) -> list[str]:
-    """Return the warnings in the stderr of a program, each once, without progress bars and the program's own code.
-
-    Of many lines, only the first are returned, with the number of the others.
-    """
+    """Return the first warnings in a program's stderr, each once, and the number of the others."""
     told: dict[str, None] = {}
     source = False  # Python shows the line of code after a warning
     for line in _COLOR.sub("", stderr).splitlines():

@@ -270,10 +270,7 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint if the exporter is correct on the twin, a small random model with the same settings.
-
-        Raises UnsupportedModelError if the exporter fails, or the exported model is wrong.
-        """
+        """Export the checkpoint, if the exporter is correct on the twin (a small random model)."""
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)
@@ -304,10 +301,7 @@ class _Job:
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
-        """Compare the exported model with the checkpoint on a few tokens; report if memory is too short for this.
-
-        Raises UnsupportedModelError if the logits differ.
-        """
+        """Raise UnsupportedModelError if logits of export and checkpoint differ. Without enough memory, say so."""
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
             self._told("the weights are not compared with the checkpoint's: they were rounded to 4 bits")

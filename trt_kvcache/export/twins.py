@@ -130,15 +130,9 @@ def judge_weights(
     checkpoint: Path, model: Path, plan: CachePlan, folder: Path,
     run: Callable[[Sequence[str], float], tuple[int, str]], seconds: float,
 ) -> Verdict:  # fmt: skip
-    """Compare an exported model with its checkpoint in transformers, on a few tokens.
+    """Compare an exported model with its checkpoint in transformers, on a few tokens, within `seconds`.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        model: folder of the exported model.
-        plan: plan of the exported model.
-        folder: folder for temporary files.
-        run: runs the exporters' interpreter, see `Twin`.
-        seconds: time limit of transformers.
+    `folder` is for temporary files; `run` as in `Twin`.
     """
     runner = Exported(model, plan)
     rng = np.random.default_rng(0)

@@ -73,14 +73,7 @@ class TokenNames:
 class Answer:
     """Collects the events of one request, and turns them into the answer of OpenAI's API.
 
-    Args:
-        asked: the checked request.
-        model: name of the model.
-        names: returns the texts of tokens in log-probabilities.
-
-    Attributes:
-        model: name of the model.
-        created: Unix time of the request, in whole seconds.
+    `created` is the Unix time of the request, in whole seconds.
     """
 
     def __init__(self, asked: Asked, model: str, names: TokenNames) -> None:
@@ -270,10 +263,7 @@ def _line(chunk: dict[str, Any]) -> bytes:
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Wait for all events of a request, and return the answer. If the call is cancelled, end the running sequences.
-
-    Raises the error of a failed sequence, see `ServingCore.events`.
-    """
+    """Return the answer after all events. If the call is cancelled, end the running sequences; raise their errors."""
     async with aclosing(events):
         async for place, event in events:
             answer.take(place, event)

@@ -207,11 +207,7 @@ class ChatRequest(_Request):
 
 
 class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to load or unload an adapter, in vLLM's form.
-
-    Attributes:
-        lora_path: path inside the server's folder of adapters; None: the adapter's name.
-    """
+    """A request to load or unload an adapter, in vLLM's form; `lora_path` lies in the server's folder."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     lora_path: str | None = None
@@ -247,10 +243,8 @@ class Asked(msgspec.Struct):
     """A checked request, ready to run.
 
     Attributes:
-        request: the request as it was read.
         works: the sequences to run: `n` for each prompt.
         prompts: for each sequence, the text of its prompt if the answer must repeat the prompt; else empty.
-        config: settings of all sequences.
         uses: the tools that an answer may call; None: no tools.
     """
 
@@ -262,10 +256,7 @@ class Asked(msgspec.Struct):
 
 
 def read_request(body: bytes, kind: type[Kind]) -> Kind:
-    """Parse the body of a request.
-
-    Raises `ApiError` if it is not a JSON object, or a field is unknown, of another type, out of range or not supported.
-    """
+    """Parse the body of a request; raise `ApiError` if it is no JSON object, or a field does not fit."""
     try:
         fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -276,10 +267,7 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Convert the fields of a JSON request, none of them null, to a typed request.
-
-    Raises `ApiError` if a field is unknown, of another type, out of range or not supported.
-    """
+    """Convert the fields of a JSON request to a typed request; raise `ApiError` for a field that does not fit."""
     for name, (values, why) in _ONLY.items():
         if name in kind.__struct_fields__:
             continue
@@ -334,19 +322,10 @@ def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
 def prepare(
     session: DecodeSession, request: CompletionRequest | ChatRequest, most: int, adapter: str | None = None
 ) -> Asked:
-    """Check a request, and convert it to prompts and settings that the session can run.
+    """Check a request, and convert it to prompts and settings; this runs the tokenizer, which may take time.
 
-    This runs the tokenizer and the chat template, which may take time.
-
-    Args:
-        session: the session that will run the request.
-        request: the request as it was read.
-        most: most sequences of one request.
-        adapter: name of the adapter that computes the answer; None: no adapter.
-
-    Raises:
-        ApiError: the request cannot be run.
-        OptionError, PromptError: the session refuses a setting or a prompt.
+    `most` is the most sequences of one request; `adapter` the name of an adapter, or None. Raises `ApiError` if the
+    request cannot be run, and `OptionError` or `PromptError` if the session refuses a setting or a prompt.
     """
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams; leave them out, or set stream", "stream_options")
@@ -440,10 +419,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return the text of a message's content (a text, or a list of parts); None if a part is not text.
-
-    `fields` maps each type of a part to the field with its text.
-    """
+    """Return a content's text; None if a part is not text. `fields`: the text's field by type of part."""
     if isinstance(content, str):
         return content
     texts = [p.get(fields.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]

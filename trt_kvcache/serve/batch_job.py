@@ -34,12 +34,9 @@ _MOST = 1024
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The answer to one row (request) of a batch job.
+    """The answer to one row (request) of a batch job, with the number and digest of the `Row`.
 
-    Attributes:
-        number, digest: number and digest of the `Row`.
-        status: HTTP status: 200 if the row has an answer, else the status of its error.
-        line: line of the output, as JSON.
+    `status` is 200, or the HTTP status of the row's error. `line` is the line of the output, as JSON.
     """
 
     number: int
@@ -49,9 +46,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class RowRunner:
-    """Answers the rows (requests) of a batch job with a session, in the same way as the server.
-
-    No other code may use the session at the same time; it stays open.
+    """Answers the rows (requests) of a batch job in the same way as the server, with a session that nobody else uses.
 
     Attributes:
         model: digest of everything that the answers depend on, except the rows.
@@ -74,10 +69,7 @@ class RowRunner:
         self._core.close()
 
     async def answers(self, rows: Iterable[Row]) -> AsyncGenerator[Answered, None]:
-        """Answer rows, and yield the answers in the order in which they end. If a row fails, its answer is the error.
-
-        Raises `TrtKvCacheError` if the session itself failed.
-        """
+        """Yield answers to rows in the order in which they end. If a row fails, its answer is the error."""
         running: set[asyncio.Task[Answered]] = set()
         ended: set[asyncio.Task[Answered]] = set()
         try:
@@ -120,13 +112,7 @@ class RowRunner:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """The counts of a completed batch job.
-
-    Attributes:
-        rows: rows in the file.
-        reused: rows that an earlier run had answered.
-        errors: rows whose answer is an error.
-    """
+    """The counts of a completed batch job: rows, rows that an earlier run had answered (`reused`), and errors."""
 
     rows: int
     reused: int
@@ -250,10 +236,7 @@ class Journal:
             ) from None
 
     def claim(self, model: str) -> None:
-        """Record the digest of the model that computes the answers, see `RowRunner.model`.
-
-        Raises `OutputError` if the journal holds answers of another model or of other settings.
-        """
+        """Record the model's digest (`RowRunner.model`); raise `OutputError` if the journal has answers of another."""
         with self._one_line():
             record = self._db.execute("SELECT model FROM made").fetchone()
             if record is None and self._is_empty():

@@ -33,12 +33,7 @@ class EndingError(SessionError):
 
 @dataclass(frozen=True)
 class Work:
-    """A prompt to continue.
-
-    Attributes:
-        tokens: token ids of the prompt.
-        index: number of the sequence's random stream among sequences with the same seed, see `DecodeSession.add`.
-    """
+    """A prompt's token ids, and the number of its random stream among equal seeds, see `DecodeSession.add`."""
 
     tokens: list[int]
     index: int = 0
@@ -132,13 +127,11 @@ class ServingCore:
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Continue the prompts of one request; yield, for each new token, the index in `works` and the event.
 
-        Closing the iterator ends the sequences that still run.
+        Closing the iterator ends the sequences that still run. If one prompt fails, its error is raised and all end.
 
         Raises:
             QueueFullError: the queue has no room for all prompts; then no prompt runs.
             EndingError: the core is closed, or hangs.
-            OptionError, PromptError, CapacityError, SessionError: a prompt failed, see `DecodeSession.add`; then all
-                prompts end.
         """
         request = self._submit(works, config)
         left = len(works)
@@ -334,14 +327,9 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 class Metrics:
     """The counters and histograms of a serving core, for Prometheus. Times are in seconds.
 
-    Args:
-        model: name of the model, a label of each number.
-        running, waiting, usage: return these numbers; called when the metrics are read.
-
-    Attributes:
-        prompt_tokens, tokens: counters of tokens of prompts and of answers.
-        first_token: times from the arrival of a request to the first token of each of its sequences.
-        between_tokens: times from one token of a sequence to the next.
+    `running`, `waiting` and `usage` return these numbers when the metrics are read. `first_token` has times from the
+    arrival of a request to the first token of each of its sequences, `between_tokens` from one token of a sequence to
+    the next.
     """
 
     def __init__(

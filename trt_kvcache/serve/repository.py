@@ -48,12 +48,8 @@ def write_repository(
 ) -> Path:
     """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all; return its path.
 
-    Args:
-        model: folder of an engine or of a model; it is copied.
-        output: folder of the repository; its other models are not touched.
-        name: name of the model in Triton.
-        parameters: any of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
-        adapters: folders of adapters (LoRA), by the names with which requests choose them; they are copied.
+    Folders of the model and of adapters (by the names with which requests choose them) are copied. `parameters` are any
+    of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
 
     Raises:
         OptionError: a name is not a legal folder name, or a folder holds no adapter.

@@ -28,7 +28,7 @@ _IDLE = 75
 
 
 def read_keys(file: Path) -> list[str]:
-    """Read API keys from a file, one per line. Empty lines and lines that begin with # are skipped.
+    """Read API keys from a file, one per line, without empty lines and lines that begin with #.
 
     Raises `OptionError` if the file cannot be read, other users can read it, or it has no key.
     """
@@ -102,13 +102,10 @@ class _Server(uvicorn.Server):
 
 
 def serve(service: Service, sock: socket.socket, drain: float, started: Callable[[], None]) -> None:
-    """Serve requests until SIGTERM or Ctrl-C, and then until running requests have ended.
+    """Serve requests until SIGTERM or Ctrl-C, and then until running requests have ended; close the core.
 
-    Args:
-        service: the service; its core is closed at the end.
-        sock: the listening socket, from `bind`.
-        drain: most seconds that running requests get to end.
-        started: called once the server answers requests and handles signals.
+    Running requests get at most `drain` seconds to end. `started` is called once the server answers requests and
+    handles signals.
     """
     config = uvicorn.Config(
         service.app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,

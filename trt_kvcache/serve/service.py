@@ -60,17 +60,16 @@ _T = TypeVar("_T")
 
 
 class Service:
-    """The ASGI application that serves a session with OpenAI's API.
+    """The ASGI application that serves a session, which stays open, with OpenAI's API.
 
     Args:
-        session: the session; it stays open.
+        session: the session.
         name: name of the model.
         keys: API keys, of which each request needs one; empty: requests need no key.
         max_queue: most sequences that wait for a batch row.
         lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
         origins: origins of web pages that may read the answers, such as ``https://example.org``; ``*``: any page.
-        told: called with a log line for each answered request under /v1: path, status, tokens, times, and the reason of
-            a refusal. The line has no text of prompts or answers.
+        told: called with a log line for each answered request under /v1, which has no text of prompts or answers.
 
     Raises:
         OptionError: an origin is malformed.
@@ -448,9 +447,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
     """Return the prompt tokens of a completion with this text, or of a chat with these messages.
 
-    Raises:
-        ApiError: the request has both text and messages or neither, or the model has no tokenizer.
-        OptionError, PromptError: the chat template or the tokenizer fails.
+    Raises `ApiError` without exactly one of the two, or without a tokenizer, and what the tokenizer raises.
     """
     tokenizer = _tokenizer(session)
     if (request.prompt is None) == (request.messages is None):
