@@ -124,7 +124,6 @@ def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Sign
 
 
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
-    """Return the kernel configuration for these tensors. The number of scales is known once the shapes are known."""
     types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
     return operator.config(types, per_head=operator.quantized and _per_head(operator, tensors))
 

@@ -20,7 +20,6 @@ UNCHECKED = 3
 
 
 def verdict(packages: list[dict[str, Any]]) -> tuple[int, str]:
-    """Return the exit code and what to print for pip-audit's list of packages."""
     found = [
         f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in "
         + (", ".join(vulnerability["fix_versions"]) or "no version")

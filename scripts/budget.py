@@ -42,7 +42,6 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 def faults(found: dict[str, int], budget: dict[str, int]) -> list[str]:
-    """Return a line for each folder that is larger than its budget."""
     grown = [
         f"{name}: {n} statements, {n - budget.get(name, 0)} more than budget.toml allows"
         for name, n in found.items()

@@ -288,7 +288,6 @@ def _blocks(rng: np.random.Generator, weight: Weight, dtype: npt.DTypeLike) -> I
 
 
 def _write_external(data: BinaryIO, blocks: Iterable[bytes], tensor: onnx.TensorProto) -> None:
-    """Append one tensor to the external file, and note its place in `tensor`."""
     data.write(bytes(-data.tell() % _ALIGNMENT))
     offset = data.tell()
     data.writelines(blocks)

@@ -114,7 +114,6 @@ def _missing(python: str, exporter: str) -> str:
 
 
 def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Path) -> Result | None:
-    """Return the result of one export; None if `source` has none."""
     if source is not None:
         found = source / exporter / arch
         folders = (found, found / "decoder")
@@ -167,7 +166,6 @@ def measure_twins(python: str, exporters: list[str], names: list[str], dtype: st
 
 
 def twin_names() -> list[str]:
-    """Return the checkpoints of the third table: decoders alone."""
     names = [*ARCHITECTURES, *families.FAMILIES, *families.SETTINGS]
     return sorted(name for name in names if not architecture_of(name).encoder_decoder)
 
@@ -178,7 +176,6 @@ def load_twins() -> dict[str, dict[str, Result]]:
 
 
 def twins_table(results: dict[str, dict[str, Result]]) -> str:
-    """Return the third table; what an exporter cannot write itself is ``-``, without its reason."""
     lines = ["", f"| checkpoint | {' | '.join(f'`{e}`' for e in ORDER)} | `auto` |", f"|{' --- |' * (len(ORDER) + 2)}"]
     reasons: dict[str, int] = {}
     for name in twin_names():
@@ -226,7 +223,6 @@ def table(results: dict[str, dict[str, Result]]) -> str:
 
 
 def families_table(results: dict[str, dict[str, Result]]) -> str:
-    """Return the second table; what an exporter cannot write itself is ``-``, without its reason."""
     lines = ["", f"| family | {' | '.join(f'`{e}`' for e in families.EXPORTERS)} |"]
     lines.append(f"|{' --- |' * (len(families.EXPORTERS) + 1)}")
     reasons: dict[str, int] = {}

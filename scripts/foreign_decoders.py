@@ -144,7 +144,6 @@ def _norm(b: _Builder, x: str, name: str) -> str:
 
 
 def _shared(b: _Builder) -> dict[str, str]:
-    """Add the values that all layers use: the mask, and rotary positions."""
     c, shared = b.config, {}
     size = _rotary_size(b)
     frequencies = (10000.0 ** (-np.arange(0, size, 2) / size)).astype(np.float32)
@@ -237,7 +236,6 @@ def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
 
 
 def _plain(b: _Builder, name: str, q: str, keys: str, values: str, mask: str, size: int) -> str:
-    """Add attention of plain operators; return ``[B, S, N_q * H]``."""
     scores = b.add("MatMul", [q, b.add("Transpose", [keys], perm=[0, 1, 3, 2])])
     scores = b.add("Add", [b.add("Mul", [scores, b.floats(size**-0.5)]), mask])
     out = b.add("MatMul", [b.add("Softmax", [scores], axis=-1), values], name)

@@ -229,7 +229,6 @@ def _in_toolkit(program: str) -> str | None:
 
 
 def _useless(part: dict[str, Any], step: Step) -> bool:
-    """Return True if the backend already said that it does not run on this GPU."""
     runs = part.get(ANSWERS, {}).get("runs", {})
     refused = "error" in runs and not runs.get("unexpected")
     return step.part != KERNEL and refused and "built_for" not in part
@@ -358,7 +357,6 @@ def _out(step: Step, folder: Path) -> Path:
 
 
 def _signal(process: subprocess.Popen[bytes], kind: signal.Signals) -> None:
-    """Send a signal to a step and its children, as far as they still run."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, kind)
 
@@ -478,7 +476,6 @@ def unfinished(text: str) -> str:
 
 
 def table(part: dict[str, Any]) -> str:
-    """Return everything in one file of results, as Markdown."""
     gpu = part["gpu"]
     title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
     lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]

@@ -55,7 +55,6 @@ BUILT_FOR = "TRT_KVCACHE_GPU_BUILT_FOR"
 
 
 def built_for() -> dict[str, Any]:
-    """Return `BUILT_FOR` as arguments of `BuildOptions`."""
     names = os.environ.get(BUILT_FOR, "")
     return {"compute_capabilities": tuple(names.split(","))} if names else {}
 

@@ -46,7 +46,6 @@ def verdict(model: Path) -> tuple[str, str]:
 
 
 def matrix(models: list[Path], root: Path) -> str:
-    """Return the table as Markdown, after a line that counts."""
     rows = [(model.parent.relative_to(root).as_posix(), *verdict(model)) for model in models]
     counts = Counter(word for _, word, _ in rows)
     lines = ["", ", ".join(f"{word}: {count}" for word, count in counts.most_common()) + ".", ""]

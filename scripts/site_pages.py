@@ -27,7 +27,6 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that do not lie in `docs/`."""
     for source, page in _PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=commands()))
@@ -35,7 +34,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links of the repository into links of the site."""
     sources = {page: source for source, page in _PAGES.items()}
     folder = posixpath.dirname(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
 

@@ -21,7 +21,6 @@ BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
 def matrix() -> str:
-    """The matrix as Markdown: one table per group of cases."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "corpus")]
     from cases import GROUPS
 

@@ -1,8 +1,7 @@
 """Runs work on untrusted files in child processes, because it may need unlimited time and memory, or crash.
 
-Requests and answers are data classes, each followed by bytes. An error of this package in the child is raised again in
-the caller. Nothing from a child is unpickled. Each message (frame) has the sizes of its parts on one line, and then the
-parts; the first part is JSON. A frame begins with::
+Nothing from a child is unpickled. Each message (frame) has a line with its kind and the sizes of its parts, and then
+the parts; the first part is JSON. An error of this package in the child is raised again in the caller. Kinds::
 
     caller to child   >  a request, or the answer to a question
                       .  the caller keeps the files of the child
@@ -104,8 +103,8 @@ class Child:
     """A Python process that answers requests, and ends with its parent.
 
     Args:
-        command: arguments of the interpreter, for a module that calls `serve`.
-        memory: bytes of address space that the child may use; 0: no limit. The number is appended to the command.
+        command: arguments of the interpreter, for a module that calls `serve`. `memory` is appended.
+        memory: bytes of address space that the child may use; 0: no limit.
         stderr: file for the child's stderr. None: the output is dropped.
         environment: environment variables of the child; None: those of this process.
         grace: seconds in which the child may end by itself.
@@ -224,7 +223,6 @@ class Child:
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
-        """Return the next message of the child; raise queue.Empty if it took too long."""
         if seconds is None:
             return self._frames.get()
         wait = seconds - (time.monotonic() - begun.at)

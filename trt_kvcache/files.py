@@ -129,10 +129,7 @@ def export_suffix(model: Path) -> str:
 
 
 def check_output(path: str | os.PathLike[str]) -> Path:
-    """Return the real path of an output file (absolute, symbolic links followed).
-
-    Raises `OutputError` if it is already known that the file cannot be written.
-    """
+    """Return the real path of an output file; raise `OutputError` if it is known that it cannot be written."""
     path = as_path(path, "output", OutputError)
     if path.absolute().as_posix().startswith(_OPEN):  # stdout may be a regular file, which would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")

@@ -102,10 +102,7 @@ def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
 
 
 def fixed_rows(plan: CachePlan) -> int | None:
-    """Return the batch size of the model's caches, states and constants; None if it is dynamic.
-
-    Raises `UnsupportedModelError` if their batch sizes differ.
-    """
+    """Return the one batch size of caches, states and constants (None: dynamic), or raise `UnsupportedModelError`."""
     carried = [*(c.physical_shape for c in plan.caches if c.carried), *(s.shape for s in plan.states)]
     shapes = [*carried, *(t.shape for t in plan.tensors if t.role is Role.CONSTANT and t.io == "input")]
     sizes = sorted({shape[0] for shape in shapes if shape and isinstance(shape[0], int)})

@@ -123,7 +123,6 @@ def module_key(name: str) -> tuple[str, ...] | None:
 
 
 def _check(settings: Mapping[str, Any], path: Path) -> None:
-    """Raise `OptionError` if settings change the computation in unsupported ways."""
     if settings.get("peft_type") != "LORA":
         raise OptionError(f"{path}: the adapter is of kind {shown(settings.get('peft_type'))}; only LORA is supported")
     if settings.get("bias") not in (None, "none"):

@@ -59,10 +59,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def model_named(path: Path) -> Path:
-    """Return the path of the model that an argument MODEL means.
-
-    Raises `InvalidModelError` for other files; the message says what the file is, and what to do.
-    """
+    """Return the path that an argument MODEL means; raise `InvalidModelError`, which says what else the path is."""
     path = _checked(path, to_run=True)
     engine = engine_in(path)
     if engine.suffix not in (".onnx", ".json") and Path(f"{engine}.json").is_file():
@@ -109,10 +106,7 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """Return the local cache folder of a model's name on the hub, and any other path unchanged.
-
-    Raises `InvalidModelError` if the model is not in the cache.
-    """
+    """Return the local cache folder of a model's name on the hub, or raise an error; other paths are unchanged."""
     name = typed.as_posix()
     local = typed.exists() or typed.parent.exists() or typed.suffix.lower() in _OWN
     if local or not _HUB_NAME.fullmatch(name):

@@ -9,11 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource_dir(name: Literal["configs", "plugins"]) -> Path:
-    """Return the path of a folder that ships with the package, ``configs`` or ``plugins``.
-
-    In a wheel the folder lies inside the package, in a source tree next to it. Raises `FileNotFoundError` if it is
-    missing.
-    """
+    """Return the path of the shipped folder ``configs`` or ``plugins``; raise `FileNotFoundError` if it is missing."""
     for folder in (_PACKAGE / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder.resolve()

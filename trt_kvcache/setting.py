@@ -84,10 +84,7 @@ def described(options: _Class) -> _Class:
 
 
 def check_settings(options: Any) -> None:
-    """Check a dataclass of options, and make its values plain: enums, Python's numbers, paths as text.
-
-    Raises `OptionError` if a value has another type, is not a choice, or is out of range.
-    """
+    """Check a dataclass of options, and make its values plain; raise `OptionError` for an illegal value."""
     for name, (kind, optional, setting) in settings_of(options.__class__).items():
         value = getattr(options, name)
         if value is None and optional:

@@ -1,7 +1,4 @@
-"""Reads safetensors files in NumPy, including bfloat16: tensors are mapped from the file, or read as a whole.
-
-A file has 8 bytes with the length of a JSON header, the header, and the data: https://huggingface.co/docs/safetensors
-"""
+"""Reads safetensors files (https://huggingface.co/docs/safetensors) in NumPy, including bfloat16."""
 
 from __future__ import annotations
 

@@ -131,7 +131,6 @@ def verify_model(
 def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
-    """Verify a model. If `file` is given, compare it as the rewritten model."""
     options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None
@@ -481,8 +480,8 @@ def _finite(value: float) -> float | None:
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
     """Return one sequence's values of a tensor in two models; None if the two arrays cannot be compared.
 
-    `values` are of the model as exported, whose batch repeats the sequence `batch` times. `place` is the index of the
-    sequence in the rewritten model's step, and the number of sequences in that step.
+    `values` are of the model as exported, whose batch repeats the sequence `batch` times. `place`: index of the
+    sequence in the rewritten model's step, and their number.
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:

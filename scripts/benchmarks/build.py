@@ -131,7 +131,6 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
 
 
 def our_build(model: Path, output: Path, max_batch: int, max_chunk: int, proof: str = "off") -> None:
-    """Run the command, with the times of its stages."""
     from trt_kvcache.__main__ import main
     from trt_kvcache.engine.build_process import STAGES
     from trt_kvcache.progress import listening
@@ -255,7 +254,6 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
 
 
 def report(turns: Sequence[dict[str, Sample]], weights: int) -> Report:
-    """Return the report of at least one turn, for a model with `weights` bytes."""
     kinds = {"seconds": "seconds", "cpu_seconds": "cpu", "peak_bytes": "memory"}
     numbers = {side: {kind: [getattr(t[side], name) for t in turns] for kind, name in kinds.items()} for side in SIDES}
     ratios = {

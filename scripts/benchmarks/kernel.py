@@ -76,7 +76,6 @@ def seconds(
 
 
 def compared(name: str, large: float, moved: int, one: float, copy_rate: float, nothing: float) -> Result:
-    """Return the measurements (seconds, bytes) beside a copy and an empty kernel."""
     return Result(name, large * 1e6, moved, moved / large / copy_rate, one * 1e6, (one - nothing) * 1e6)
 
 
@@ -101,7 +100,6 @@ Make = Callable[[Any, int, int, int], Callable[[], object]]
 
 
 def index_copy(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[], object]:
-    """Return PyTorch's ``index_copy_``, once for each cache; the same rows for every sequence."""
     caches = [torch.zeros(batch, HEADS, capacity, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
     updates = [torch.zeros(batch, HEADS, tokens, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
     rows = torch.arange(tokens, device="cuda") + capacity // 4

@@ -19,7 +19,6 @@ from trt_kvcache.runtime.step_inputs import SPAN_BUCKET
 
 
 def open_session(model: str | bytes, threads: int | None, folder: Path | None = None) -> ort.InferenceSession:
-    """Open a model on the CPU; weights of a model in memory lie in files in `folder`."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads or 0

@@ -71,7 +71,6 @@ def save_llama(path: Path, config: DecoderConfig, folder: Path) -> Path:
 
 
 def _name(weight: str) -> str | None:
-    """Return the name that transformers gives a weight; None for one that it computes itself."""
     if weight.startswith(("rotary.", "const.")):
         return None
     if weight.startswith("layers."):
@@ -209,7 +208,6 @@ class GenaiPeer:
 
 
 def export_ctranslate(llama: Path, folder: Path) -> Path:
-    """Convert a folder of transformers to CTranslate2's format in `folder`."""
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(llama)).convert(str(folder))

@@ -192,7 +192,6 @@ def _tokens(given: argparse.Namespace) -> list[int]:
 
 
 def _export(given: argparse.Namespace, way: Way, exports: Path) -> Path:
-    """Return the folder of an export, which is made if it is missing."""
     folder = exports / ("int4" if way.int4 else way.dtype)
     if not folder.exists():
         exporter = "genai" if way.int4 else given.exporter

@@ -49,6 +49,5 @@ def spread(times: Sequence[float], digits: int = 2) -> str:
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """Return the lower quartile, the median, the upper quartile."""
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     return low, middle, high

@@ -93,7 +93,6 @@ class Worker:
 
 
 def _serve(pipe: Connection, make: Callable[[], Steps]) -> None:
-    """Take turns until the other end is closed."""
     steps: Steps | None = None
     since = time.perf_counter(), time.process_time()
     try:

@@ -139,7 +139,6 @@ def _root(
 
 
 def _options_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the options of each command from a TOML file; raise `OptionError` if it is unreadable or malformed."""
     names = [command.__name__ for command in _COMMANDS]
     try:
         tables = tomllib.loads(read_file(file, 1 << 20).decode())

@@ -88,7 +88,6 @@ def chat(
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the user's messages from a pipe or a terminal (a terminal needs prompt_toolkit)."""
     read = _line_editor() if sys.stdin.isatty() else _piped_line
     while (message := read("> ")) is not None:
         if message.startswith(_SEVERAL):
@@ -136,7 +135,6 @@ def _piped_line(_prompt: str) -> str | None:
 
 
 def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
-    """Return a text with the settings by which tokens are chosen."""
     if not config.do_sample:
         return "greedy decoding"
     own = {name: getattr(config, name) for name in session.sampling} == session.sampling

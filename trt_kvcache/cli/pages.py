@@ -148,8 +148,6 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """Return the plan with the new `capacity` for all linear caches whose capacity is `most`."""
-
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis
         shape = tuple(capacity if at == axis else dim for at, dim in enumerate(cache.physical_shape))

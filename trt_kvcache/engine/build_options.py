@@ -41,10 +41,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | 
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
-    """Return shapes by input name, from trtexec's form ``name:1x2x3,other:4``.
-
-    Raises `OptionError` if the text has another form, or a name is given twice.
-    """
+    """Return shapes by input name, from ``name:1x2x3,other:4`` (trtexec's form); raise `OptionError` if malformed."""
     shapes: dict[str, Shape] = {}
     for item in text.split(","):
         name, _, dims = item.strip().rpartition(":")

@@ -129,7 +129,6 @@ class _Prepared:
 
 
 def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
-    """Check the build options and the output path, before the model is read."""
     engine = check_output(output)
     if engine.suffix == ".json":
         raise OutputError(
@@ -403,7 +402,6 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
-    """Return one length of an encoder's output that all profiles accept."""
     names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
     ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
     sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
@@ -553,5 +551,4 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
-    """Return the constant inputs of a decoder, which its encoder computes."""
     return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

@@ -146,7 +146,6 @@ def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, Sh
 
 
 def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
-    """Open an engine and return the facts that it reports; or None and the reason why it cannot be opened."""
     _, gpus, problem = find_gpus()
     if not gpus:
         return None, problem

@@ -258,7 +258,6 @@ def _by_name(said: dict[str, Any]) -> dict[str, float]:
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    """Return a part of a streamed answer as a server-sent event."""
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
