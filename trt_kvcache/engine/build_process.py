@@ -27,7 +27,7 @@ from trt_kvcache.progress import ProgressEvent
 STAGES = (
     "loading TensorRT", "parsing the model", "checking the network", "recording the proof", "building the engine",
 )  # fmt: skip
-"""The stages of the build process, in order: progress phases of one step. A build without a proof skips one."""
+"""The stages of the build process, in order. A build without a proof skips the stage of the proof."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
-    """Return a logger and a progress monitor, which `send` warnings, errors, parsed nodes and progress as events.
+    """Return a logger and a progress monitor; `send` gets their warnings, errors, parsed nodes and progress.
 
     The logger's method `words` returns all errors on one line; without errors, the messages filtered out as noise.
     `log` is a file for all messages of TensorRT; ``"-"``: send all messages as events, too.

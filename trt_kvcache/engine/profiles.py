@@ -3,7 +3,7 @@
 Prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per sequence and step, ``decode``
 one. For steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights: 377 MB instead of 227 MB
 for 202 MB of float16 weights. So if the largest batch is one, ``decode`` allows two rows, and ``prefill`` logits of two
-positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights, ``decode`` allows exactly one row,
+positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights, ``decode`` then has exactly one row,
 which makes engines smaller: 90 MB instead of 109 MB for 81 MB in int4; 172 MB instead of 263 MB for 126 MB in int8.
 """
 

@@ -262,7 +262,7 @@ def _line(chunk: dict[str, Any]) -> bytes:
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Return the answer after all events. If the call is cancelled, end the running sequences; raise their errors."""
+    """Return the answer after all events; raise the error of a failed sequence. A canceled call ends the sequences."""
     async with aclosing(events):
         async for place, event in events:
             answer.take(place, event)

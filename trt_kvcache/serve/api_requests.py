@@ -419,7 +419,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return a content's text; None if a part is not text. `fields`: the text's field by type of part."""
+    """Return the text of a message's content; None if a part is not text. `fields`: type of a part to field."""
     if isinstance(content, str):
         return content
     texts = [p.get(fields.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]

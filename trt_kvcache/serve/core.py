@@ -33,7 +33,7 @@ class EndingError(SessionError):
 
 @dataclass(frozen=True)
 class Work:
-    """A prompt's token ids, and the number of its random stream among equal seeds, see `DecodeSession.add`."""
+    """A prompt's token ids, and the `index` of its random stream among equal seeds, see `DecodeSession.add`."""
 
     tokens: list[int]
     index: int = 0

@@ -80,8 +80,9 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
     """Write the files that Dynamo's frontend requires: tokenizer, chat template, and entries of ``config.json``.
 
     Returns a folder in ``~/.cache``, which is not deleted. Its name follows from its contents, because Dynamo takes
-    workers for one model only if their paths are equal. Raises `OptionError` without a tokenizer (None: that of the
-    model's folder), and `OutputError` if the folder cannot be written.
+    workers for one model only if their paths are equal. `tokenizer` is ``tokenizer.json`` or its folder; None: the one
+    in the model's folder. Raises `OptionError` if there is no tokenizer, and `OutputError` if the folder cannot be
+    written.
     """
     source = tokenizer or model
     source = source if source.is_dir() else source.parent

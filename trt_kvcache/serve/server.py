@@ -24,7 +24,8 @@ _SLOW = 5
 """Seconds after the drain in which clients can still read complete answers."""
 
 _IDLE = 75
-"""Seconds to keep an idle connection: longer than clients (OpenAI's: 5), which else might use a closing one."""
+"""Seconds to keep a connection without requests: longer than clients keep it (OpenAI's client: 5 seconds), so that no
+client sends a request over a connection that is being closed."""
 
 
 def read_keys(file: Path) -> list[str]:

@@ -55,7 +55,7 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the session's `Grammars` object, which is made once, in a time for each token of the vocabulary.
+    """Return the session's `Grammars` object. It is made once, because this takes time for each token.
 
     Raises `OptionError` if the session cannot have grammars.
     """
