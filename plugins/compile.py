@@ -1,6 +1,7 @@
 """Compiles kernels with NVRTC to PTX or cubin for an architecture, with the compiler's report; caches them on disk.
 
-Neither a GPU nor a driver is needed: ``cuda.core.Program`` (1.2) would ask the driver for its version before PTX.
+Neither a GPU nor a driver is needed. ``cuda.core.Program`` (1.2) is not used, because it asks the driver for its
+version before it compiles PTX.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """The ONNX operator type and the plugin's name: ``KVCacheUpdate`` with words for the attributes."""
+        """The ONNX operator type and the plugin's name: ``KVCacheUpdate`` with words for layout, mode and so on."""
         parts = (
             ("Packed", self.packed),
             ("Circular", self.mode is UpdateMode.CIRCULAR),

@@ -1,7 +1,7 @@
 """Describes a cache-update kernel as plain data: its configuration, the order of its arguments, and its launch.
 
-Shapes are those of the canonical view: caches ``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N,
-H]`` (packed).
+Shapes are those of the canonical view: caches ``[B, N, S_max, H]``; padded updates ``[B, N, S_new, H]``, packed updates
+``[T, N, H]``.
 """
 
 from __future__ import annotations

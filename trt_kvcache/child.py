@@ -303,7 +303,7 @@ class Caller:
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
-        """Return the data for a question, such as a name, that the caller answers."""
+        """Ask the caller for the data with a certain name, and return the data."""
         self.send(_QUESTION, question)
         return self.next().parts[0]
 

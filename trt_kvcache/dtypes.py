@@ -10,7 +10,7 @@ import numpy as np
 PLAIN = (
     "float", "float16", "double", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "bool",
 )  # fmt: skip
-"""Dtypes of ONNX that NumPy has without ml_dtypes."""
+"""Names of dtypes that NumPy itself has; ONNX Runtime takes these from Python."""
 
 _NAMES = {
     "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",

@@ -155,7 +155,7 @@ def temporary_file(final: Path) -> Iterator[Path]:
 
     A move in one step needs the same file system. A file that still exists after the block is removed. The file is
     locked while this process lives, so that unlocked files of killed processes can be removed. On Windows an open file
-    cannot be moved: there files are not locked, and files of killed processes stay. Raises `OutputError`.
+    cannot be moved: there files are not locked, and files of killed processes stay.
     """
     _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")

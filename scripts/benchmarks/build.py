@@ -63,13 +63,10 @@ OURS = ("ours", "proven")
 
 @dataclass(frozen=True)
 class Sample:
-    """One build of one side: seconds of wall time, processor time of the process tree, its largest memory in bytes.
+    """One build of one side: `seconds` of wall time, and of `cpu` time and bytes of `memory` of the process tree.
 
-    Attributes:
-        seconds, cpu, memory: see above.
-        engine: size of the engine in bytes.
-        stages: seconds of each, in order; all of `seconds`.
-        others: processors that other processes used meanwhile.
+    `engine` is the size of the engine in bytes. `stages` are seconds of each stage, in order; their sum is `seconds`.
+    `others` is the number of processors that other processes used meanwhile.
     """
 
     seconds: float

@@ -156,7 +156,7 @@ class JsonView:
 
 
 class LiveView:
-    """Shows the text or the token ids of a run as they come, or of each prompt at its end if there are several."""
+    """Shows the text or the token ids of a run as they come; of several prompts, each at its end."""
 
     def __init__(self, *, text: bool) -> None:
         self._text = text

@@ -45,7 +45,7 @@ def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str
 
 
 def inspect_page(report: EngineReport, lines: Lines) -> Html:
-    """Return the HTML page of an engine, with labelled lines about the engine and its plan."""
+    """Return the HTML page of an engine, with labeled lines about the engine and its plan."""
     manifest, name = report.manifest, Path(report.engine).name
     about = f"(built by {manifest.created_by})"
     return page(

@@ -36,7 +36,7 @@ _NEEDED = ("input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class EmbeddedPrompt:
-    """A prompt given as embeddings, such as those of images; token `ids` have placeholders at their places.
+    """A prompt given as embeddings, such as those of images, for which the token `ids` have placeholders.
 
     `embeds` is ``[S, H]``; `positions` is ``[S]``, or ``[planes, S]`` if a token has several positions, or None.
     """
@@ -262,7 +262,7 @@ def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, 
 def read_embedded(file: Path) -> EmbeddedPrompt:
     """Read a prompt of embeddings from an ``.npz`` file. The ids may have a batch axis of 1, as in models.
 
-    Raises `OptionError` if the file is unreadable, lacks an array, has unknown ones, or ids that are not integers
+    Raises `OptionError` if the file cannot be read, lacks an array, has unknown arrays, or its ids are not integers
     ``[S]``.
     """
     arrays = read_arrays(file)

@@ -1,4 +1,4 @@
-"""Prints the short answers of commands: at most 20 labelled lines of 80 columns, and the next command."""
+"""Prints the short answers of commands: at most 20 labeled lines of 80 columns, and the next command."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _LABEL = 11
 
 
 def print_lines(out: Console, title: str, lines: Lines) -> None:
-    """Print a title and labelled lines. Together with the next command they take at most 20 lines of 80 columns.
+    """Print a title and labeled lines. Together with the next command they take at most 20 lines of 80 columns.
 
-    If there is too little room, texts are cut, and some lines labelled ``note`` are left out. A line with an empty
+    If there is too little room, texts are cut, and some lines labeled ``note`` are left out. A line with an empty
     label continues the one before it.
     """
     width = max(out.width, 40) - _LABEL
@@ -138,7 +138,7 @@ def _engine_name(model: Path) -> str:
 def plan_lines(
     plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "", bandwidth: float | None = None
 ) -> Lines:
-    """Return labelled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
+    """Return labeled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
 
     `batch` is for the memory estimate; `chosen` is from `chosen_capacity`. `built`: the engine exists; then leave out
     advice on the export. If the engine exists, or the bandwidth of a GPU's memory is given (GB/s), `cost_line` is

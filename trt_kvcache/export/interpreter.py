@@ -25,7 +25,10 @@ _LINE = 80  # characters of a line of output that are shown as progress
 
 
 class Interpreter:
-    """The interpreter of an environment with exporters, as a ``with`` block. Most programs import `modules`."""
+    """The interpreter of an environment with exporters, as a ``with`` block.
+
+    Each program runs in a fork of a process that has imported `modules`.
+    """
 
     def __init__(self, python: str, modules: Sequence[str] = ()) -> None:
         self.python = python

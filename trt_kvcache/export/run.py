@@ -270,7 +270,7 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint, if the exporter is correct on the twin (a small random model)."""
+        """Export the checkpoint; raise UnsupportedModelError if the exporter fails, or is wrong on the small twin."""
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)
