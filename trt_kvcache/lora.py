@@ -109,7 +109,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
 
 
 def module_key(name: str) -> tuple[str, ...] | None:
-    """Return a key that is equal for all spellings of a module's name; None if the module is not in a decoder layer.
+    """Return a key that is equal for all spellings of a module's name; None for a module outside the decoder.
 
     ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
     """
