@@ -22,15 +22,10 @@ Kernels = KernelConfig | ChoiceKernels
 
 @dataclass(frozen=True)
 class KernelReport:
-    """The resources of one kernel on one architecture.
+    """The resources of one kernel on one architecture; of several kernels in a cubin, the largest values.
 
-    If a cubin has several kernels, each value is the largest of them.
-
-    Attributes:
-        spill_bytes, stack_bytes: bytes of local memory per thread; a kernel with nonzero numbers is slow.
-        occupancy: see `ResourceUse`.
-        ptx_bytes: size of the PTX; None for kernels that choose tokens, because a session loads such kernels as a
-            cubin.
+    `spill_bytes` and `stack_bytes` are bytes of local memory per thread; a kernel with nonzero numbers is slow.
+    `ptx_bytes` is None for kernels that choose tokens, which a session loads as a cubin.
     """
 
     kernel: str
@@ -46,8 +41,7 @@ class KernelReport:
 def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
     """Return the kernels of all cache updates in a rewritten model, each once, in the order of its nodes.
 
-    Raises:
-        OptionError: no kernel supports the types of a node.
+    Raises `OptionError` if no kernel supports the types of a node.
     """
     nodes = [node for node in model.graph.node if node.domain == NAMESPACE and node.op_type in OPERATORS]
     if not nodes:
@@ -65,10 +59,7 @@ def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
 
 
 def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
-    """Return the kernels with which a session chooses tokens on the GPU.
-
-    The result is empty if there are no such kernels for the type of the model's logits.
-    """
+    """Return the kernels with which a session chooses tokens on the GPU; empty if the logits' type has none."""
     dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
     names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
     return tuple(ChoiceKernels(name) for name in names if name in CHOICE_DTYPES)
@@ -77,9 +68,7 @@ def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
 def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[KernelReport]:
     """Compile all kernels for each architecture in turn, several kernels at a time. Yield a report on each kernel.
 
-    Raises:
-        OptionError: NVRTC does not know an architecture; nothing was compiled.
-        BackendError: NVRTC is not installed, or it failed.
+    Raises `OptionError` if NVRTC does not know an architecture, and `BackendError` if NVRTC is missing or failed.
     """
     for arch in archs:
         check_compiler(arch)

@@ -1,6 +1,6 @@
 """The kernels that find the best tokens in logits: source, launch and results. The host chooses among these tokens.
 
-The runtime launches them after an engine, without TensorRT. See ``choice.cu``.
+The runtime launches them after an engine, without TensorRT.
 """
 
 from __future__ import annotations
@@ -24,11 +24,8 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
 """Types of logits that have kernels."""
 
 KERNELS = ("best_token", "set_maxima", "candidates")
-"""Names of the entry functions. Arguments: three addresses (for `candidates` four), then int32 keep, vocab, blocks, and
-int64 pitch.
-
-The second address is the address of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0.
-"""
+"""Names of the entry functions. Arguments: addresses (`candidates`: four, others: three), then int32 keep, vocab,
+blocks, and int64 pitch. The second address is that of the masks, int32 ``[R * keep, ceil(V / 32)]``, or 0."""
 
 MOST_TOKENS = 1 << 30
 """The largest vocabulary that the kernels take: positions of 32 bits must not overflow."""
@@ -44,11 +41,7 @@ _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
 @dataclass(frozen=True)
 class ChoiceKernels:
-    """All kernels that choose tokens from one type of logits, in one cubin.
-
-    Attributes:
-        logits: one of `CHOICE_DTYPES`.
-    """
+    """All kernels that choose tokens from one type of logits (`CHOICE_DTYPES`), in one cubin."""
 
     logits: str
 
@@ -64,7 +57,7 @@ def choice_source(dtype: str) -> str:
 
 
 def choice_family() -> str:
-    """Return the CUDA C++ source that the kernels for choosing tokens share, whatever the type of the logits."""
+    """Return the CUDA C++ source that the kernels share, whatever the type of the logits."""
     constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")
@@ -72,10 +65,7 @@ def choice_family() -> str:
 
 
 def choice_entries(dtype: str, suffix: str = "") -> str:
-    """Return the CUDA C++ source of the entry functions for logits of this type.
-
-    The functions' names end with `suffix`.
-    """
+    """Return the CUDA C++ source of the entry functions for logits of this type; their names end with `suffix`."""
     scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, masks, keep, vocab, blocks, pitch);"
     begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
     sizes = "int keep, int vocab, int blocks, long long pitch"
@@ -99,8 +89,7 @@ def choice_entries(dtype: str, suffix: str = "") -> str:
 def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = None) -> CompiledKernel:
     """Compile the kernels for this type of logits to a cubin. Any driver of the same major CUDA version can load it.
 
-    Raises:
-        OptionError, BackendError: see `compile_source`.
+    Raises what `compile_source` raises.
     """
     return compile_source(choice_source(dtype), ChoiceKernels(dtype).name, arch, driver=driver)
 

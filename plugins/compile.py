@@ -1,7 +1,7 @@
 """Compiles kernels with NVRTC to PTX or cubin for an architecture, with the compiler's report; caches them on disk.
 
-Neither a GPU nor a driver is needed. The calls go to ``cuda.bindings.nvrtc``, because ``cuda.core.Program`` (1.2) asks
-the driver for its version before it compiles PTX.
+Neither a GPU nor a driver is needed. ``cuda.core.Program`` (1.2) is not used, because it asks the driver for its
+version before it compiles PTX.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ class ResourceUse:
 
     Attributes:
         registers: registers per thread.
-        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; a kernel with nonzero
-            numbers is slow.
+        stack_bytes, spill_store_bytes, spill_load_bytes: bytes of local memory per thread; nonzero: the kernel is slow.
         occupancy: resident warps that the registers allow, divided by the most that a multiprocessor can hold; None if
             the architecture's limit is unknown.
     """
@@ -57,15 +56,10 @@ class ResourceUse:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """One compiled kernel.
+    """One compiled kernel: its entry function `name`, architecture such as ``"sm_90"``, code and compiler's log.
 
-    Attributes:
-        name: name of the entry function.
-        arch: architecture, such as ``"sm_90"``.
-        nvrtc: major and minor version of NVRTC. PTX needs a driver for this version of CUDA or a later one; a cubin
-            needs a driver for the same major version.
-        ptx: True if `code` is PTX, without a final zero byte; False if `code` is a cubin.
-        log: log of the compiler.
+    `ptx`: `code` is PTX, without a final zero byte; else a cubin. PTX needs a driver for NVRTC's version of CUDA or a
+    later one; a cubin needs a driver for the same major version.
     """
 
     name: str
@@ -77,11 +71,7 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """The resources that a cubin needs; the largest values if it holds several kernels.
-
-        Raises:
-            OptionError: the code is PTX; ptxas has not compiled it yet.
-        """
+        """The resources that a cubin needs (of several kernels, the largest); raise `OptionError` for PTX."""
         if self.ptx:
             raise OptionError(
                 f"the registers of kernel {self.name} are not known, because it was compiled to PTX: "
@@ -108,17 +98,11 @@ def compile_kernel(
 def compile_source(
     source: str, name: str, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
-    """Compile a kernel to PTX or a cubin, or take the compiled kernel from the cache on disk.
+    """Compile a kernel (CUDA C++, entry function `name`) to PTX or a cubin, or take it from the cache on disk.
 
-    The key in the cache consists of the source, the options, the architecture and NVRTC's version. Files are written
-    completely or not at all. If the cache cannot be written, the next call compiles again.
-
-    Args:
-        source: CUDA C++.
-        name: name of the kernel's entry function.
-        arch: the GPU's architecture, such as ``"sm_90"``.
-        ptx: compile to PTX, which later architectures accept as well; otherwise to a cubin for this architecture only.
-        driver: the CUDA version of the driver that will load the kernel, if known.
+    PTX works on later architectures, too; a cubin only on `arch`, such as ``"sm_90"``. `driver` is the CUDA version of
+    the driver that will load the kernel, if known. The cache's key is made of source, options, architecture and NVRTC's
+    version.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
@@ -162,21 +146,12 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def supported_archs() -> tuple[str, ...]:
-    """Return the architectures that NVRTC knows, such as ``"sm_90"``, in ascending order.
-
-    Raises:
-        BackendError: NVRTC is not installed.
-    """
+    """Return the architectures that NVRTC knows, such as ``"sm_90"``, ascending; raise `BackendError` without NVRTC."""
     return tuple(f"sm_{number}" for number in _handle_return(_nvrtc().nvrtcGetSupportedArchs()))
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Check that NVRTC can compile for an architecture, and that a driver accepts NVRTC's code; see `compile_source`.
-
-    Raises:
-        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
-        BackendError: NVRTC is not installed.
-    """
+    """Check that NVRTC can compile for an architecture, and that a driver accepts the result; see `compile_source`."""
     version, known = nvrtc_version(), supported_archs()
     if arch not in known:
         raise OptionError(

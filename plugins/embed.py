@@ -13,12 +13,8 @@ from trt_kvcache.plugins.spec import KernelConfig
 def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
     """Register the plugin with kernels for the GPU that TensorRT builds for (CUDA's first visible device).
 
-    Each kernel is compiled when TensorRT asks for it. A missing NVRTC, an architecture that NVRTC does not know and a
-    driver that is too old raise errors before TensorRT begins.
-
-    Raises:
-        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
-        BackendError: there is no NVRTC, or no driver.
+    TensorRT later asks for each kernel. Raises, before that, `OptionError` if NVRTC does not know the architecture or
+    its code is too new for the driver, and `BackendError` if there is no NVRTC, or no driver.
     """
     arch, driver = this_gpu()
     check_compiler(arch, ptx=True, driver=driver)
@@ -26,14 +22,10 @@ def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
-    """Return a function that compiles kernels for one GPU to PTX. Later GPUs accept PTX as well.
+    """Return a function that compiles kernels for one GPU and driver to PTX, which later GPUs accept as well.
 
     TensorRT accepts no cubin: the documentation of ``aot_impl`` asks for PTX, and the runtime passes the code on as
     text that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4).
-
-    Args:
-        arch: architecture of the GPU, such as ``"sm_90"``.
-        driver: the CUDA version that the driver supports.
     """
 
     def compile_here(config: KernelConfig) -> bytes:

@@ -1,8 +1,7 @@
 """The plugin's operators: nodes of domain ``trt_kvcache`` that TensorRT's parser resolves to the plugin of that name.
 
-There is one operator for each set of inputs and outputs, because TensorRT's plugins have no optional inputs and
-outputs. Operators have no attributes: mode and form are in the name, types and sizes come from the tensors. This file
-needs neither ONNX nor TensorRT.
+There is one operator for each set of inputs and outputs, because TensorRT's plugins have no optional ones. Operators
+have no attributes. This file needs neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class Operator:
 
     @property
     def name(self) -> str:
-        """The ONNX operator type.
-
-        It is also the plugin's name: ``KVCacheUpdate`` with words for update layout, mode, caches and quantization.
-        """
+        """The ONNX operator type and the plugin's name: ``KVCacheUpdate`` with words for layout, mode and so on."""
         parts = (
             ("Packed", self.packed),
             ("Circular", self.mode is UpdateMode.CIRCULAR),
@@ -80,14 +76,9 @@ class Operator:
         return self.config({**types, "cache_1": "int8", "update_1": types["update_0"], "lengths": "int64"})
 
     def config(self, types: Mapping[str, str], *, per_head: bool = False) -> KernelConfig:
-        """Return the kernel configuration for tensors of these types.
+        """Return the kernel configuration for tensors of these types; raise `OptionError` if there is no such kernel.
 
-        Args:
-            types: the ONNX type name of each input, by the operator's input names.
-            per_head: True if each head has a scale.
-
-        Raises:
-            OptionError: no kernel supports the types; the message gives them and the supported types.
+        `types` has the ONNX type name of each input, by the operator's input names. `per_head`: each head has a scale.
         """
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]
@@ -114,15 +105,10 @@ class Operator:
         )
 
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
-        """Check the ranks of an operator's inputs, and compare the inputs' sizes where they are known.
+        """Raise `OptionError` if ranks or known sizes of an operator's inputs do not fit.
 
-        The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors.
-
-        Args:
-            shapes: shapes by the operator's input names, without inputs of unknown rank; None for a dynamic size.
-
-        Raises:
-            OptionError: ranks or sizes do not fit.
+        The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors. `shapes` are by
+        input name, without inputs of unknown rank; None is a dynamic size.
         """
         known: dict[str, tuple[int, str]] = {}
         for name, shape in shapes.items():

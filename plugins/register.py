@@ -28,12 +28,7 @@ TYPES = {
 
 @dataclass(frozen=True)
 class Registration:
-    """The plugin's operators, after they were registered with TensorRT.
-
-    Attributes:
-        names: names of the operators.
-        errors: errors that were raised while TensorRT asked for kernels. TensorRT does not pass on their messages.
-    """
+    """The names of the operators registered with TensorRT, and errors while TensorRT asked for their kernels."""
 
     names: tuple[str, ...]
     errors: list[TrtKvCacheError] = field(default_factory=list)
@@ -45,9 +40,8 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
     Args:
         trt: the module ``tensorrt``, 10.15 or later.
         compile_kernel: compiles PTX; called while an engine is built, once for each kernel that it needs.
-        declare_aliases: tell TensorRT that present and past are one buffer. This needs the preview feature
-            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. If False, the caller binds one address to both,
-            and the kernel recognizes this.
+        declare_aliases: tell TensorRT that present and past are one buffer, with the preview feature
+            ``ALIASED_PLUGIN_IO_10_03``. If False, the caller binds one address to both, and the kernel recognizes this.
 
     Raises:
         OptionError: this TensorRT does not support such plugins, or the operators are registered already.
@@ -130,7 +124,6 @@ def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Sign
 
 
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
-    """Return the kernel configuration for these tensors. The number of scales is known once the shapes are known."""
     types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
     return operator.config(types, per_head=operator.quantized and _per_head(operator, tensors))
 
@@ -146,7 +139,7 @@ def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
 
 
 def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
-    """Refuse cache rows of 4-bit elements that do not end at a full byte."""
+    """Raise an error for rows of 4-bit elements that do not end at a full byte."""
     for i in range(operator.caches):
         size = tensors[f"cache_{i}"].shape_expr[3]
         if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):

@@ -32,10 +32,7 @@ def family_source() -> str:
 
 
 def entry_source(config: KernelConfig) -> str:
-    """Return the CUDA C++ source of the entry function of one kernel.
-
-    The entry function gets its arguments in TensorRT's order, and passes them to the code that all kernels share.
-    """
+    """Return the CUDA C++ source of a kernel's entry function, whose arguments have TensorRT's order."""
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")
     types |= dict.fromkeys(args.scalars, "int") | dict.fromkeys(args.outputs, "void*")

@@ -1,7 +1,7 @@
 """Describes a cache-update kernel as plain data: its configuration, the order of its arguments, and its launch.
 
-The plugin's registration and the kernel's source both follow this file. Shapes are those of the canonical view: caches
-``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N, H]`` (packed).
+Shapes are those of the canonical view: caches ``[B, N, S_max, H]``; padded updates ``[B, N, S_new, H]``, packed updates
+``[T, N, H]``.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class KernelConfig:
             bytes, not numbers, so types of the same size share a kernel.
         form: layout of the updates: padded or packed.
         mode: linear or circular.
-        caches: number of caches in one launch: 1, or 2 for a layer's K and V. The two caches share B, N, S_max, write
-            indices and lengths; their head sizes may differ.
+        caches: caches in one launch: 1, or 2 for a layer's K and V, which differ at most in head size.
         index_type: type of the write indices ``[B]``.
         length_type: type of the cumulative lengths ``[B + 1]`` of packed updates; None for padded updates.
         quantization: how the kernel quantizes on write; None: it does not.
@@ -113,8 +112,7 @@ class KernelConfig:
     def name(self) -> str:
         """The entry function's name, a C identifier. Configurations with the same name have the same source.
 
-        The name leaves out element size, integer types and number of scales, because the kernel gets these as
-        arguments.
+        The kernel gets element size, integer types and number of scales as arguments, so the name leaves them out.
         """
         parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
         if self.quantization is not None:
@@ -164,11 +162,8 @@ def arguments(config: KernelConfig) -> Arguments:
 class Shapes:
     """The sizes of the tensors in one launch: integers, or symbolic sizes of TensorRT (``ShapeExpr``).
 
-    Code that computes with sizes uses only operators that both types have.
-
-    Attributes:
-        length: tokens of the update: ``S_new``, or ``T`` if packed.
-        head_sizes: ``H`` of each cache, in elements.
+    `length` is ``S_new``, or ``T`` if packed; `head_sizes` are ``H`` of each cache, in elements. Code that computes
+    with sizes uses only operators that both types have.
     """
 
     batch: Any
@@ -180,13 +175,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """The launch parameters of a kernel: blocks, threads and scalar arguments.
-
-    Attributes:
-        grid: number of blocks (x; y and z are 1).
-        block: threads per block (x; y and z are 1).
-        scalars: the int32 extra arguments, in the order of `Arguments.scalars`.
-    """
+    """The launch parameters: blocks and threads along x (y and z are 1), and the int32 `Arguments.scalars`."""
 
     grid: Any
     block: int
@@ -196,16 +185,9 @@ class LaunchParams:
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
     """Return the launch parameters of a kernel for tensors of these sizes, as expressions of the sizes.
 
-    The kernel is correct with any grid, and fast with this one.
-
-    Args:
-        config: the kernel.
-        shapes: sizes of the tensors.
-        copies: True if outputs and caches are different buffers. Then the grid follows the size of the cache, otherwise
-            the size of the update.
-
-    Raises:
-        OptionError: the kernel does not support a known size.
+    The kernel is correct with any grid, and fast with this one. `copies`: outputs and caches are different buffers;
+    then the grid follows the size of the cache, otherwise that of the update. Raises `OptionError` for an unsupported
+    size.
     """
     if len(shapes.head_sizes) != config.caches:
         raise OptionError(

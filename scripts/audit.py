@@ -20,7 +20,6 @@ UNCHECKED = 3
 
 
 def verdict(packages: list[dict[str, Any]]) -> tuple[int, str]:
-    """Return the exit code and what to print for pip-audit's list of packages."""
     found = [
         f"{package['name']} {package['version']}: {vulnerability['id']}, fixed in "
         + (", ".join(vulnerability["fix_versions"]) or "no version")
@@ -38,7 +37,6 @@ def verdict(packages: list[dict[str, Any]]) -> tuple[int, str]:
 
 
 def not_checked(reason: str) -> str:
-    """Return the line that says so."""
     return f"dependencies NOT checked for known vulnerabilities: {reason}"
 
 

@@ -40,7 +40,6 @@ NAMES = ("build", "decode", "draft", "host", "idioms", "logits", "lora", "qualit
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or [""]
     if name not in NAMES:
         raise SystemExit(__doc__)

@@ -23,13 +23,13 @@ COUNTED = (PACKAGE, "plugins", "tests", "scripts")
 
 
 def statements(text: str) -> int:
-    """Statements of a module, in bodies of functions and classes, too; docstrings are none."""
+    """Return the number of statements in a module, including those in functions and classes, without docstrings."""
     nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
     return sum(not (isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)) for n in nodes)
 
 
 def measure(root: Path = ROOT) -> dict[str, int]:
-    """Statements by folder: each top folder of the package, its root files, and the other folders; and their sum."""
+    """Return statements by folder: each top folder of the package, its root files, the other folders, and the sum."""
     found: Counter[str] = Counter()
     for folder in COUNTED:
         for path in sorted((root / folder).rglob("*.py")):
@@ -42,7 +42,6 @@ def measure(root: Path = ROOT) -> dict[str, int]:
 
 
 def faults(found: dict[str, int], budget: dict[str, int]) -> list[str]:
-    """What is larger than it may be, in words."""
     grown = [
         f"{name}: {n} statements, {n - budget.get(name, 0)} more than budget.toml allows"
         for name, n in found.items()
@@ -54,12 +53,10 @@ def faults(found: dict[str, int], budget: dict[str, int]) -> list[str]:
 
 
 def read() -> dict[str, int]:
-    """The budget."""
     return dict(tomllib.loads(BUDGET.read_text(encoding="utf-8"))["statements"])
 
 
 def write(found: dict[str, int]) -> None:
-    """Write a budget."""
     lines = "".join(f'"{name}" = {n}\n' for name, n in found.items())
     head = (
         "# The most statements of Python by folder. After a change that shrinks one: python scripts/budget.py --lower\n"
@@ -68,7 +65,6 @@ def write(found: dict[str, int]) -> None:
 
 
 def main() -> int:
-    """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lower", action="store_true", help="write what is there now, where it is less")
     given = parser.parse_args()

@@ -53,7 +53,7 @@ class DecoderConfig:
             `sequence` 1 take `nonpad_kv_seqlen` (the smaller of all tokens and the capacity); others take `attn_mask`.
         batch, sequence: sizes, or names of symbols.
         mask: an input `attn_mask` ``[B, 1, S, S_max]``: ``"none"``, ``"bool"`` or ``"float"`` (added to the scores);
-            circular models of several tokens per step have a bool mask whatever this says.
+            circular models of several tokens per step always have a bool mask.
         lengths: an input `nonpad_kv_seqlen` ``[B]``, which also aligns the causal mask.
         causal: `is_causal` of linear models.
         softcap: of the attention scores; 0: none.
@@ -105,7 +105,7 @@ class DecoderConfig:
 
     @property
     def mask_input(self) -> str:
-        """Dtype of the input `attn_mask`: ``"bool"`` or ``"float"``, or ``"none"`` where there is no such input."""
+        """Dtype of the input `attn_mask`: ``"bool"`` or ``"float"``, or ``"none"`` if there is no such input."""
         return "bool" if self.mode == "circular" and self.sequence != 1 else self.mask
 
     @property
@@ -119,7 +119,7 @@ Weight = tuple[str, tuple[int, ...], float, float]
 
 
 def weights(config: DecoderConfig) -> Iterator[Weight]:
-    """Yields every random weight of the model, in the order in which they are drawn."""
+    """Yield every random weight of the model, in the order in which they are drawn."""
     width, inner = config.hidden, 2 * config.hidden
 
     def matrix(name: str, rows: int, columns: int) -> Weight:
@@ -169,7 +169,7 @@ class _Graph:
         return helper.make_tensor_value_info(name, dtype, shape)
 
     def cache(self, name: str, shape: Sequence[int | str]) -> tuple[str, str]:
-        """Declares a cache; returns the names of past and present."""
+        """Declare a cache; return the names of past and present."""
         dtype = DTYPES[self.config.dtype][0]
         self.inputs.append(self.value(name, dtype, *shape))
         self.outputs.append(self.value(f"updated_{name}", dtype, *shape))
@@ -177,7 +177,7 @@ class _Graph:
 
 
 def _heads(g: _Graph, x: str, heads: int, size: int, *, transpose: bool) -> str:
-    """``[B, S, N*H]`` to ``[B, S, N, H]``, or to ``[B, N, S, H]`` where `transpose` is set."""
+    """Turn ``[B, S, N*H]`` into ``[B, S, N, H]``, or with `transpose` into ``[B, N, S, H]``."""
     x = g.add("Reshape", [x, g.ints(0, 0, heads, size)], f"{x}.heads")
     return g.add("Transpose", [x], f"{x}.transposed", perm=[0, 2, 1, 3]) if transpose else x
 
@@ -187,7 +187,7 @@ def _scatter(g: _Graph, cache: tuple[str, str], update: str, axis: int) -> str:
 
 
 def _attention_block(g: _Graph, i: int, x: str) -> str:
-    """Projections, rotary positions, cache updates and attention of layer `i`; returns ``[B, S, N_q * H_v]``."""
+    """Add projections, rotary positions, cache updates and attention of layer `i`; return ``[B, S, N_q * H_v]``."""
     c, p = g.config, f"layers.{i}"
     batch, rows, n, h, hv = c.batch, c.capacity, c.kv_heads, c.head_size, c.value_size
     q, k, v = (g.add("MatMul", [x, f"{p}.{part}.weight"], f"{p}.{part}") for part in "qkv")
@@ -244,7 +244,6 @@ def _attention_block(g: _Graph, i: int, x: str) -> str:
 
 
 def _graph(config: DecoderConfig) -> _Graph:
-    """The whole graph, without its weights."""
     g = _Graph(config)
     c, dtype = config, DTYPES[config.dtype][0]
     tokens = (c.batch, c.sequence)
@@ -281,7 +280,7 @@ def _rotary(config: DecoderConfig) -> Iterator[tuple[str, npt.NDArray[Any]]]:
 
 
 def _blocks(rng: np.random.Generator, weight: Weight, dtype: npt.DTypeLike) -> Iterator[bytes]:
-    """Draws one tensor, a bounded number of elements at a time."""
+    """Draw one tensor, a bounded number of elements at a time."""
     _, shape, mean, half_width = weight
     for start in range(0, prod(shape), _BLOCK):
         block = rng.random(min(_BLOCK, prod(shape) - start), dtype=np.float32)
@@ -289,7 +288,6 @@ def _blocks(rng: np.random.Generator, weight: Weight, dtype: npt.DTypeLike) -> I
 
 
 def _write_external(data: BinaryIO, blocks: Iterable[bytes], tensor: onnx.TensorProto) -> None:
-    """Appends one tensor to the external file and notes its place in `tensor`."""
     data.write(bytes(-data.tell() % _ALIGNMENT))
     offset = data.tell()
     data.writelines(blocks)
@@ -300,17 +298,11 @@ def _write_external(data: BinaryIO, blocks: Iterable[bytes], tensor: onnx.Tensor
 
 
 def make_decoder(config: DecoderConfig, data: BinaryIO | None = None, threshold: int = 1024) -> onnx.ModelProto:
-    """Makes a decoder.
+    """Return a decoder of random weights.
 
-    Args:
-        config: its shape.
-        data: an open, empty file that takes the weights of `threshold` bytes and more; None: all inside the model.
-        threshold: bytes.
-
-    Returns:
-        A model with the inputs `input_ids` and `position_ids` int64 ``[B, S]``, `write_indices` and
-        `nonpad_kv_seqlen` int64 ``[B]``, `attn_mask` (where the config has one) and the caches; and the outputs
-        `logits` ``[B, S, vocab]`` and ``updated_<cache>``.
+    `data` is an open, empty file for weights of `threshold` bytes and more; None: all weights are inside the model.
+    Inputs: `input_ids` and `position_ids` int64 ``[B, S]``, `write_indices` and `nonpad_kv_seqlen` int64 ``[B]``,
+    `attn_mask` (if the config has one) and the caches. Outputs: `logits` ``[B, S, vocab]`` and ``updated_<cache>``.
     """
     g = _graph(config)
     dtype, array_dtype = DTYPES[config.dtype]
@@ -335,7 +327,7 @@ def make_decoder(config: DecoderConfig, data: BinaryIO | None = None, threshold:
 
 
 def write_decoder(path: str | Path, config: DecoderConfig, external_threshold: int | None = None) -> Path:
-    """Writes a decoder to `path`; weights of `external_threshold` bytes and more to ``<path>.data`` beside it."""
+    """Write a decoder to `path`; weights of `external_threshold` bytes and more go to ``<path>.data``."""
     path = Path(path)
     if external_threshold is None:
         onnx.save(make_decoder(config), path)
@@ -350,7 +342,6 @@ def _int_or_symbol(text: str) -> int | str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point: one option for each field of `DecoderConfig`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", metavar="OUT.onnx")
     parser.add_argument("--external-threshold", type=int, help="bytes from which a weight goes to OUT.onnx.data")

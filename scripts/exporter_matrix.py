@@ -1,18 +1,15 @@
-"""The tables of exporters and architectures, from fresh exports taken through plan, verify and build.
+"""Makes the tables of exporters and architectures, from fresh exports taken through plan, verify and build.
 
     python scripts/exporter_matrix.py                     print the tables of the stored results
     python scripts/exporter_matrix.py --write             put them into docs/exporters-tables.md, between the markers
-    python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store what came of it
+    python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store the results
     python scripts/exporter_matrix.py --measure --families    the same for the second table
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
     python scripts/exporter_matrix.py --measure --twins   compare what `export` runs with transformers, for the third
 
-The first table has every exporter of ``tests/exporters/exports.py`` over a few architectures, the second one many
-families (``tests/exporters/families.py``) over a few exporters. `--python` names the interpreter that has an exporter's
-packages, since some exclude those of others. An exporter whose packages are absent keeps its stored results. They lie
-beside the exports, in ``tests/exporters/results.json``. The third table has the exporters of `trt-kvcache export` over
-these families and many settings: each makes a model of a small twin, as `export` compares it with transformers
-(``tests/exporters/twins.json``).
+The first table has every exporter over a few architectures, the second one many families over a few exporters, the
+third one small twins of checkpoints, compared with transformers. `--python` names the interpreter with an exporter's
+packages; an exporter without packages keeps its stored results.
 """
 
 from __future__ import annotations
@@ -54,16 +51,11 @@ from exporters.exports import EXPORTERS, UNAVAILABLE  # noqa: E402
 from readme_block import replace_block  # noqa: E402
 
 Result = dict[str, str]
-"""`outcome`: ``"yes"``, ``"copied"`` (right, but not in place) or ``"no"``; `idiom`; `reason` where it is not yes."""
+"""`outcome`: ``"yes"``, ``"copied"`` (right, but not in place) or ``"no"``; `idiom`; `reason` if it is not yes."""
 
 
 def take(model: Path, folder: Path) -> Result:
-    """Plan, verify and build one model.
-
-    Args:
-        model: an export.
-        folder: for the engine.
-    """
+    """Plan, verify and build one model, with the engine in `folder`."""
     from trt_kvcache import BuildOptions, build_engine, verify_model
     from trt_kvcache.importer.plan import Route
 
@@ -86,7 +78,6 @@ def take(model: Path, folder: Path) -> Result:
 
 
 def _plan(model: Path) -> CachePlan:
-    """The plan, with a capacity where the model leaves it open."""
     from trt_kvcache import PlanOptions, plan_model
     from trt_kvcache.errors import OptionError
 
@@ -97,7 +88,7 @@ def _plan(model: Path) -> CachePlan:
 
 
 def measure(python: str, source: Path | None, exporters: list[str], archs: list[str]) -> None:
-    """Take every export through, and store each result at once."""
+    """Measure every export, and store each result at once."""
     for exporter in exporters:
         if source is None and (reason := _missing(python, exporter)):
             print(f"kept: {reason}", file=sys.stderr)
@@ -123,7 +114,6 @@ def _missing(python: str, exporter: str) -> str:
 
 
 def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Path) -> Result | None:
-    """The result of one export; None where `source` has none."""
     if source is not None:
         found = source / exporter / arch
         folders = (found, found / "decoder")
@@ -139,7 +129,7 @@ def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Pat
 
 
 def measure_twins(python: str, exporters: list[str], names: list[str], dtype: str) -> None:
-    """Let each exporter make a model of the twin of each checkpoint, compare it, and store what came of it."""
+    """Let each exporter export the twin of each checkpoint, compare the twin, and store the result."""
     from trt_kvcache.export.interpreter import Interpreter
     from trt_kvcache.export.run import EXPORTERS as RUN
     from trt_kvcache.export.run import fill, installed
@@ -176,19 +166,16 @@ def measure_twins(python: str, exporters: list[str], names: list[str], dtype: st
 
 
 def twin_names() -> list[str]:
-    """Checkpoints of the third table: decoders alone."""
     names = [*ARCHITECTURES, *families.FAMILIES, *families.SETTINGS]
     return sorted(name for name in names if not architecture_of(name).encoder_decoder)
 
 
 def load_twins() -> dict[str, dict[str, Result]]:
-    """The stored results of twins, by checkpoint and exporter."""
     stored: dict[str, dict[str, Result]] = json.loads(TWINS.read_text(encoding="utf-8")) if TWINS.exists() else {}
     return stored
 
 
 def twins_table(results: dict[str, dict[str, Result]]) -> str:
-    """The third table: what an exporter cannot write itself is ``-``, without its reason."""
     lines = ["", f"| checkpoint | {' | '.join(f'`{e}`' for e in ORDER)} | `auto` |", f"|{' --- |' * (len(ORDER) + 2)}"]
     reasons: dict[str, int] = {}
     for name in twin_names():
@@ -206,13 +193,12 @@ def twins_table(results: dict[str, dict[str, Result]]) -> str:
 
 
 def load() -> dict[str, dict[str, Result]]:
-    """The stored results, by exporter and architecture."""
     stored: dict[str, dict[str, Result]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     return stored
 
 
 def cell(results: dict[str, dict[str, Result]], exporter: str, arch: str) -> tuple[str, str]:
-    """The words of a cell, and the reason where it is not plain yes."""
+    """Return the words of a cell, and the reason if it is not plain yes."""
     if reason := UNAVAILABLE.get((exporter, arch)):
         return "-", reason
     result = results.get(exporter, {}).get(arch)
@@ -224,7 +210,6 @@ def cell(results: dict[str, dict[str, Result]], exporter: str, arch: str) -> tup
 
 
 def table(results: dict[str, dict[str, Result]]) -> str:
-    """The table as Markdown, with the reasons below."""
     lines = ["", f"| exporter | {' | '.join(ARCHITECTURES)} | caches |", f"|{' --- |' * (len(ARCHITECTURES) + 2)}"]
     reasons: dict[str, int] = {}
     for exporter in EXPORTERS:
@@ -238,7 +223,6 @@ def table(results: dict[str, dict[str, Result]]) -> str:
 
 
 def families_table(results: dict[str, dict[str, Result]]) -> str:
-    """The second table: what an exporter cannot write itself is ``-``, without its reason."""
     lines = ["", f"| family | {' | '.join(f'`{e}`' for e in families.EXPORTERS)} |"]
     lines.append(f"|{' --- |' * (len(families.EXPORTERS) + 1)}")
     reasons: dict[str, int] = {}
@@ -261,7 +245,7 @@ def _idioms(results: dict[str, Result]) -> str:
 
 
 def _short(reason: str, arch: str) -> str:
-    """A reason without the architecture's name, so that equal ones are one, in a line that Markdown leaves alone."""
+    """Return a reason as one line of Markdown, without the architecture's name, so that equal reasons are equal."""
     return " ".join(_words(re.sub(rf"\b{arch}\b", "this one", reason).replace("|", "/")))
 
 
@@ -276,11 +260,7 @@ def _words(text: str) -> Iterator[str]:
 
 
 def replaced(text: str) -> str:
-    """`text` with what stands between the markers replaced by the tables.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Return `text` with the tables between the markers; raise `ValueError` if a marker is missing."""
     results = load()
     text = replace_block(text, BEGIN, END, table(results))
     text = replace_block(text, FAMILIES_BEGIN, FAMILIES_END, families_table(results))

@@ -81,7 +81,7 @@ class _Builder:
         return name
 
     def size(self, tensor: str, axis: int) -> str:
-        """One size of a tensor, int64 ``[1]``."""
+        """Return the name of one size of a tensor, int64 ``[1]``."""
         return self.add("Shape", [tensor], start=axis, end=axis + 1)
 
     def range(self, start: str, end: str) -> str:
@@ -90,16 +90,9 @@ class _Builder:
 
 
 def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
-    """Make a decoder.
+    """Return a float32 decoder in one of `FORMS`, with inputs and outputs named as the exporter names them.
 
-    Args:
-        form: one of `FORMS`.
-        config: its shape; `capacity` of the forms ``"scatter"`` and ``"shift"`` only, and `dtype`, `mode`, `mask` of
-            none.
-
-    Returns:
-        A float32 model with inputs and outputs named as the exporter names them: `input_ids`, `position_ids`,
-        `attention_mask` or `cur_len`, ``past_key_values.<i>.key``, ``present.<i>.key``, `logits`.
+    Only the forms ``"scatter"`` and ``"shift"`` use `capacity`; none uses `dtype`, `mode` and `mask`.
     """
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; it must be one of {', '.join(FORMS)}")
@@ -141,7 +134,6 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
 
 
 def _norm(b: _Builder, x: str, name: str) -> str:
-    """RMS norm: one operator where the exporter has one."""
     if b.form in GROUPED:
         return b.add("SimplifiedLayerNormalization", [x, f"{name}.weight"], epsilon=1e-6, axis=-1, stash_type=1)
     if b.form == "past-attention":
@@ -152,7 +144,6 @@ def _norm(b: _Builder, x: str, name: str) -> str:
 
 
 def _shared(b: _Builder) -> dict[str, str]:
-    """The values that all layers use: the mask, and rotary positions."""
     c, shared = b.config, {}
     size = _rotary_size(b)
     frequencies = (10000.0 ** (-np.arange(0, size, 2) / size)).astype(np.float32)
@@ -203,7 +194,7 @@ def _past_name(layer: int, part: str) -> str:
 
 
 def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
-    """Projections, positions, caches and attention of layer `i`; returns ``[B, S, N_q * H]``."""
+    """Add projections, positions, caches and attention of layer `i`; return ``[B, S, N_q * H]``."""
     if b.form == "latents":
         return _latent_attention(b, i, x, shared)
     c, p = b.config, f"layers.{i}"
@@ -245,7 +236,6 @@ def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
 
 
 def _plain(b: _Builder, name: str, q: str, keys: str, values: str, mask: str, size: int) -> str:
-    """Attention in plain operators, ``[B, S, N_q * H]``."""
     scores = b.add("MatMul", [q, b.add("Transpose", [keys], perm=[0, 1, 3, 2])])
     scores = b.add("Add", [b.add("Mul", [scores, b.floats(size**-0.5)]), mask])
     out = b.add("MatMul", [b.add("Softmax", [scores], axis=-1), values], name)
@@ -257,7 +247,7 @@ def _rotary_size(b: _Builder) -> int:
 
 
 def _latent_weights(b: _Builder, p: str, rng: np.random.Generator) -> None:
-    """The weights of latent attention, in the place of those of K and V."""
+    """Add the weights of latent attention, in the place of those of K and V."""
     c, rotated = b.config, _rotary_size(b)
     rank = 4 * c.head_size
     shapes = {
@@ -271,7 +261,7 @@ def _latent_weights(b: _Builder, p: str, rng: np.random.Generator) -> None:
 
 
 def _latent_attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
-    """Latent attention of layer `i`; returns ``[B, S, N_q * H]``."""
+    """Add latent attention of layer `i`; return ``[B, S, N_q * H]``."""
     c, p = b.config, f"layers.{i}"
     n, h, rotated = c.query_heads, c.head_size, _rotary_size(b)
     widths = {"key": 4 * h, "value": rotated}
@@ -294,19 +284,18 @@ def _latent_attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> st
 
 
 def _two(b: _Builder, x: str, first: int, second: int) -> tuple[str, str]:
-    """Both parts of the last axis."""
     rest = f"{x}_rest"
     return b.add("Split", [x, b.ints(first, second)], outputs=[rest], axis=-1), rest
 
 
 def _split(b: _Builder, x: str, heads: int) -> str:
-    """``[B, S, N*H]`` to ``[B, N, S, H]``."""
+    """Turn ``[B, S, N*H]`` into ``[B, N, S, H]``."""
     x = b.add("Reshape", [x, b.ints(0, 0, heads, b.config.head_size)])
     return b.add("Transpose", [x], perm=[0, 2, 1, 3])
 
 
 def _rotate(b: _Builder, x: str, shared: dict[str, str]) -> str:
-    """``x * cos + rotate_half(x) * sin``."""
+    """Add ``x * cos + rotate_half(x) * sin``."""
     half = _rotary_size(b) // 2
     first = b.add("Slice", [x, b.ints(0), b.ints(half), b.ints(-1)])
     second = b.add("Slice", [x, b.ints(half), b.ints(2 * half), b.ints(-1)])
@@ -324,13 +313,13 @@ def _shift(b: _Builder, past: str, update: str, present: str, shared: dict[str, 
 
 
 def _scatter(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
-    """`index_copy` along the rows, as torch.onnx writes it."""
+    """Add `index_copy` along the rows, as torch.onnx writes it."""
     major, new = (b.add("Transpose", [t], perm=[2, 0, 1, 3]) for t in (past, update))
     b.add("Transpose", [b.add("ScatterND", [major, shared["rows"], new])], present, perm=[1, 2, 0, 3])
 
 
 def _repeat(b: _Builder, x: str) -> str:
-    """Each of the cache's heads once per query head: `repeat_kv`."""
+    """Repeat each of the cache's heads for its query heads, as `repeat_kv`."""
     c = b.config
     if c.query_heads == c.kv_heads:
         return x
@@ -341,7 +330,6 @@ def _repeat(b: _Builder, x: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", metavar="OUT.onnx", type=Path)
     parser.add_argument("--form", choices=FORMS, default="concat")

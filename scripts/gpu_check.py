@@ -3,37 +3,25 @@
     scripts/gpu_check                          # every backend that is installed
     scripts/gpu_check --backend tensorrt-rtx
     scripts/gpu_check --engine model.engine    # also engines that were built elsewhere
-    scripts/gpu_check --compute-capabilities current    # engines for this GPU alone, where those for all do not run
-    python scripts/gpu_check.py                # with what is installed, where nothing can be downloaded
+    scripts/gpu_check --compute-capabilities current    # engines for this GPU alone, if those for all do not run
+    python scripts/gpu_check.py                # with what is installed, if nothing can be downloaded
 
-This script has never run on a GPU. Where it was developed there is none: it has run against the fake TensorRT of the
-tests alone, which shows that it runs to its end, and nothing about its numbers.
+This script has never run on a GPU, only against the fake TensorRT of the tests, which shows nothing about its numbers.
 
-Every step is a process with a time limit; one that fails, crashes or hangs says where it was, keeps what it had by
-then, and costs no other step; each step's results are on disk before the next begins. In this order, the most telling
-first:
+Every step is a process with a time limit. One that fails, crashes or hangs says where it was, keeps its results so far,
+and costs no other step. The steps, the most telling first:
 
-- answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
-  elsewhere, open; aliases; garbage and NaN in unused rows; CUDA graphs; IAttention's masks and lengths
-  (``gpu_steps.py answers``). A question that kills its process, or that takes too long, has that as its answer, and
-  another process asks the rest;
-- measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
-  bandwidth (``gpu_steps.py measure``). After the first capacity:
-- bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
-  FlashInfer's append kernel (``bench.py kernel``);
-- choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench.py choice``);
-- engine tests, encoder tests, ..., for each backend: ``tests/gpu/test_engines.py``, ``test_encoder.py``,
-  ``test_embeddings.py``, ``test_plugin_engines.py``;
-- compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy:
-  cache updates, and the choice of tokens;
-- sanitizer: some kernels under compute-sanitizer, where there is one.
+- answers, for each backend: does it run here; do engines that were built elsewhere open; aliases; garbage and NaN in
+  unused rows; CUDA graphs; IAttention's masks and lengths (``gpu_steps.py answers``);
+- measure, for each backend and capacity: decode latency, prefill, batches, bandwidth (``gpu_steps.py measure``);
+- bench, choice: kernels against a copy and other libraries, and tokens chosen on the GPU (``bench.py kernel, choice``);
+- engine tests, encoder tests, ..., for each backend: files of ``tests/gpu``;
+- compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy;
+- sanitizer: some kernels under compute-sanitizer, if there is one.
 
-Where engines for all GPUs do not run on this one, and engines that were built for it alone do, the steps after the
-answers build such engines.
-
-Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table beside it (``.md``), and
-``<gpu>.log`` with all that the steps print; prints the tables, and one JSON line last. Where a backend does not support
-the GPU, its file holds its exact words: that is a result. Exits with 1 if another step fails, or if there is no GPU.
+Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table (``.md``), and
+``<gpu>.log``; prints the tables, and one JSON line last. If a backend does not support the GPU, its file holds its
+exact words. Exits with 1 if another step fails, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -72,11 +60,11 @@ CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
 ENGINE_TESTS = {
     "engine": "engines", "encoder": "encoder", "embeddings": "embeddings", "plugin engine": "plugin_engines",
 }  # fmt: skip
-"""The files of tests of engines, by what their steps are called: each costs no other its results."""
+"""The files of tests of engines, by the names of their steps. Each is a step, so that a failure costs no other."""
 KERNEL = "kernel"
 SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
-"""The words of compute-sanitizer where it cannot look at the GPU, as under some virtual machines."""
+"""The words of compute-sanitizer if it cannot look at the GPU, as under some virtual machines."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +72,9 @@ class Step:
     """One process.
 
     Attributes:
-        part: the file that its results go to: ``"kernel"`` or a backend.
+        part: the file of its results: ``"kernel"`` or a backend.
         name: the key of its results there.
-        command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer to run it.
+        command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer.
         limit: seconds.
         merged: its results are lists to append to those of the part.
         asks: it may end at a question, which has its own limit: another process asks the rest.
@@ -101,7 +89,6 @@ class Step:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point."""
     options = _parse(arguments)
     if options.compute_capabilities:
         os.environ[BUILT_FOR] = options.compute_capabilities  # of all steps
@@ -166,11 +153,11 @@ MOST_FAILURES, MOST_TRACES = 40, 10  # of tests
 MOST_FOR_DRIVER = 60.0  # seconds until it says which GPUs there are
 ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
-"""Whose versions are written down with the results."""
+"""Packages whose versions are written down with the results."""
 
 
 def _find_gpus() -> tuple[str | None, tuple[diagnosis.Gpu, ...], str]:
-    """As `doctor` does, but not for longer than a driver takes that works: one whose GPU is lost may never answer."""
+    """Find GPUs as `doctor` does, within a time limit, because a driver whose GPU is lost may never answer."""
     found: list[tuple[str | None, tuple[diagnosis.Gpu, ...], str]] = []
     thread = threading.Thread(target=lambda: found.append(diagnosis.find_gpus()), daemon=True)
     thread.start()
@@ -199,7 +186,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def steps(backends: Sequence[str], options: argparse.Namespace, capability: str) -> list[Step]:
-    """All steps, in order. Limits leave room for one that hangs."""
+    """Return all steps, in order. Their limits leave room for one that hangs."""
     python = sys.executable
     # Warnings as they are: those of package versions that happen to be here are not what is tested.
     tests = (python, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider")
@@ -234,7 +221,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
 
 
 def _in_toolkit(program: str) -> str | None:
-    """A program of the CUDA toolkit that is not on the PATH."""
+    """Return a program of the CUDA toolkit that is not on the PATH."""
     for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
         if folder and (found := shutil.which(program, path=f"{folder}/bin")):
             return found
@@ -242,18 +229,16 @@ def _in_toolkit(program: str) -> str | None:
 
 
 def _useless(part: dict[str, Any], step: Step) -> bool:
-    """True if the backend already said that it does not run on this GPU."""
     runs = part.get(ANSWERS, {}).get("runs", {})
     refused = "error" in runs and not runs.get("unexpected")
     return step.part != KERNEL and refused and "built_for" not in part
 
 
 def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) -> dict[str, Any]:
-    """Run one step and put what it found into `part`.
+    """Run one step, put its results into `part`, and return what became of it.
 
-    Returns:
-        What became of it: ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``),
-        ``seconds``, and the end of its output where it is not ok.
+    The fields are ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``), ``seconds``,
+    and the end of the output if it is not ok.
     """
     about: dict[str, Any] = {"step": step.name}
     if not step.command:
@@ -296,7 +281,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
 
 
 def run(command: Sequence[str], environment: dict[str, str], log: Any, end: Callable[[], float]) -> int | None:
-    """The exit code of a process; None where it was ended at the time that `end` says."""
+    """Return the exit code of a process; None if it was ended at the time that `end` says."""
     # A session of its own: pytest's and the builder's children end with it.
     process = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
@@ -322,10 +307,9 @@ def ask(
     command: Sequence[str], environment: dict[str, str], log: Any, out: Path, end: float,
     limit: Callable[[str], float] = limit,
 ) -> int | None:  # fmt: skip
-    """Run a process that asks questions until all have an answer; `limit` gives the seconds of each, by its name.
+    """Run a process that asks questions until all have an answer; `limit` gives seconds by the question's name.
 
-    Returns:
-        0; 1 where a question ended a process; None where the time was over.
+    Returns 0; or 1 if a question ended a process; or None if the time was over.
     """
     write_json(out, {"answers": {}, "engines": [], "asking": ""})
     worst: int | None = 0
@@ -364,23 +348,21 @@ def ask(
 
 
 def without_modules(text: str) -> str:
-    """The output of a process, without the list of all its modules that Python puts after the place of a crash."""
+    """Return a process's output without the list of all its modules that Python writes after a crash."""
     return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)
 
 
 def _out(step: Step, folder: Path) -> Path:
-    """The file that a step writes; its log has another ending."""
     return folder / f"{step.part}-{step.name}".replace(" ", "-")
 
 
 def _signal(process: subprocess.Popen[bytes], kind: signal.Signals) -> None:
-    """To a step and its children; as gently as it lets us, where it takes too long."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, kind)
 
 
 def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
-    """Put what a step wrote into its part, as much as there is; gives whether there is any."""
+    """Put what a step wrote into its part, as much as there is; return whether there is any."""
     try:
         if step.name.endswith("tests") or step.name == "sanitizer":
             found = counts(out) if out.exists() else counted(text)
@@ -406,7 +388,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
 
 
 def _python_path() -> str:
-    """This repository before everything else, where it is not installed."""
+    """Return a PYTHONPATH with this repository first, in case it is not installed."""
     known = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join([*([known] if known else []), str(ROOT), str(SCRIPTS)])
 
@@ -417,7 +399,7 @@ def _stem(gpu: str) -> str:
 
 @cache
 def _nvrtc() -> str:
-    """The folder of the NVRTC that is a Python package here, where no library looks by itself; empty without one.
+    """Return the folder of the NVRTC that is a Python package here, where no library looks by itself; or empty.
 
     TensorRT for RTX 1.7.1 contains one, and also words for a libnvrtc that it cannot open.
     """
@@ -434,7 +416,6 @@ def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
 
 
 def _keep_log(folder: Path, gpu: str, step: Step, logs: Path) -> None:
-    """Add what a step printed to the log of the GPU."""
     with suppress(OSError), (folder / f"{_stem(gpu)}.log").open("ab") as file:
         file.write(f"==== {step.part}: {step.name}\n".encode())
         file.write(_out(step, logs).with_suffix(".log").read_bytes()[-MOST_LOG:] + b"\n")
@@ -451,7 +432,7 @@ def _table(part: dict[str, Any]) -> str:
 
 
 def counts(report: Path) -> dict[str, Any]:
-    """The counts of pytest, why tests were skipped, and which failed where."""
+    """Return the counts of a pytest report, why tests were skipped, and which failed where."""
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     found = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
     bad = found["failures"] + found["errors"]
@@ -471,7 +452,7 @@ def counts(report: Path) -> dict[str, Any]:
 
 
 def counted(text: str) -> dict[str, Any]:
-    """The same from pytest's output, where it was ended before its report: as far as it came."""
+    """Return the same from pytest's output, if it was ended before its report."""
     outcomes = re.findall(r"^\S+::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
     found = {kind: sum(outcome == kind for _, outcome in outcomes) for kind in ("PASSED", "SKIPPED")}
     bad = [name for name, kind in outcomes if kind in ("FAILED", "ERROR")]
@@ -485,7 +466,7 @@ def counted(text: str) -> dict[str, Any]:
 
 
 def unfinished(text: str) -> str:
-    """The test that pytest was at."""
+    """Return the name of the test that pytest was at."""
     lines = re.findall(r"^\S+::(\S.*)", text, re.MULTILINE)
     open_ = [line for line in lines if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b", line)]
     return open_[-1].partition(" Fatal Python error")[0].strip() if open_ else ""
@@ -495,7 +476,6 @@ def unfinished(text: str) -> str:
 
 
 def table(part: dict[str, Any]) -> str:
-    """Everything in one file of results, as Markdown."""
     gpu = part["gpu"]
     title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
     lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]

@@ -7,20 +7,13 @@
 
     {"answers": {QUESTION: {...}}, "engines": [{"engine": NAME, ...}], "asking": what is being asked; "" at the end}
 
-Started again, it goes on after what has an answer there. An answer that is an exception holds its words under
-``error``. Where engines for all GPUs do not run here, and one that was built for this one does, the questions after
-that are asked about such engines.
+Started again, it goes on with the next question. If engines for all GPUs do not run here, and one that was built for
+this GPU does, the questions after that are asked about such engines.
 
-``measure`` builds a decoder of 0.1 billion float16 parameters with caches of one capacity and measures, with medians
-over repeated steps, and written again after every measurement:
-
-- decode latency against position, and with and without CUDA graphs; the slowest of the first steps there, in which
-  TensorRT for RTX compiles kernels for a new span;
-- prefill latency against length;
-- tokens per second against batch, with all scores and with the best tokens alone on the host;
-- for a batch of one, decode with the weights of prefill against decode with weights of its own: time and engine size;
-- bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
-  measured in the same process (its reads and writes both counted).
+``measure`` builds a decoder of 0.1 billion float16 parameters with caches of one capacity, and measures medians: decode
+latency by position, with and without CUDA graphs; prefill latency by length; tokens per second by batch; decode with
+the weights of prefill against weights of its own; and bytes that a decode step must read per second, against a copy
+within the GPU (its reads and writes both counted).
 """
 
 from __future__ import annotations
@@ -62,18 +55,16 @@ BUILT_FOR = "TRT_KVCACHE_GPU_BUILT_FOR"
 
 
 def built_for() -> dict[str, Any]:
-    """The same as arguments of `BuildOptions`."""
     names = os.environ.get(BUILT_FOR, "")
     return {"compute_capabilities": tuple(names.split(","))} if names else {}
 
 
 def opened(engine: Path, **arguments: Any) -> closing[TensorRTRunner]:
-    """An engine for the length of a block."""
     return closing(TensorRTRunner(engine, **arguments))
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace a file as a whole: a reader, or a crash, never sees half of it. NaN, which JSON lacks, becomes a word."""
+    """Replace a file as a whole, so that no reader ever sees half of it. NaN, which JSON lacks, becomes a word."""
     temporary = path.with_name(path.name + ".part")
     content = json.loads(json.dumps(content), parse_constant=str)
     temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -81,7 +72,7 @@ def write_json(path: Path, content: object) -> None:
 
 
 def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str, Any]:
-    """Everything at one capacity, as JSON data, written to `output` as it comes."""
+    """Measure everything at one capacity; write the results to `output` as they come."""
     repeats, settle = (5, 0.0) if small else (30, 2.0)
     result: dict[str, Any] = {"decode": [], "prefill": [], "batches": [], "weights": []}
 
@@ -125,7 +116,7 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
 def decode(
     runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int, settle: float = 0, *, best: bool = False
 ) -> dict[str, Any]:
-    """Decode steps from `position` on; the caches' content does not matter for the time.
+    """Measure decode steps from `position` on; the caches' content does not matter for the time.
 
     `read` is what a step reads besides the caches, in bytes; with `best`, the host gets the best tokens alone.
     """
@@ -168,7 +159,7 @@ def _prefill(runner: TensorRTRunner, length: int, repeats: int, settle: float) -
 
 
 def _copy_speed(runner: TensorRTRunner, most: int) -> float:
-    """GB/s of a copy within the GPU, reads and writes counted."""
+    """Return GB/s of a copy within the GPU, reads and writes counted."""
     cuda = runner._cuda  # the runner's own stream and allocations
     free, _ = cuda.free_memory()
     size = min(most, free // 4)
@@ -183,7 +174,7 @@ def _copy_speed(runner: TensorRTRunner, most: int) -> float:
 
 
 def _median(work: Callable[[], object], repeats: int, warm_up: int, settle: float = 0) -> tuple[float, float]:
-    """Median and spread (90th less 10th percentile) of the seconds that `work` takes.
+    """Return median and spread (90th less 10th percentile) of the seconds that `work` takes.
 
     After warming up it waits `settle` seconds: TensorRT for RTX compiles kernels for new shapes meanwhile, and runs
     others until they are there; contexts that record graphs wait by themselves.
@@ -199,7 +190,6 @@ def _median(work: Callable[[], object], repeats: int, warm_up: int, settle: floa
 
 
 def _times(work: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of each call."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -222,12 +212,12 @@ ENGINE = "engine "
 """Before the name of an engine that is being asked about."""
 
 AGAIN = 75
-"""Exit code of a process that wants to be started again for what is left: a fault of the GPU stays with the process in
-which it happened, and every later answer would be that fault."""
+"""Exit code of a process that wants to be started again for what is left, because a GPU's fault stays with the
+process in which it happened."""
 
 
 def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
-    """The first tokens of a text, of any decoder: zeros for embeddings, ones for what an encoder gives."""
+    """Return the first tokens of a text, of any decoder: zeros for embeddings, ones for what an encoder gives."""
     tokens, constants = np.ones((rows, length), np.int64), ()
     if runner.inputs.constants.tensors:
         largest = runner._shapes._largest_constants().arrays
@@ -237,14 +227,14 @@ def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
 
 
 def builds(engine: Path, name: str) -> Answer:
-    """Does a build for all GPUs, or those asked for, succeed here?"""
+    """Ask: does a build for all GPUs, or those asked for, succeed here?"""
     model = write_decoder(engine.with_suffix(".onnx"), SMALL)
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, **built_for())
     return {"yes": bool(engine_build.build_engine(model, engine, build=chosen))}
 
 
 def runs(engine: Path, name: str) -> Answer:
-    """Does an engine that was built without looking at this GPU open and run here at all? In the backend's words."""
+    """Ask: does an engine that was built without looking at this GPU open and run here? In the backend's words."""
     start = time.perf_counter()
     with opened(engine) as runner:
         took = time.perf_counter() - start
@@ -254,7 +244,7 @@ def runs(engine: Path, name: str) -> Answer:
 
 
 def runs_if_built_here(engine: Path, name: str) -> Answer:
-    """The same for an engine that was built for this GPU alone."""
+    """Ask the same for an engine that was built for this GPU alone."""
     here = engine.with_name(HERE)
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=("current",))
     model = shutil.copy(engine.with_suffix(".onnx"), here.with_suffix(".onnx"))
@@ -263,7 +253,7 @@ def runs_if_built_here(engine: Path, name: str) -> Answer:
 
 
 def graphs(engine: Path, name: str) -> Answer:
-    """Do decode steps become CUDA graphs? TensorRT for RTX records by itself and only says whether it could."""
+    """Ask: do decode steps become CUDA graphs? TensorRT for RTX records by itself and only says whether it could."""
     with opened(engine) as runner:
         assert runner.graphs is not None
         for position in range(6):
@@ -274,13 +264,13 @@ def graphs(engine: Path, name: str) -> Answer:
 
 
 def chooses(engine: Path, name: str) -> Answer:
-    """Is the kernel that chooses greedy tokens there, and right, so that sessions use it?"""
+    """Ask: is the kernel that chooses greedy tokens there, and right, so that sessions use it?"""
     with opened(engine) as runner:
         return {"yes": not runner.host_choice, "why": runner.host_choice}
 
 
 def aliases(engine: Path, name: str) -> Answer:
-    """Does the engine report the aliases of the plan, and are past and present one address in every context?"""
+    """Ask: does the engine report the aliases of the plan, and do past and present share an address?"""
     with opened(engine) as runner:
         runner.step(_first_step(runner, 1, 1))
         planned = load_manifest(engine).aliases
@@ -291,7 +281,7 @@ def aliases(engine: Path, name: str) -> Answer:
 
 
 def unused_rows(fill: float) -> Callable[[Path, str], Answer]:
-    """Decoding with `fill` in every row that is not in use: are the logits those over zeros?"""
+    """Ask: with `fill` in every unused row, are the logits those over zeros?"""
 
     def answer(engine: Path, name: str) -> Answer:
         with opened(engine) as clean, opened(engine) as dirty:
@@ -313,7 +303,7 @@ def unused_rows(fill: float) -> Callable[[Path, str], Answer]:
 
 
 def writes_out_of_range(engine: Path, name: str) -> Answer:
-    """Is a linear write that ends beyond the capacity dropped, with nothing else touched?"""
+    """Ask: is a linear write that ends beyond the capacity dropped, with nothing else touched?"""
     with opened(engine) as runner:
         cache = runner.plan.caches[0]
         runner.step(StepBatch(0, np.full((2, 4), 3), np.zeros(2, np.int64)))
@@ -327,7 +317,7 @@ def writes_out_of_range(engine: Path, name: str) -> Answer:
 
 
 def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
-    """IAttention by itself, its valid keys given as an explicit bool mask or as ``key_value_lengths``."""
+    """Ask for IAttention by itself, its valid keys given as an explicit bool mask or as ``key_value_lengths``."""
 
     def answer(engine: Path, name: str) -> Answer:
         import ml_dtypes
@@ -356,10 +346,10 @@ def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
 
 
 FIRST: dict[str, Callable[[Path, str], Answer]] = {"builds": builds, "runs": runs}
-"""Without which nothing else says much."""
+"""The questions without which nothing else says much."""
 
 HERE_ONLY: dict[str, Callable[[Path, str], Answer]] = {"runs_if_built_here": runs_if_built_here}
-"""Next where engines for all GPUs do not run, else last: another build. TensorRT builds no others."""
+"""Asked next if engines for all GPUs do not run, else last: another build. TensorRT builds no others."""
 
 QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
     "aliases": aliases,
@@ -373,11 +363,11 @@ QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
     "attention_lengths_bfloat16": attention("lengths", "bfloat16"),
     "greedy_tokens_are_chosen_on_the_gpu": chooses,
 }
-"""The most telling first: time may end before all are asked."""
+"""The most telling questions first, because time may end before all are asked."""
 
 
 def foreign(path: Path, name: str) -> Answer | None:
-    """An engine that was built elsewhere: does it open here, with the aliases of its manifest, and run?"""
+    """Ask: does an engine that was built elsewhere open here, with the aliases of its manifest, and run?"""
     manifest = load_manifest(path)
     if manifest.backend != name:
         return None
@@ -390,17 +380,16 @@ def _runs_in_place(engine: Path, name: str) -> Answer:
 
 
 def limit(question: str) -> float:
-    """Seconds for a question. More where TensorRT is loaded, times kernels, or compiles all that an engine has."""
+    """Return the seconds for a question: more if TensorRT is loaded, times kernels, or compiles a whole engine."""
     return 100.0 if question in (FIRST | HERE_ONLY) or question.startswith(ENGINE) else 45.0
 
 
 def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
-    """True if engines for all GPUs are refused here, and one for this GPU alone is not."""
+    """Return True if engines for all GPUs are refused here, and one for this GPU alone is not."""
     return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 
 def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> None:
-    """Ask what has no answer in `output` yet."""
     result: Answer = json.loads(output.read_text())
     answers: Answer = result["answers"]
 
@@ -459,13 +448,13 @@ def _reference(q: Any, k: Any, v: Any, valid: Any) -> Any:
 
 
 def _difference(actual: Any, expected: Any) -> float:
-    """The difference as a share of the largest expected value; infinite where it is no number (JSON has none)."""
+    """Return the difference as a share of the largest expected value; infinite if it is no number (JSON has none)."""
     difference = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-9)
     return float(difference) if np.isfinite(difference) else 1e30
 
 
 def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
-    """One IAttention on static shapes, Q unscaled."""
+    """Return an engine with one IAttention on static shapes, Q unscaled."""
     recorder = make_recorder(trt)
     builder = trt.Builder(native_logger(trt))
     builder.error_recorder = recorder
@@ -497,7 +486,6 @@ def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
 
 
 def _execute(trt: Any, plan: Any, feeds: dict[str, Any], output: str, shape: Sequence[int], kind: Any) -> Any:
-    """Run an engine of static shapes once."""
     cuda = trt_runner.Cuda(0, trt_runner.cuda_bindings())
     engine = context = None
     try:

@@ -57,13 +57,12 @@ def install(arguments: list[str]) -> int:
 
 
 def by_pip(arguments: list[str]) -> int:
-    """Install by pip, and return its exit code."""
     command = [*PIP, "install", "--quiet", "--disable-pip-version-check", "--no-compile", *arguments]
     return subprocess.run(command, check=False).returncode
 
 
 def by_uv(arguments: list[str]) -> bool:
-    """Install by uv, which pip installs where it is missing; False if that failed."""
+    """Install by uv, which pip installs if it is missing; return False on failure."""
     listed = subprocess.run([*PIP, "config", "list"], capture_output=True, text=True, check=False)
     variables = None if listed.returncode else uv_variables(listed.stdout)
     if variables is None or (find_spec("uv") is None and by_pip([UV])):

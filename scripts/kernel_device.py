@@ -1,8 +1,7 @@
 """Launches kernels on a GPU, without TensorRT: for their tests and benchmarks.
 
 Kernels are loaded as an engine carries them: PTX, which the driver compiles; ``cuda.core.ObjectCode`` (1.2.2) hands it
-to ``cuLibraryLoadData`` without options. A cubin is what NVRTC's own ptxas makes of the same source, and what a driver
-takes that is older than NVRTC.
+to ``cuLibraryLoadData`` without options. A cubin, which NVRTC's own ptxas makes, is for a driver older than NVRTC.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
 from trt_kvcache.plugins.spec import KernelConfig
 
 _BUSY_BYTES = 1 << 30
-"""A kernel that keeps a GPU busy for a few hundred microseconds: longer than a launch from Python takes."""
+"""Bytes that keep a GPU busy for a few hundred microseconds: longer than a launch from Python takes."""
 
 
 class KernelDevice:
@@ -43,7 +42,7 @@ class KernelDevice:
         self._cuda = version // 1000, version % 1000 // 10
 
     def kernel(self, config: KernelConfig, *, cubin: bool | None = None) -> Any:
-        """The kernel, loaded once: from a cubin for this GPU, or from PTX; None: from PTX where the driver takes it."""
+        """Return the kernel, loaded once: from a cubin for this GPU, or PTX; None: from PTX if the driver takes it."""
         cubin = self._cuda < nvrtc_version() if cubin is None else cubin
         key = config.name, cubin
         if key not in self._kernels:
@@ -53,7 +52,7 @@ class KernelDevice:
         return self._kernels[key]
 
     def load(self, configs: Iterable[KernelConfig]) -> None:
-        """Load PTX, a fifth of a second each, several at a time. A kernel that fails says so when it is used."""
+        """Load PTX, a fifth of a second each, several at a time. A kernel that fails raises an error at its use."""
 
         def one(config: KernelConfig) -> None:
             self._device.set_current()  # in this thread
@@ -64,7 +63,7 @@ class KernelDevice:
                 pool.submit(one, config)
 
     def empty_kernel(self) -> Any:
-        """A kernel that does nothing: what a launch costs by itself."""
+        """Return a kernel that does nothing, to measure a launch."""
         options = self._core.ProgramOptions(arch=self.arch)
         program = self._core.Program('extern "C" __global__ void nothing() {}', "c++", options)
         return program.compile("cubin").get_kernel("nothing")
@@ -88,14 +87,14 @@ class KernelDevice:
         self.launch(self.kernel(config, cubin=cubin), grid, block, *inputs, *map(np.int32, scalars), *outputs)
 
     def allocate(self, size: int, fill: int = 0) -> int:
-        """Memory of `size` bytes, each `fill`."""
+        """Return the address of `size` new bytes, each `fill`."""
         address = int(self._check(self._driver.cuMemAlloc(max(size, 1))))
         self._memory.append(address)
         self._check(self._driver.cuMemsetD8Async(address, fill, max(size, 1), self._handle))
         return address
 
     def upload(self, tensor: NDArray[np.generic], shift: int = 0) -> int:
-        """The address of a copy of `tensor`, `shift` bytes past an aligned one."""
+        """Return the address of a copy of `tensor`, `shift` bytes past an aligned one."""
         address = self.allocate(tensor.nbytes + shift) + shift
         content = tensor.tobytes()
         if content:  # on the stream: cuMemcpyHtoD may return before the bytes are there, and no other stream waits
@@ -116,10 +115,10 @@ class KernelDevice:
         self._check(self._driver.cuMemcpyDtoDAsync(target, source, size, self._handle))
 
     def seconds(self, work: Callable[[], None], repeat: int = 50) -> float:
-        """Median time of one `work` on the stream.
+        """Return the median seconds of one `work` on the stream.
 
-        Each is put there, with an event before and after it, while the GPU is still busy with something else, so that
-        the time that Python takes to launch is not measured.
+        Each is put there while the GPU is still busy with something else, so that Python's time to launch is not
+        measured.
         """
         from cuda.core import EventOptions
 
@@ -135,7 +134,7 @@ class KernelDevice:
         return float(np.median(times[3:]))
 
     def sync(self) -> None:
-        """Wait for the stream; what failed on it is raised here."""
+        """Wait for the stream, and raise the errors on it."""
         self.stream.sync()
 
     def free(self) -> None:

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- exports:begin -->", "<!-- exports:end -->"
 
 
 def verdict(model: Path) -> tuple[str, str]:
-    """A word, and the parser's words or the difference."""
+    """Return a word, and the parser's words or the difference."""
     from trt_kvcache.cli.verify import parsed_as_exported
     from trt_kvcache.errors import OptionError, TrtKvCacheError
     from trt_kvcache.importer.plan import PlanOptions
@@ -46,7 +46,6 @@ def verdict(model: Path) -> tuple[str, str]:
 
 
 def matrix(models: list[Path], root: Path) -> str:
-    """The table as Markdown, after a line that counts."""
     rows = [(model.parent.relative_to(root).as_posix(), *verdict(model)) for model in models]
     counts = Counter(word for _, word, _ in rows)
     lines = ["", ", ".join(f"{word}: {count}" for word, count in counts.most_common()) + ".", ""]

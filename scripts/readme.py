@@ -26,10 +26,9 @@ _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTAL
 
 
 def run_examples(text: str, folder: Path) -> str:
-    """Return a page with the output that its commands give now; `folder` holds what earlier pages left there.
+    """Return a page with the output that its commands give now; raise `RuntimeError` if a command fails.
 
-    Raises:
-        RuntimeError: a command fails.
+    `folder` holds what earlier pages left there.
     """
     if not (folder / "scripts").exists():
         (folder / "scripts").symlink_to(ROOT / "scripts")
@@ -66,7 +65,7 @@ def comparable(text: str) -> list[str]:
 
 
 def differences(page: Path, text: str, current: str) -> list[str]:
-    """Return a diff of a page and the same page as it would be now, empty where only numbers differ."""
+    """Return a diff of a page and the same page as it would be now, empty if only numbers differ."""
     old, new = comparable(text), comparable(current)
     return list(difflib.unified_diff(old, new, page.name, f"{page.name}, now", lineterm=""))
 

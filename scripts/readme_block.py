@@ -4,11 +4,7 @@ from __future__ import annotations
 
 
 def replace_block(text: str, begin: str, end: str, block: str) -> str:
-    """`text` with what stands between the markers replaced by `block`.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Return `text` with `block` between the markers; raise `ValueError` if a marker is missing."""
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:

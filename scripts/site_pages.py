@@ -1,7 +1,6 @@
-"""Hooks of MkDocs: pages that do not lie in `docs/`, and links that leave it.
+"""Hooks of MkDocs for pages outside `docs/` (README.md, CHANGELOG.md, commands, Python), and for links out of it.
 
-README.md and CHANGELOG.md become pages; the pages of commands and of Python are made of the code. Links to other files
-of the repository become plain text: the site does not have them.
+Links to other files of the repository become plain text, because the site does not have them.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?://)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that do not lie in `docs/`."""
     for source, page in _PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
     files.append(File.generated(config, "cli.md", content=commands()))
@@ -36,7 +34,6 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links of the repository into links of the site."""
     sources = {page: source for source, page in _PAGES.items()}
     folder = posixpath.dirname(sources.get(page.file.src_uri, f"docs/{page.file.src_uri}"))
 
@@ -56,7 +53,7 @@ def names_of(module: re.Match[str]) -> str:
 
 
 def commands() -> str:
-    """Return the page of commands, in Markdown. The list of commands, which cuts their texts, is left out."""
+    """Return the page of commands, in Markdown, without the list of commands, which cuts their texts."""
     command: Any = typer.main.get_command(app)
     context = command.context_class(command, info_name="trt-kvcache")
     text = get_docs_for_click(obj=command, ctx=context, name="trt-kvcache", title="Commands")

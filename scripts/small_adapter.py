@@ -20,7 +20,6 @@ from trt_kvcache import PlanOptions, plan_model
 def write_adapter(
     model: Path, folder: Path, rank: int = 8, targets: tuple[str, ...] = ("all",), seed: int = 0, size: float = 1.0
 ) -> None:
-    """Write config and weights; each module of the targets gets an A and a B."""
     plan = plan_model(model, PlanOptions(lora_rank=rank, lora_targets=targets))
     assert plan.adapters is not None
     rng = np.random.default_rng(seed)

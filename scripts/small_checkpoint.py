@@ -22,7 +22,6 @@ TEMPLATE = "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Write config, weights, tokenizer and generation config as transformers' `save_pretrained` does."""
     folder.mkdir(parents=True, exist_ok=True)
     text = (Path(__file__).resolve().parent.parent / "LICENSE").read_text(encoding="utf-8").splitlines()
     tokenizer = tokenizers.Tokenizer(models.BPE())

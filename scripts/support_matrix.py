@@ -21,7 +21,6 @@ BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
 def matrix() -> str:
-    """The matrix as Markdown: one table per group of cases."""
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "corpus")]
     from cases import GROUPS
 
@@ -33,11 +32,7 @@ def matrix() -> str:
 
 
 def replaced(text: str) -> str:
-    """`text` with what stands between the markers replaced by the matrix.
-
-    Raises:
-        ValueError: a marker is missing.
-    """
+    """Return `text` with the matrix between the markers; raise `ValueError` if a marker is missing."""
     return replace_block(text, BEGIN, END, matrix())
 
 

@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return True for a whole number of Python or NumPy, but not for an absurdly large one (above 256 bits)."""
+    """Return True for a whole number of Python or NumPy below 256 bits."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the latter takes 1 us
         return False
     return abs(int(value)) < _MOST_WHOLE
@@ -43,24 +43,21 @@ def is_number(value: object) -> TypeGuard[float]:
 
 
 def as_whole(value: object, what: str, unit: str = "", error: type[TrtKvCacheError] = OptionError) -> int:
-    """Return a caller's whole number as an int; raise `error` for other values.
-
-    NumPy's integers also become ints: NumPy's own overflow, and JSON cannot write them.
-    """
+    """Return a whole number as Python's int, because NumPy's integers overflow; raise `error` for other values."""
     if not is_whole(value):
         raise error(f"{what} is {shown(value)}; it must be a whole number{unit}")
     return int(value)
 
 
 def as_switch(value: object, what: str) -> bool:
-    """Return a caller's True or False. Raise `OptionError` for other values: ``"off"`` would count as True."""
+    """Return a bool; raise `OptionError` for other values, because ``"off"`` would count as True."""
     if not isinstance(value, bool):
         raise OptionError(f"{what} is {shown(value)}; it must be True or False")
     return value
 
 
 def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
-    """Return a caller's path as a Path; raise `error` if it is not a path, or is one that no file can have."""
+    """Return a Path; raise `error` if the value is not a path, or no file can have it."""
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
         if isinstance(path, str) and path and b"\0" not in os.fsencode(path):
@@ -71,7 +68,7 @@ def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError
 
 
 def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
-    """Return a list from a caller's iterable; raise `error` for texts, mappings and other values."""
+    """Return a list of the entries of an iterable; raise `error` for texts, mappings and other values."""
     try:
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
             return list(value)
@@ -81,7 +78,7 @@ def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError]
 
 
 def as_options(value: object, kind: type[_Options], what: str) -> _Options:
-    """Return a caller's options; raise `OptionError` if they are not of type `kind`."""
+    """Return the options; raise `OptionError` if they are not of type `kind`."""
     if not isinstance(value, kind):
         raise OptionError(f"{what} is {shown(value)}; give {kind.__name__}(...)")
     return value

@@ -1,8 +1,7 @@
 """Runs work on untrusted files in child processes, because it may need unlimited time and memory, or crash.
 
-One protocol for all: requests and answers are data classes, each followed by bytes. If the child raises an error of
-this package, the caller raises the same error. Nothing from a child is unpickled. The messages, called frames, begin
-with::
+Nothing from a child is unpickled. Each message (frame) has a line with its kind and the sizes of its parts, and then
+the parts; the first part is JSON. An error of this package in the child is raised again in the caller. Kinds::
 
     caller to child   >  a request, or the answer to a question
                       .  the caller keeps the files of the child
@@ -10,9 +9,6 @@ with::
                       ?  a question
                       =  the answer
                       !  an error
-
-Each frame has the sizes of its parts on one line, and then the parts; the first part is JSON. A child ends when its
-stdin ends, which happens however the caller ends.
 """
 
 from __future__ import annotations
@@ -64,12 +60,7 @@ class ChildLateError(ChildError):
 
 
 class Begun(NamedTuple):
-    """The clocks of a child process at the beginning of a request.
-
-    Attributes:
-        at: `time.monotonic`.
-        worked: processor time of the child so far, in seconds.
-    """
+    """The clocks of a child process at the beginning of a request, in seconds: `time.monotonic`, and processor time."""
 
     at: float
     worked: float
@@ -109,11 +100,11 @@ def _read(stream: IO[bytes]) -> _Frame | None:
 
 
 class Child:
-    """A Python process that answers requests. It ends with its parent.
+    """A Python process that answers requests, and ends with its parent.
 
     Args:
-        command: arguments of the interpreter, for a module that calls `serve`.
-        memory: bytes of address space that the child may use; 0: no limit. The number is appended to the command.
+        command: arguments of the interpreter, for a module that calls `serve`. `memory` is appended.
+        memory: bytes of address space that the child may use; 0: no limit.
         stderr: file for the child's stderr. None: the output is dropped.
         environment: environment variables of the child; None: those of this process.
         grace: seconds in which the child may end by itself.
@@ -144,12 +135,12 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """True if the child can take a request. A fork of the parent has no child, so there it is False."""
+        """True if the child can take a request. False in a fork of the parent, which has no child."""
         return self._owner == os.getpid() and self._process.poll() is None
 
     @property
     def status(self) -> int:
-        """Exit code of the process. A negative number is the number of the signal that killed it."""
+        """Exit code of the process; a negative number is the number of the signal that killed the process."""
         return self._process.wait()
 
     def _listen(self) -> None:
@@ -185,16 +176,12 @@ class Child:
     ) -> _Answer:
         """Wait for the child's answer to the request that was sent, and return it.
 
-        Args:
-            kind: type of the answer.
-            seconds: limit of the child's processor time. The child is ended after this time, or after five times as
-                many seconds of real time. None: no limit.
-            told: called with the JSON of each progress message that comes before the answer.
-            asked: called to answer each question of the child.
+        `seconds` limits the child's processor time; real time may be five times as long. `told` is called with the JSON
+        of each progress message; `asked` answers each question of the child. The errors of this package that the child
+        raises are raised here.
 
         Raises:
             ChildError: the child takes longer, needs more memory, or died.
-            TrtKvCacheError: the child raised this error.
             RuntimeError: a bug in the child; the message is a trace.
         """
         begun = self.begin()
@@ -227,16 +214,15 @@ class Child:
         raise RuntimeError(f"a child process failed:\n{failure.message}")
 
     def ask(self, content: Any, kind: type[_Answer], seconds: float, parts: Sequence[bytes] = ()) -> _Answer:
-        """Send a request to the child, and return its answer; `send` and `answer` explain the arguments."""
+        """Send a request to the child, and return its answer; see `send` and `answer`."""
         self.send(content, parts)
         return self.answer(kind, seconds)
 
     def begin(self) -> Begun:
-        """Return the clocks of the child now, at the beginning of a request."""
+        """Return the child's clocks now, at the beginning of a request."""
         return Begun(time.monotonic(), self._worked())
 
     def _next(self, seconds: float | None, begun: Begun) -> _Frame | None:
-        """Return the next message of the child; raise queue.Empty if it took too long."""
         if seconds is None:
             return self._frames.get()
         wait = seconds - (time.monotonic() - begun.at)
@@ -257,7 +243,7 @@ class Child:
         return float(used.user + used.system)
 
     def end(self) -> None:
-        """End the child. It has `grace` seconds to end by itself."""
+        """End the child, which has `grace` seconds to end by itself."""
         if self._owner == os.getpid():
             assert self._process.stdin is not None
             if self._grace:
@@ -277,14 +263,14 @@ class Child:
 
 
 def how_ended(status: int) -> str:
-    """Return a text that says how a process ended: its exit code or its signal."""
+    """Return a text with the exit code of a process, or the signal that killed it."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit code {status:{'#x' if status > 255 else ''}}"
 
 
 class Caller:
-    """Represents, in a child process, the process that started it."""
+    """The process that started this child process."""
 
     def __init__(self, abandoned: Callable[[], None]) -> None:
         self._out = os.fdopen(os.dup(1), "wb")
@@ -308,12 +294,12 @@ class Caller:
         return self._frames.get()
 
     def send(self, kind: int, content: Any) -> None:
-        """Write a message to the caller, which may have ended."""
+        """Write a message to the caller, if the caller still runs."""
         with self._lock, _unless_ended():
             _write(self._out, kind, msgspec.json.encode(content))
 
     def tell(self, news: Any) -> None:
-        """Send a progress message or the like to the caller, before the answer."""
+        """Send a progress message to the caller, before the answer."""
         self.send(_NEWS, news)
 
     def ask(self, question: str) -> bytes:
@@ -327,13 +313,9 @@ def serve(
 ) -> NoReturn:
     """Answer requests in a child process until stdin ends, within `Child`'s memory limit, without core dumps.
 
-    If the machine runs out of memory, Linux ends this process first. Windows has no memory limit.
-
-    Args:
-        work: computes the answer from a request, the bytes that follow it, and the caller.
-        requests: type of a request.
-        abandoned: called in another thread when the caller's process ends, unless the caller wants to keep the child's
-            files. After this call, the child's process ends.
+    `work` computes the answer from a request of type `requests`, the bytes that follow it, and the caller. `abandoned`
+    is called in another thread if the caller ended, unless the caller keeps the child's files. If the machine runs out
+    of memory, Linux ends this process first. Windows has no memory limit.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C at a terminal: the caller ends this process
     _limit(int(sys.argv[-1]))
@@ -374,7 +356,7 @@ def is_broken(error: OSError) -> bool:
 
 @contextmanager
 def _unless_ended() -> Iterator[None]:
-    """A ``with`` block that writes to the other process. If that process has ended, the block raises no error."""
+    """Within the ``with`` block, ignore the error that the process at the other end of a pipe has ended."""
     try:
         yield
     except OSError as error:

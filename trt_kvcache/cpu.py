@@ -25,51 +25,46 @@ ORT_ERRORS = (
 
 
 SECONDS = 1800.0
-"""Most seconds to open a model or run a step: a call that takes longer may never end."""
+"""Most seconds to open a model or to run a step."""
 
 
 class RunError(Exception):
-    """Raised if a model or a step cannot run. The message is the error of ONNX Runtime or ONNX, on one line."""
+    """A model or a step cannot run. The message is the error of ONNX Runtime or ONNX, on one line."""
 
 
 def one_line(error: Exception) -> str:
-    """Return the error's text on one line, cut to a readable length."""
+    """Return the error's text on one line, cut to about 400 characters."""
     text = " ".join(str(error).split()) or type(error).__name__
     # ONNX Runtime names the node first, then its own source file and C++ signature, then the error.
     return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"
 
 
 def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -> ort.InferenceSession:
-    """Open a session of ONNX Runtime on the CPU that prints nothing; errors are raised as exceptions."""
+    """Open a session of ONNX Runtime on the CPU that prints nothing."""
     options.log_severity_level = 4
     ort.set_default_logger_severity(4)
     return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"], **more)
 
 
 def quiet_run() -> ort.RunOptions:
-    """Return options for a run that prints nothing. A run with its own options ignores those of its session."""
+    """Return options for a run that prints nothing. They replace the options of the session."""
     options = ort.RunOptions()
     options.log_severity_level = 4
     return options
 
 
 def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a session of ONNX Runtime. A signal interrupts the call, because constant folding may never end.
+    """Open a session of ONNX Runtime, whose constant folding may never end; a signal interrupts the call.
 
-    Raises:
-        RunError: ONNX Runtime refuses the model.
-        UnsupportedModelError: the call takes more than `SECONDS`.
+    Raises `RunError` if ONNX Runtime refuses the model, and `UnsupportedModelError` after `SECONDS`.
     """
     return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
 
 
 def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
-    """Run a session of ONNX Runtime, and return its outputs. A signal interrupts the run, which may never end.
+    """Return the outputs of a run in ONNX Runtime, which may never end; a signal interrupts the run.
 
-    Raises:
-        RunError: the step cannot run.
-        UnsupportedModelError: the call takes more than `SECONDS`.
-        MemoryError: too little memory is free.
+    Raises `RunError` if the step cannot run, `MemoryError`, and `UnsupportedModelError` after `SECONDS`.
     """
     options = quiet_run()
     values: list[Any] = _in_time(
@@ -99,11 +94,7 @@ def _in_time(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
 
 
 class UnfusedSession:
-    """Runs a model in ONNX Runtime node by node, without fusions, which would hide differences.
-
-    Attributes:
-        backend: name and version of ONNX Runtime.
-    """
+    """Runs a model in ONNX Runtime (`backend`) node by node, because fusions would hide differences."""
 
     backend = f"ONNX Runtime {ort.__version__}"
 
@@ -121,7 +112,7 @@ class UnfusedSession:
         self._options = quiet_run()
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the model and return all outputs by name. The feeds are converted to the types of the inputs."""
+        """Run the model, and return all outputs by name. Inputs are converted to the model's types."""
         inputs = {name: _as(feeds[name], kind) for name, kind in self._types.items()}
         try:
             values = self._session.run(self._outputs, inputs, self._options)

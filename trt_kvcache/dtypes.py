@@ -20,6 +20,6 @@ _NAMES = {
 
 
 def array_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of NumPy (or of ml_dtypes) for an ONNX dtype name such as ``"bfloat16"``."""
+    """Return the NumPy dtype for an ONNX dtype name such as ``"bfloat16"``."""
     name = _NAMES.get(name, name)
     return np.dtype(getattr(ml_dtypes, name, name))

@@ -18,8 +18,8 @@
         └── CacheFileError         a saved cache that is unreadable or of another model
 
 Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1; any
-other exception is a bug and keeps its trace. Messages name options as flags; ``str`` of an error names them as
-arguments of Python (`trt_kvcache.messages`).
+other exception is a bug and keeps its trace. Commands show options in messages as flags; ``str`` of an error shows them
+as arguments of Python.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class AmbiguousRoleError(ModelError):
 
 
 class OptionError(TrtKvCacheError):
-    """The value of an option is illegal, either always or for this model."""
+    """An option has an illegal value, either always or for this model."""
 
 
 class OutputError(TrtKvCacheError):

@@ -38,7 +38,7 @@ _PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suf
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """The identity of a file: name, size in bytes and BLAKE3 digest (hex) of its content."""
+    """A file's name, size in bytes, and the BLAKE3 digest (hex) of its content."""
 
     name: str
     size: int
@@ -46,14 +46,11 @@ class FileIdentity:
 
 
 def identify(path: Path, name: str | None = None, cancelled: threading.Event | None = None) -> FileIdentity:
-    """Read a file and return its identity, under `name` if it is given.
+    """Read a file, and return its identity with `name` in place of the file's own name if `name` is given.
 
-    BLAKE3 is used because SHA-256 of a multi-gigabyte engine would take a tenth of its build time. The file is read
-    block by block, not mapped: mapped pages would count as this process's memory.
-
-    Raises:
-        OSError: the file cannot be read.
-        InterruptedError: `cancelled` was set while the file was read.
+    BLAKE3 is used because SHA-256 of a multi-gigabyte engine would take a tenth of its build time. The file is not
+    mapped, because mapped pages would count as this process's memory. Raises `OSError` if the file cannot be read, and
+    `InterruptedError` if `cancelled` was set meanwhile.
     """
     digest, size = blake3(), 0
     buffer = memoryview(bytearray(_BLOCK))
@@ -67,14 +64,9 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
 
 
 def read_file(path: Path, limit: int = SETTINGS) -> bytes:
-    """Read a whole regular file. A pipe or a device, which may have no end, is refused without waiting.
+    """Return the content of a regular file of at most `limit` bytes; symbolic links are followed.
 
-    Args:
-        path: path of the file; symbolic links are followed.
-        limit: most bytes.
-
-    Raises:
-        OSError: the file cannot be read, is not a regular file, or is larger; `strerror` gives the reason.
+    Raises `OSError` for other files (without waiting for a pipe), with the reason in `strerror`.
     """
     with open_regular(path) as file:
         data = file.read(limit + 1)
@@ -84,7 +76,7 @@ def read_file(path: Path, limit: int = SETTINGS) -> bytes:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading; raise `OSError` for pipes and the like. `strerror` gives the reason."""
+    """Open a regular file for reading; raise `OSError` for pipes and the like, with the reason in `strerror`."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
     descriptor = os.open(path, flags)
     try:
@@ -100,12 +92,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
-    """Read a file that holds a JSON object, and return the object.
-
-    Raises:
-        OSError: the file cannot be read, see `read_file`.
-        ValueError: the file holds no object; the text gives the reason.
-    """
+    """Return the JSON object in a file; raise `OSError` as `read_file`, or `ValueError` if the file holds no object."""
     data = read_file(path, limit)
     try:
         content = json.loads(data)
@@ -117,15 +104,9 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 
 
 def stamp(file: Path | int) -> tuple[int, ...]:
-    """Return values by which a later change of a file is noticed: device, inode, size, and times in ns.
+    """Return values that differ after a change of the file: device, inode, size, and two times in ns.
 
-    The times are the content's and the inode's; the inode's time also changes if a file is moved away and back.
-
-    Args:
-        file: path of the file, or the descriptor of the open file.
-
-    Raises:
-        OSError: the file cannot be looked up.
+    The inode's time also changes if a file is moved away and back. `file` is a path or an open file's descriptor.
     """
     status = os.stat(file)  # noqa: PTH116 - it takes descriptors, too
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
@@ -148,11 +129,7 @@ def export_suffix(model: Path) -> str:
 
 
 def check_output(path: str | os.PathLike[str]) -> Path:
-    """Check a path for an output file. Return the real path: absolute, with symbolic links followed.
-
-    Raises:
-        OutputError: a file cannot be written there, as far as this is known before writing.
-    """
+    """Return the real path of an output file; raise `OutputError` if it is known that it cannot be written."""
     path = as_path(path, "output", OutputError)
     if path.absolute().as_posix().startswith(_OPEN):  # stdout may be a regular file, which would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
@@ -174,15 +151,11 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def temporary_file(final: Path) -> Iterator[Path]:
-    """Create an empty temporary file in the folder of `final`. The ``with`` block fills it and moves it to `final`.
+    """Create an empty temporary file beside `final`. The ``with`` block fills the file, and moves it to `final`.
 
-    The file is in the same folder, because a file can be moved in one step only within a file system. If the temporary
-    file still exists after the block, it is removed. It is locked as long as this process lives. Unlocked temporary
-    files, left behind by killed processes, are removed. On Windows an open file cannot be moved. There the temporary
-    file is neither kept open nor locked, and files of killed processes stay.
-
-    Raises:
-        OutputError: the file cannot be created.
+    A move in one step needs the same file system. A file that still exists after the block is removed. The file is
+    locked while this process lives, so that unlocked files of killed processes can be removed. On Windows an open file
+    cannot be moved: there files are not locked, and files of killed processes stay.
     """
     _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
@@ -217,7 +190,6 @@ def _locked(descriptor: int) -> Iterator[None]:
 
 
 def _remove_abandoned(final: Path) -> None:
-    """Remove temporary files that ended processes left behind. Do nothing on Windows, where files are not locked."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
         if sys.platform != "win32":
             with suppress(OSError):
@@ -232,10 +204,7 @@ def _remove_abandoned(final: Path) -> None:
 
 @contextmanager
 def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Yield a binary file that replaces `path` if the ``with`` block ends without an exception.
-
-    Raises `OutputError` if the file cannot be written.
-    """
+    """Yield a binary file that replaces `path` if the block ends without an exception; or raise `OutputError`."""
     final = check_output(path)
     with temporary_file(final) as temporary:
         try:
@@ -248,18 +217,15 @@ def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def sync(file: BinaryIO) -> None:
-    """Wait until the content is on disk. Otherwise a rename may survive a power cut while the content is lost."""
+    """Wait until the content is on disk, because after a power cut a rename may survive without the content."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def publish(files: Sequence[tuple[Path, Path]]) -> None:
-    """Move finished temporary files to their final names, in order; if one move fails, restore the former files.
+    """Move finished temporary files to their final names, in order. If a move fails, restore the former files.
 
-    Ctrl-C takes effect after all files are moved.
-
-    Raises:
-        OutputError: a file cannot be moved.
+    Ctrl-C takes effect after all moves. Raises `OutputError` if a file cannot be moved.
     """
     moved: list[tuple[Path, Path | None]] = []
     with HeldSignals():
@@ -279,7 +245,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
 
 
 def _keep_aside(path: Path) -> Path | None:
-    """Give a file a second name, from which it can be restored; return this name, or None if there is no file."""
+    """Give a file a second name, and return the name; None if there is no file."""
     if not path.exists():
         return None
     former = path.with_name(f".{path.name}.{secrets.token_hex(4)}.old")

@@ -1,7 +1,4 @@
-"""Computes the inputs of a step that follow from its lengths: positions, write indices, valid lengths, masks.
-
-Sessions and comparisons of models use it. Values have named axes; `place` brings them into a tensor's shape.
-"""
+"""Computes the inputs of a step that follow from its lengths: positions, write indices, valid lengths, masks."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, TensorR
 Array = npt.NDArray[Any]
 Indices = npt.NDArray[np.int64]
 Named = tuple[Array, tuple[str, ...]]
-"""Values, and the names of their axes."""
+"""Values, and the names of their axes, from which `place` makes a tensor's shape."""
 
 _ORDER = {
     Role.TOKENS: ("batch", "sequence"),
@@ -32,21 +29,15 @@ _ORDER = {
 
 
 def axis_sizes(rows: int, length: int) -> dict[str, int]:
-    """Return the axis sizes of a step of `length` tokens in each of `rows` rows, by the names of axes in a plan."""
+    """Return the sizes of a plan's axes, by name, in a step of `length` tokens in each of `rows` rows."""
     return {"batch": rows, "sequence": length, "tokens": rows * length, "batch+1": rows + 1}
 
 
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
-    """Return the values of an input that follow from the lengths of the rows: positions, write indices, valid lengths.
+    """Return positions, write indices or valid lengths, as the role of the input asks; None for other roles.
 
-    Return None if the input has another role.
-
-    Args:
-        role: role of the input.
-        starts: int64 ``[R]``: number of tokens in each row before the step; for circular caches too, it counts all
-            tokens so far.
-        length: new tokens of each row.
-        most: largest valid length: the capacity.
+    `starts` (int64 ``[R]``) are all tokens of each row before the step, for circular caches too. `length` is the number
+    of new tokens of each row, and `most` the largest valid length: the capacity.
     """
     match role:
         case Role.POSITIONS:
@@ -62,16 +53,11 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
 
 
 def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
-    """Return the token index of each cache row after a step, and that of each new token; a mask follows from the two.
+    """Return the token indices of cache rows ``[R, 1, keys]`` after a step, and of new tokens ``[R, S, 1]``.
 
-    The first array is ``[R, 1, keys]``. A cache row without a token has -1 or less, or the index of a later token. The
-    second array is ``[R, S, 1]``. A new token sees the cache rows whose token index is from 0 up to its own.
-
-    Args:
-        starts: int64 ``[R]``: tokens of each row before the step.
-        length: new tokens of each row.
-        keys: number of cache rows.
-        ring: capacity of a circular cache; None for linear ones.
+    A cache row without a token has -1 or less, or the index of a later token. A new token sees the cache rows whose
+    token index is from 0 up to its own. `starts` (int64 ``[R]``) are the tokens of each row before the step, `length`
+    the new tokens of each row, and `ring` the capacity of a circular cache; None for linear ones.
     """
     new = starts[:, np.newaxis, np.newaxis] + np.arange(length)[:, np.newaxis]
     row = np.arange(keys)
@@ -89,7 +75,7 @@ def caches_under(plan: CachePlan, name: str) -> list[CacheUpdate]:
 
 
 def by_token(values: Array, tensor: TensorRole) -> Named:
-    """Return values ``[R, S, ...]`` and the names of their axes. Join R and S if `tensor` has one axis for both."""
+    """Return values ``[R, S, ...]`` and their axes. R and S are joined if `tensor` has one axis for both."""
     if "tokens" in tensor.axes:
         return values.reshape(-1, *values.shape[2:]), ("tokens",)
     return values, ("batch", "sequence")
@@ -98,8 +84,8 @@ def by_token(values: Array, tensor: TensorRole) -> Named:
 def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
     """Return values in a shape that broadcasts to a tensor with the axes `axes`, see `named_axes`.
 
-    If the tensor lacks an axis of the values, only one entry of that axis is kept: the last token of a sequence, the
-    first row of a batch. Along other axes of the tensor, the values repeat. The last axis of a mask holds the keys.
+    If the tensor lacks an axis of the values, one entry of that axis is kept: the last token of a sequence, the first
+    row of a batch. The last axis of a mask holds the keys.
     """
     values, names = named
     if tuple(axes) == names:
@@ -116,11 +102,7 @@ def place(named: Named, axes: Sequence[str], *, mask: bool = False) -> Array:
 
 
 def fixed_rows(plan: CachePlan) -> int | None:
-    """Return the batch size at which the model's caches, states and constants are fixed; None if it is dynamic.
-
-    Raises:
-        UnsupportedModelError: the model fixes them at different sizes.
-    """
+    """Return the one batch size of caches, states and constants (None: dynamic), or raise `UnsupportedModelError`."""
     carried = [*(c.physical_shape for c in plan.caches if c.carried), *(s.shape for s in plan.states)]
     shapes = [*carried, *(t.shape for t in plan.tensors if t.role is Role.CONSTANT and t.io == "input")]
     sizes = sorted({shape[0] for shape in shapes if shape and isinstance(shape[0], int)})

@@ -1,8 +1,7 @@
 """Reads adapters (LoRA) that peft wrote: a folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 A module ``y = x W`` of the checkpoint becomes ``y = x W + scale * (x A) B``. The scale is ``lora_alpha / r``, or
-``lora_alpha / sqrt(r)`` with ``use_rslora``; `rank_pattern` and `alpha_pattern` name modules with other values. The
-names of the tensors give the modules; nothing is unpickled.
+``lora_alpha / sqrt(r)`` with ``use_rslora``; `rank_pattern` and `alpha_pattern` give other values by module name.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 """Initializations for training that leave the weights of the model unchanged."""
 
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "qkv_proj": ("q_proj", "k_proj", "v_proj")}
-"""Modules that consist of several, side by side: exporters fuse the parts, or split the whole."""
+"""Modules that some exporters fuse: the fused module's name, and its parts side by side."""
 
 _MODULE = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.\w+)?\.weight")
 _ATTENTION = {"self_attn": "attn", "self_attention": "attn", "attention": "attn"}
@@ -46,13 +45,12 @@ _ENDS = 4  # most names in a message
 
 @dataclass(frozen=True)
 class LoraModule:
-    """The change that an adapter makes to one module of the checkpoint.
+    """The change that an adapter makes to one module of the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
 
     Attributes:
-        name: name of the module in the checkpoint, such as ``"model.layers.0.self_attn.q_proj"``.
         rank: columns of A, and rows of B.
         inputs, outputs: sizes of the module.
-        scale: factor by which the product of A and B is multiplied.
+        scale: factor of the product of A and B.
     """
 
     name: str
@@ -64,12 +62,7 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraFolder:
-    """The opened folder of an adapter that is supported.
-
-    Attributes:
-        modules: the changed modules, ordered by name.
-        digest: digest of all values that the adapter computes with.
-    """
+    """The opened folder of a supported adapter: its modules by name, and the digest of all values it computes with."""
 
     path: Path
     modules: tuple[LoraModule, ...]
@@ -84,24 +77,17 @@ class LoraFolder:
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The kinds of modules that the adapter changes, such as ``"q_proj"``: the last parts of their names."""
+        """The last parts of the changed modules' names, such as ``"q_proj"``."""
         return tuple(sorted({module.name.rpartition(".")[2] for module in self.modules}))
 
     def read(self, module: LoraModule) -> tuple[Array, Array]:
-        """Return matrices A ``[inputs, rank]`` and B ``[rank, outputs]`` of a module, in float32.
-
-        B includes the scale.
-        """
+        """Return a module's float32 matrices A ``[inputs, rank]`` and B ``[rank, outputs]``; B includes the scale."""
         a, b = (self._tensors.read(name) for name in self._names[module.name])
         return a.astype(np.float32).T, b.astype(np.float32).T * np.float32(module.scale)
 
 
 def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
-    """Open an adapter's folder, and check that the adapter is supported.
-
-    Raises:
-        OptionError: the folder holds no adapter, a file is damaged, or the adapter is of an unsupported kind.
-    """
+    """Open an adapter's folder; raise `OptionError` if it is no adapter, damaged, or of an unsupported kind."""
     path = as_path(folder, "folder")
     config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
     if not config.is_file():
@@ -123,7 +109,7 @@ def open_lora(folder: str | os.PathLike[str]) -> LoraFolder:
 
 
 def module_key(name: str) -> tuple[str, ...] | None:
-    """Return a key for a module that is equal for all spellings of its name; None if it is not in a decoder layer.
+    """Return a key that is equal for all spellings of a module's name; None for a module outside the decoder.
 
     ``"model.layers.3.self_attn.q_proj"``, ``"model.model.layers.3.attn.q_proj"`` -> ``("3", "attn", "q_proj")``.
     """
@@ -137,7 +123,6 @@ def module_key(name: str) -> tuple[str, ...] | None:
 
 
 def _check(settings: Mapping[str, Any], path: Path) -> None:
-    """Refuse an adapter whose settings change the computation in ways that are not supported."""
     if settings.get("peft_type") != "LORA":
         raise OptionError(f"{path}: the adapter is of kind {shown(settings.get('peft_type'))}; only LORA is supported")
     if settings.get("bias") not in (None, "none"):
@@ -158,7 +143,7 @@ def _check(settings: Mapping[str, Any], path: Path) -> None:
 
 
 def _pairs(tensors: StoredTensors, path: Path) -> dict[str, tuple[str, str]]:
-    """Return the names of the tensors A and B of each module that a LoRA adapter changes."""
+    """Return the names of the tensors A and B of each module that the adapter changes."""
     sides: dict[str, dict[str, str]] = {}
     for tensor in tensors:
         match = _MODULE.fullmatch(tensor)
@@ -223,6 +208,6 @@ def _digest(modules: tuple[LoraModule, ...], names: Mapping[str, tuple[str, str]
 
 
 def list_names(names: list[str]) -> str:
-    """Return a few of these names joined as text for a message."""
+    """Return text with the names for a message; of a long list, only the first few."""
     more = f" and {len(names) - _ENDS} more" if len(names) > _ENDS else ""
     return ", ".join(f"'{name}'" for name in names[:_ENDS]) + more

@@ -18,11 +18,7 @@ def memory() -> int:
 
 
 def free_memory(*, swap: bool = False) -> int:
-    """Return the bytes of memory that are free or can be freed, such as pages of mapped files.
-
-    Args:
-        swap: count free swap space, too. A container's memory limit still applies.
-    """
+    """Return the bytes of memory that are free or can be freed; with `swap`, count free swap space, too."""
     free = int(psutil.virtual_memory().available)
     if swap:
         with suppress(RuntimeError):  # Windows without performance counters
@@ -31,10 +27,7 @@ def free_memory(*, swap: bool = False) -> int:
 
 
 def shortage(need: int) -> str:
-    """Return a text that says how much memory is free, if that is less than `need` bytes; else "".
-
-    The system ends a process that runs out of memory, without a message.
-    """
+    """Return a text that says how much memory is free, if that is less than `need` bytes; else ""."""
     free = free_memory(swap=True)
     return "" if need <= free else f"{free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free"
 
@@ -54,7 +47,7 @@ _bounded: list[bool] = []
 
 @contextmanager
 def bounded_memory() -> Iterator[None]:
-    """Within the ``with`` block, limit this process to the memory that is free now: larger requests fail. Linux only.
+    """Within the ``with`` block, limit this process to the memory that is free now. Linux only.
 
     Read-only mapped files do not count. All threads are limited, so use it only in processes of this package.
     """
@@ -87,7 +80,7 @@ def allow_memory(size: int) -> None:
 def _limits() -> Iterator[tuple[int, int]]:
     """Yield the memory limit and the use of each of Linux' nested control groups around this process, in bytes.
 
-    In a container the innermost group's folder is the root of the cgroup file system, whatever its name on the host is.
+    In a container, the innermost group is the root of the cgroup file system, whatever its name on the host is.
     """
     groups = [("", "/"), *(tuple(line.split(":", 2)[1:]) for line in _lines("/proc/self/cgroup"))]
     for controllers, name in groups:

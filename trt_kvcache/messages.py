@@ -1,7 +1,6 @@
 """Converts options in messages from flags to Python arguments and back; shows sizes and control characters as text.
 
-Messages are written with flags, such as ``--capacity 256``, because no other text looks like a flag. `as_arguments`
-turns this into ``capacity=256``. `as_flags` does the reverse, for messages that name arguments.
+Messages are written with flags, such as ``--capacity 256``, because no other text looks like a flag.
 """
 
 from __future__ import annotations
@@ -37,10 +36,7 @@ _FLAG = re.compile(
 
 
 def as_arguments(message: str) -> str:
-    """Return a message with flags replaced by arguments of Python: ``--capacity 256`` becomes ``capacity=256``.
-
-    Commands in quotes are not changed.
-    """
+    """Return a message with arguments of Python for flags: ``capacity=256``. Commands in quotes are not changed."""
 
     def argument(match: re.Match[str]) -> str:
         flag, value = match["flag"], match["value"]
@@ -59,15 +55,11 @@ def as_arguments(message: str) -> str:
 
 
 def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
-    """Return a message with its arguments as flags of a command: ``max_batch is 0`` becomes ``--max-batch is 0``.
+    """Return a message with flags for arguments: ``max_batch is 0`` becomes ``--max-batch is 0``.
 
     Names count as arguments only before ``is``, ``are``, ``above`` or ``=``. Messages about a file, ``FILE.json: ...``,
-    are not changed.
-
-    Args:
-        message: one line.
-        flags: maps an argument to its flag and its negative flag. A flag that does not exist is "". The negative flag
-            is None if the flag takes a value.
+    are not changed. `flags` maps an argument to its flag ("" if there is none) and its negative flag (None if the flag
+    takes a value).
     """
     if re.match(r"\S*\.json: ", message) or not flags:
         return message
@@ -85,7 +77,7 @@ def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """Return ``count`` bytes in the largest binary unit that leaves at least 1: ``"1.5 GiB"``."""
+    """Return ``count`` bytes as text in the largest binary unit that leaves at least 1: ``"1.5 GiB"``."""
     size = float(count)
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
@@ -95,10 +87,5 @@ def human_bytes(count: int) -> str:
 
 
 def visible(text: str, allowed: str = "") -> str:
-    """Return a text in which control characters are visible, as Python's escapes.
-
-    Args:
-        text: any text.
-        allowed: control characters that stay, such as line breaks.
-    """
+    """Return a text with Python's escapes for control characters, except those in `allowed`."""
     return CONTROL.sub(lambda match: match[0] if match[0] in allowed else ascii(match[0])[1:-1], text)

@@ -1,7 +1,6 @@
 """Finds the file that an argument MODEL, ENGINE or CHECKPOINT of a command means.
 
-The name of a model on the hub becomes its folder in the local cache of huggingface_hub, if it is there. For weights or
-files of other tools, the error says what the file is, and which command fits.
+A model's name on the hub becomes its folder in the local cache of huggingface_hub.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def is_model(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True for a checkpoint's folder (weights with a config, without an ONNX model), or for a GGUF file."""
+    """Return True for a folder of weights with a config, without an ONNX model, or for a GGUF file."""
     if path.suffix.lower() == ".gguf":
         return path.is_file()
     if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
@@ -60,11 +59,7 @@ def models_in(folder: Path) -> list[Path]:
 
 
 def model_named(path: Path) -> Path:
-    """Return the path of the model that an argument MODEL means.
-
-    Raises:
-        InvalidModelError: the path is not a model; the message says what it is, and what to do.
-    """
+    """Return the path that an argument MODEL means; raise `InvalidModelError`, which says what else the path is."""
     path = _checked(path, to_run=True)
     engine = engine_in(path)
     if engine.suffix not in (".onnx", ".json") and Path(f"{engine}.json").is_file():
@@ -76,17 +71,17 @@ def model_named(path: Path) -> Path:
 
 
 def runnable_named(path: Path) -> Path:
-    """Return the path of the engine or model that an argument ENGINE|MODEL means; raise what `model_named` raises."""
+    """Return the path that an argument ENGINE|MODEL means; raise what `model_named` raises."""
     return _checked(path, to_run=True)
 
 
 def checkpoint_named(path: Path) -> Path:
-    """Return the path of the checkpoint that an argument CHECKPOINT means; raise what `model_named` raises."""
+    """Return the path that an argument CHECKPOINT means; raise what `model_named` raises."""
     return _checked(path, to_run=False)
 
 
 def engine_named(path: Path) -> Path:
-    """Return the path of the engine that an argument ENGINE means; raise what `model_named` raises."""
+    """Return the path that an argument ENGINE means; raise what `model_named` raises."""
     path = _checked(path, to_run=True)
     if path.is_dir() and engine_in(path) == path and models_in(path):
         raise InvalidModelError(
@@ -111,10 +106,7 @@ def _checked(typed: Path, *, to_run: bool) -> Path:
 
 
 def _of_hub(typed: Path) -> Path:
-    """Return the local cache folder of a model name on the hub; raise `InvalidModelError` if there is none.
-
-    Return any other path unchanged.
-    """
+    """Return the local cache folder of a model's name on the hub, or raise an error; other paths are unchanged."""
     name = typed.as_posix()
     local = typed.exists() or typed.parent.exists() or typed.suffix.lower() in _OWN
     if local or not _HUB_NAME.fullmatch(name):

@@ -1,7 +1,6 @@
 """Lets signals interrupt long calls into native code (a model may never end), but not changes of state.
 
-Python handles a signal between two of its own steps, so not while the main thread is in native code. If a daemon thread
-is in native code when the interpreter ends, C++ aborts the process.
+If a daemon thread is in native code when the interpreter ends, C++ aborts the process.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ _ending: list[bool] = []
 
 
 class Endable:
-    """A call into native code that another thread can end. Put the call in a ``with`` block; one call at a time.
-
-    Args:
-        stop: function that makes the call return soon; another thread calls it.
-    """
+    """A call into native code that another thread can end by `stop`; in a ``with`` block, one call at a time."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.stop = stop
@@ -60,7 +55,7 @@ def end_calls(calls: dict[Endable, int]) -> None:
 
 @atexit.register
 def _end_all() -> None:
-    """End all calls to native code before the interpreter ends. Threads for which Python waits have ended already."""
+    """End all calls to native code before the interpreter ends."""
     _ending.append(True)
     late = time.monotonic() + _PATIENCE
     while _calls and time.monotonic() < late:
@@ -73,9 +68,9 @@ _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "S
 
 
 class HeldSignals:
-    """Delays signals within a ``with`` block of the main thread, the only thread in which Python handles them.
+    """Delays signals within a ``with`` block of the main thread, so that no exception leaves a change half done.
 
-    Use the block for changes that an exception between two lines would leave half done. Blocks may be nested.
+    Python handles signals only in the main thread. Blocks may be nested.
     """
 
     def __init__(self) -> None:
@@ -106,7 +101,7 @@ class HeldSignals:
         self._depth += 1
 
     def release(self) -> None:
-        """Handle the delayed signals if this is the end of the outermost block."""
+        """End a block, and handle the delayed signals if it is the outermost one."""
         if threading.current_thread() is threading.main_thread():
             self._depth -= 1
             if self._depth == 0:

@@ -1,7 +1,6 @@
 """Writes HTML: elements, tables, charts and whole pages, without templates and without external content.
 
-Names in a page may come from untrusted files. Only `tag` writes texts, and it escapes all of them. Jinja2 would save no
-lines: it could replace `tag`, `table` and `page`, but not the geometry of charts.
+Names in a page may come from untrusted files. Only `tag` writes texts, and it escapes all of them.
 """
 
 from __future__ import annotations
@@ -67,12 +66,9 @@ class Point(NamedTuple):
 
 
 def tag(element: str, *inside: object, **attributes: object) -> Html:
-    """Return an HTML element. Texts and attributes are escaped, and control characters in them become visible.
+    """Return an HTML element with texts and elements inside. Texts and attributes are escaped.
 
-    Args:
-        element: name of the element.
-        inside: texts and elements, in order.
-        attributes: attributes by name, with ``_`` for ``-``, and with ``_`` after Python's keywords, as in ``class_``.
+    An attribute has ``_`` for ``-``, and ``_`` after Python's keywords, as in ``class_``.
     """
     pairs = "".join(f' {name.rstrip("_").replace("_", "-")}="{_text(value)}"' for name, value in attributes.items())
     return Html(f"<{element}{pairs}>{''.join(map(_text, inside))}</{element}>")
@@ -87,10 +83,7 @@ def _breaking(cell: object) -> Html:
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Html:
-    """Return an HTML table.
-
-    Long names in the table may break between their parts; a table that is too wide can be scrolled.
-    """
+    """Return an HTML table that scrolls if it is too wide, and in which long names may break."""
     head = tag("tr", *(tag("th", column) for column in columns))
     body = [tag("tr", *(tag("td", _breaking(cell)) for cell in row)) for row in rows]
     return tag("div", tag("table", tag("thead", head), tag("tbody", *body)), class_="wide")
@@ -117,13 +110,8 @@ def chart(
 ) -> Html:
     """Return an SVG chart: lines over logarithmic axes, with a legend if there are several lines.
 
-    Args:
-        title: title of the chart, with the unit of its values.
-        x_label: label of the x axis.
-        lines: names and points; all numbers are positive.
-        y_text: returns a value as text.
-        binary: if True, put the ticks of the values at powers of two.
-        marks: names and values that get a horizontal line, if they lie within the range of the points.
+    `lines` are names and points of positive numbers. `y_text` returns a value as text. `binary` puts the ticks of the
+    values at powers of two. `marks` get a horizontal line, if they lie within the range of the points.
     """
     points = [point for _, line in lines for point in line]
     xs = sorted({point.x for point in points})

@@ -5,7 +5,7 @@
             ...
             done()
 
-Phases nest. Work in another thread reports progress only if that thread runs in a copy of the context (`contextvars`).
+Work in another thread reports progress only if that thread runs in a copy of the context (`contextvars`).
 """
 
 from __future__ import annotations
@@ -55,23 +55,15 @@ def listening(heard: Listener) -> Iterator[None]:
 
 
 def tell(event: ProgressEvent) -> None:
-    """Report a progress event of another process or library.
-
-    If the event names no parent, its phase becomes part of the running phase.
-    """
+    """Report a progress event of another process or library; without a parent, it belongs to the running phase."""
     _send(event if event.parent else replace(event, parent=_parent.get()))
 
 
 @contextmanager
 def phase(name: str, steps: int = 1) -> Iterator[Callable[[], None]]:
-    """Announce a phase of work that lasts as long as the ``with`` block.
+    """Announce a phase of work that lasts as long as the ``with`` block; yield a function to call after each step.
 
-    Args:
-        name: name for the user, such as ``"loading weights"``.
-        steps: number of steps; 1: progress within the phase is unknown.
-
-    Yields:
-        A function to call after each step.
+    `steps` is the number of steps; 1: progress within the phase is unknown.
     """
     parent, at = _parent.get(), 0
 

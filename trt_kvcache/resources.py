@@ -9,14 +9,7 @@ _PACKAGE = Path(__file__).resolve().parent
 
 
 def resource_dir(name: Literal["configs", "plugins"]) -> Path:
-    """Return the path of a folder that ships with the package, ``configs`` or ``plugins``.
-
-    In a wheel the folder lies inside the package. In a source tree (and so in an editable install) it lies next to the
-    package, and a symbolic link in the package leads to ``plugins``, so that its Python modules can be imported.
-
-    Raises:
-        FileNotFoundError: the installation is damaged: the folder is in neither place.
-    """
+    """Return the path of the shipped folder ``configs`` or ``plugins``; raise `FileNotFoundError` if it is missing."""
     for folder in (_PACKAGE / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder.resolve()

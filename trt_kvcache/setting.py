@@ -18,7 +18,7 @@ from trt_kvcache.messages import as_arguments
 
 _Class = TypeVar("_Class", bound=type)
 _MANY = 10_000
-"""Messages leave out upper limits from here on: they follow only from the type of the number."""
+"""Upper limits from here on follow only from the type of the number; messages leave them out."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,8 @@ class Setting:
         least: smallest number.
         most: largest number.
         unit: what a whole number counts, such as ``"tokens"``.
-        choices: legal texts. The choices of an enum follow from its type. A switch whose flag takes a value has
-            ``("on", "off")``.
-        flag: name of the flag without dashes, if it differs from the field's; two names with a slash: the flags for
-            True and False.
+        choices: legal texts. An enum's type gives its choices. A switch whose flag takes a value has ``("on", "off")``.
+        flag: flag without dashes, if it differs from the field's name; with a slash: the flags for True and False.
         short: letter of the flag's short name.
         group: title of the flags in the help of a command.
         is_path: True if the text is the path of a file or folder.
@@ -62,10 +60,7 @@ class Setting:
 
 @cache
 def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
-    """Return a dict from each field's name to its type, whether it may be None, and its setting.
-
-    Fields without a setting are left out. If a field may have several types, the type is `object`.
-    """
+    """Return type, whether it may be None, and setting of each field that has a setting; several types: `object`."""
     settings = {}
     for field in fields(options):
         if str(field.type).startswith("Annotated["):
@@ -77,7 +72,7 @@ def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
 
 
 def described(options: _Class) -> _Class:
-    """Add the texts of a dataclass's settings to its docstring, in the section Attributes; return the class."""
+    """Add the texts of a dataclass's settings to its docstring, as the section Attributes; return the class."""
     lines = [
         f"    {name}: {as_arguments(f'{setting.help} {setting.more}'.strip())}"
         for name, (_, _, setting) in settings_of(options).items()
@@ -89,11 +84,7 @@ def described(options: _Class) -> _Class:
 
 
 def check_settings(options: Any) -> None:
-    """Check the values of a dataclass of options, and make them plain: enums, Python's numbers, paths as text.
-
-    Raises:
-        OptionError: a value has another type, is not a choice, or is out of range.
-    """
+    """Check a dataclass of options, and make its values plain; raise `OptionError` for an illegal value."""
     for name, (kind, optional, setting) in settings_of(options.__class__).items():
         value = getattr(options, name)
         if value is None and optional:

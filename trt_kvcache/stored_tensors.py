@@ -1,8 +1,4 @@
-"""Reads safetensors files in NumPy, including bfloat16: tensors are mapped from the file, or read as a whole.
-
-A file consists of 8 bytes with the length of a JSON header, the header, and the data. Format:
-https://huggingface.co/docs/safetensors
-"""
+"""Reads safetensors files (https://huggingface.co/docs/safetensors) in NumPy, including bfloat16."""
 
 from __future__ import annotations
 
@@ -27,18 +23,10 @@ _HEADER = 100_000_000  # most bytes of the header, from the format's definition
 
 
 class StoredTensors:
-    """The floating-point tensors of one safetensors file.
+    """The floating-point tensors of one safetensors file, with the shapes of all tensors by name.
 
-    Args:
-        path: path of the file.
-        mapped: map the tensors from the file instead of reading all of it. The file must not change while it is mapped:
-            if it becomes shorter, the process crashes.
-
-    Attributes:
-        shapes: shapes of all tensors, by name.
-
-    Raises:
-        OptionError: the file cannot be read, or is cut short.
+    With `mapped`, the file is mapped instead of read; if a mapped file becomes shorter, the process crashes. Raises
+    `OptionError` if the file cannot be read, or is cut short.
     """
 
     def __init__(self, path: Path, *, mapped: bool) -> None:
@@ -76,11 +64,7 @@ class StoredTensors:
         return iter(self._entries)
 
     def read(self, name: str) -> npt.NDArray[Any]:
-        """Return a view of a tensor in the file.
-
-        Raises:
-            OptionError: the tensor's type is not a supported float type, or its size does not fit its shape.
-        """
+        """Return a view of a tensor; raise `OptionError` if its type is not in `FLOATS` or its size does not fit."""
         kind, shape, start, stop = self._entries[name]
         dtype = FLOATS.get(kind)
         if dtype is None:

@@ -1,20 +1,15 @@
 """Time and memory of `trt-kvcache build` against TensorRT's bare parser and builder, on one model, side by side.
 
-The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small` it is built in seconds, to try
-the benchmark; the ratios mean little then.
+The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small`, to try the benchmark, the ratios
+mean little. All sides start a new Python, read the same model, use two optimization profiles of the same sizes, and
+write the engine. Ours also plans, rewrites and checks the model, hashes it and the engine, and writes the manifest;
+once without a proof, and once with the default proof, for which the rewritten model decodes on the CPU. The bare side
+gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
-All sides start a new Python, read the same model with its weights in external data, use two optimization profiles
-(prefill and decode) of the same sizes, and write the engine to a file. Ours also plans, rewrites and checks the model,
-hashes it and the engine, waits until the engine is on disk, and writes the manifest; once without a proof, and once
-with the proof that is the default, for which the rewritten model decodes on the CPU. The bare side does none of that
-and gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
-
-Time is from start to end of the process; memory is the largest sum of resident memory over the whole process tree,
-looked at every 50 ms (pages that parent and child share count twice). The builds of a turn follow each other, now in
-one order and now in the other; a turn gives one ratio, so that a machine that slows down for a while moves few of them.
-The table has the median of these ratios and their quartiles, and where the time goes: of ours, "planning" ends when
-TensorRT begins to parse; "finishing" begins when it has handed over the engine. Where the machine does other work too,
-processor times say more, and a line says so.
+Time is from start to end of the process; memory is the largest sum of resident memory over the process tree, read every
+50 ms (pages that parent and child share count twice). The table has medians and quartiles of the ratios of each turn,
+and where the time goes: "planning" ends when TensorRT begins to parse; "finishing" begins when it has handed over the
+engine. If the machine does other work too, processor times say more.
 """
 
 from __future__ import annotations
@@ -68,15 +63,10 @@ OURS = ("ours", "proven")
 
 @dataclass(frozen=True)
 class Sample:
-    """One build of one side.
+    """One build of one side: `seconds` of wall time, and of `cpu` time and bytes of `memory` of the process tree.
 
-    Attributes:
-        seconds: wall time.
-        cpu: processor time of the whole process tree, in seconds.
-        memory: largest resident memory of the whole process tree, in bytes.
-        engine: size of the engine in bytes.
-        stages: seconds of each, in order; all of `seconds`.
-        others: processors that other processes used meanwhile.
+    `engine` is the size of the engine in bytes. `stages` are seconds of each stage, in order; their sum is `seconds`.
+    `others` is the number of processors that other processes used meanwhile.
     """
 
     seconds: float
@@ -94,17 +84,17 @@ class Stages:
         self.begun: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """A stage begins, and the one before it is over."""
+        """Begin a stage, which ends the one before it."""
         self.begun.setdefault(name, time.time())
 
     def tell(self) -> None:
-        """The last line of the process."""
+        """Print the last line of the process."""
         sys.stdout.write("\n" + json.dumps(self.begun) + "\n")
         sys.stdout.flush()
 
 
 def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> None:
-    """The work of a short script: TensorRT's parser, two profiles, the builder, one file."""
+    """Do the work of a short script: TensorRT's parser, two profiles, the builder, one file."""
     stages = Stages()
     import tensorrt_rtx as trt
 
@@ -138,7 +128,6 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
 
 
 def our_build(model: Path, output: Path, max_batch: int, max_chunk: int, proof: str = "off") -> None:
-    """The command, listened to."""
     from trt_kvcache.__main__ import main
     from trt_kvcache.engine.build_process import STAGES
     from trt_kvcache.progress import listening
@@ -190,7 +179,7 @@ def measure(command: Sequence[str], output: Path) -> Sample:
 
 
 def _busy() -> float:
-    """Seconds that all processors were busy since the machine started; no number where nothing says so."""
+    """Return the seconds that all processors were busy since the machine started; NaN if this is unknown."""
     try:
         fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
@@ -199,13 +188,11 @@ def _busy() -> float:
 
 
 def _cpu_of_children() -> float:
-    """Seconds of processor time of all finished children and theirs."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def _tree(pid: int) -> Iterator[int]:
-    """This process and all its descendants."""
     yield pid
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
@@ -215,7 +202,7 @@ def _tree(pid: int) -> Iterator[int]:
 
 
 def _resident(pid: int) -> int:
-    """Bytes of resident memory; 0 for a process that has ended."""
+    """Return bytes of resident memory; 0 for a process that has ended."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
     except OSError:
@@ -223,7 +210,7 @@ def _resident(pid: int) -> int:
 
 
 def compare(model: Path, most: int, minutes: float, sizes: Sequence[str]) -> list[dict[str, Sample]]:
-    """One build of each side a turn, as many turns as there is time for, each in the other order than the last."""
+    """Run turns for as long as there is time: one build of each side, each turn in the other order."""
     ends = time.perf_counter() + 60 * minutes
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         output = Path(folder) / "model.engine"
@@ -241,7 +228,6 @@ def compare(model: Path, most: int, minutes: float, sizes: Sequence[str]) -> lis
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     builds = (given.bare, bare_build), (given.ours, our_build), (given.proven, partial(our_build, proof="auto"))
     for output, build in builds:
         if output is not None:
@@ -265,12 +251,6 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
 
 
 def report(turns: Sequence[dict[str, Sample]], weights: int) -> Report:
-    """The table of some turns.
-
-    Args:
-        turns: at least one.
-        weights: bytes of the model.
-    """
     kinds = {"seconds": "seconds", "cpu_seconds": "cpu", "peak_bytes": "memory"}
     numbers = {side: {kind: [getattr(t[side], name) for t in turns] for kind, name in kinds.items()} for side in SIDES}
     ratios = {

@@ -1,8 +1,7 @@
-"""Tokens chosen on a GPU against those of the host: the same, and in what time.
+"""Tokens chosen on a GPU against those of the host: the same, and in what time (medians, milliseconds).
 
-Scores lie on the GPU, as an engine leaves them there. "Host" fetches them and chooses with NumPy; "GPU" launches the
-kernels and chooses from what they find. Greedy, and sampled from the 50 highest scores; by the scores' type and the
-batch; milliseconds, medians. Exits with 1 where the tokens differ. Nobody has run it on a GPU yet.
+"Host" fetches the scores and chooses with NumPy; "GPU" launches the kernels and chooses from what they find: greedy,
+and sampled from the 50 highest scores. Exits with 1 if the tokens differ. Nobody has run it on a GPU yet.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ OPTIONS = {"vocab": ([128_256, 50_257], "tokens of the vocabularies"), "turns": 
 
 
 def measure(cuda: Any, name: str, vocab: int, turns: int) -> list[dict[str, Any]]:
-    """One type of scores, every batch."""
     dtype, rows = np.dtype(CHOICE_DTYPES[name]), max(BATCHES)
     width = vocab * dtype.itemsize
     address, pinned = cuda.allocate(rows * width), cuda.allocate_pinned(rows * width)
@@ -73,7 +71,6 @@ def measure(cuda: Any, name: str, vocab: int, turns: int) -> list[dict[str, Any]
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     cuda = trt_runner.Cuda(0, trt_runner.cuda_bindings())
     result: dict[str, Any] = {"gpu": cuda.name, "rows": []}
     for vocab in given.vocab:

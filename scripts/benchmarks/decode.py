@@ -3,20 +3,16 @@
 Ways to decode one sequence with one model, random weights, 200 tokens in the cache:
 
     session               `DecodeSession`: one loop for everything
-    rewritten             a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
-    original              the same bare loop over the model as exported: what the rewrite gains shows here
-    onnxruntime-genai     its own export and its own loop
-    CTranslate2           its own conversion and its own loop
-    openvino-genai        the same weights in OpenVINO's own representation, and its own loop
+    rewritten             a bare loop over IOBinding and the rewritten graph: shows what the session costs on top
+    original              the same bare loop over the model as exported: shows what the rewrite gains
+    onnxruntime-genai, CTranslate2, openvino-genai      their own export or conversion, and their own loop
     transformers          `generate`, with the default cache, which grows
     transformers, static  `generate`, with a static cache
-    products alone        no decoder: one row times each weight matrix, which is less than any of them has to do
+    products alone        no decoder: one row times each weight matrix, less than any of them has to do
 
-The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extras
-`bench` and `bench-more`; a peer that is not installed is named on stderr and left out. The first four and transformers'
-static cache hold each cache in one buffer of the whole capacity, the others let it grow. Each has a process of its own;
-all take turns of a few steps, in random order, so that a machine that slows down slows all of them, and the medians of
-their step times are compared.
+The model as exported comes from mobius-onnx if it is installed, else from scripts/decoders.py. Peers are the extras
+`bench` and `bench-more`; missing ones are named on stderr. Each has a process of its own; all take turns of a few
+steps, in random order, so that a machine that slows down slows all of them. Medians of step times are compared.
 """
 
 from __future__ import annotations
@@ -64,7 +60,6 @@ OPTIONS = {
 
 
 def run_session(model: Path, threads: int, prompt: list[int], count: int) -> Steps:
-    """The session as a user drives it."""
     with DecodeSession.open(model, max_batch=1, cpu=CpuOptions(threads=threads)) as session:
         session.add(prompt, GenerationConfig(max_new_tokens=count))
         while session.running:
@@ -74,38 +69,32 @@ def run_session(model: Path, threads: int, prompt: list[int], count: int) -> Ste
 
 
 def run_bare(model: Path, rewritten: bool, threads: int, prompt: list[int], count: int) -> Steps:
-    """See `Loop`."""
     loop = Loop(import_model(model), threads, original=None if rewritten else model, folder=model.parent)
     return loop.greedy(prompt, count)
 
 
 def run_genai(folder: Path, capacity: int, threads: int, prompt: list[int], count: int) -> Steps:
-    """See `GenaiPeer`."""
     return GenaiPeer(folder, capacity, threads).steps(prompt, count)
 
 
 def run_ctranslate(folder: Path, threads: int, prompt: list[int], count: int) -> Steps:
-    """See `CTranslatePeer`."""
     return CTranslatePeer(folder, threads).steps(prompt, count)
 
 
 def run_openvino(folder: Path, threads: int, prompt: list[int], count: int) -> Steps:
-    """See `OpenVinoPeer`."""
     return OpenVinoPeer(folder, threads).steps(prompt, count)
 
 
 def run_transformers(llama: Path, capacity: int | None, threads: int, prompt: list[int], count: int) -> Steps:
-    """See `TransformersPeer`."""
     return TransformersPeer(llama, threads, capacity).steps(prompt, count)
 
 
 def run_products(model: Path, threads: int, count: int) -> Steps:
-    """See `Products`."""
     return Products(model, threads).steps(count)
 
 
 def attempt(name: str, make: Callable[[], Path]) -> Path | None:
-    """The result of `make`; None, and a line on stderr, where a package that it needs is not installed."""
+    """Return the result of `make`; None, and a line on stderr, if a package that it needs is not installed."""
     try:
         return make()
     except ImportError as error:
@@ -114,7 +103,7 @@ def attempt(name: str, make: Callable[[], Path]) -> Path | None:
 
 
 def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, folder: Path) -> dict[str, Any]:
-    """Every way over one decoder: who exported it, and the seconds of the steps of each."""
+    """Measure every way over one decoder; return who exported it, and the seconds of the steps of each."""
     assert isinstance(config.capacity, int)
     model = write_decoder(folder / "decoder.onnx", config, 1024)
     exporter, capacity = "scripts/decoders.py", config.capacity
@@ -151,7 +140,7 @@ def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, 
 
 
 def measure(workers: dict[str, Worker], count: int) -> dict[str, list[float]]:
-    """Seconds of the steps of each way; all must give the same tokens, except the products, which give no tokens."""
+    """Return the seconds of each way's steps. All must give the same tokens, except the products, which give none."""
     tokens, times = take_turns(workers, count, BURST, SKIPPED)
     tokens.pop(FLOOR, None)
     for name, found in tokens.items():
@@ -161,7 +150,6 @@ def measure(workers: dict[str, Worker], count: int) -> dict[str, list[float]]:
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     prompt = np.random.default_rng(0).integers(1, given.vocab, given.prompt).tolist()
     rows, results = [], []
     for capacity in given.capacity:

@@ -1,8 +1,7 @@
 """Decode speed on the CPU with a draft model, and without one: one sequence, greedy, the same tokens from all.
 
-The model is made so that a draft can be right: random weights, of which the later layers contribute little. The draft
-is its first layers, with the same embedding and head. How often a draft of a trained model is right, this does not say.
-A step gives several tokens: the speed is that of all tokens of a turn together.
+The model has random weights, of which the later layers contribute little; the draft is its first layers. How often a
+draft of a trained model is right, this does not say.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ OPTIONS = {
 
 
 def write_pair(folder: Path, config: DecoderConfig, layers: int, later: float) -> tuple[Path, Path]:
-    """A model of which the layers from `layers` on are scaled by `later`, and a draft of those before them."""
+    """Write a model whose layers from `layers` on are scaled by `later`, and a draft of the layers before them."""
     model = onnx.load(write_decoder(folder / "model.onnx", config))
     weights = {tensor.name: tensor for tensor in model.graph.initializer}
     for layer in range(layers, config.layers):
@@ -53,7 +52,6 @@ def write_pair(folder: Path, config: DecoderConfig, layers: int, later: float) -
 
 
 def decode(model: Path, draft: Path | None, guesses: int, threads: int, prompt: list[int], count: int) -> Steps:
-    """The session as a user drives it."""
     with DecodeSession.open(model, draft=draft, max_batch=1, cpu=CpuOptions(threads=threads)) as session:
         config = GenerationConfig(max_new_tokens=count, num_assistant_tokens=guesses or None)
         for event in session.stream([prompt], config):
@@ -62,7 +60,6 @@ def decode(model: Path, draft: Path | None, guesses: int, threads: int, prompt: 
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     prompt = np.random.default_rng(0).integers(1, given.vocab, given.prompt).tolist()
     config = DecoderConfig(
         layers=given.layers, hidden=given.hidden, head_size=64, vocab=given.vocab,

@@ -1,9 +1,7 @@
 """The share of the host in a decode step: inputs, choice of tokens, events. No model is run.
 
-A GPU waits for the host between two steps, because the next one needs the tokens of the last. So this is measured by
-itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, or what a
-GPU would find of them; by batch, by the logits' type, greedy and sampled. What TensorRT and CUDA take to launch a step
-is not in it.
+A GPU waits for the host between two steps, because the next one needs the tokens of the last. So a session decodes over
+a runner that fills a step's inputs and returns prepared logits. The launch by TensorRT and CUDA is not measured.
 """
 
 from __future__ import annotations
@@ -62,7 +60,7 @@ class Canned:
         self._lists = np.concatenate([np.full((batch, 1), 56, np.uint64), self._keys], axis=1)
 
     def step(self, batch: StepBatch) -> Logits:
-        """Fill the inputs as a real runner does; the same logits each time."""
+        """Fill the inputs as a real runner does, and return the same logits each time."""
         self._inputs.signature(batch)
         self._inputs.arrays(batch)
         if self._chooses:
@@ -70,7 +68,7 @@ class Canned:
         return self._logits[: batch.rows]
 
     def _found(self, batch: StepBatch) -> Logits:
-        """The results that a GPU would find, read as from a GPU."""
+        """Return the results that a GPU would find, read as from a GPU."""
         if batch.highest == 1:
             tokens, scores = read_keys(self._keys[: batch.rows].max(axis=1, keepdims=True), self._dtype)
         else:
@@ -88,7 +86,7 @@ class Canned:
 
 
 def _logits(batch: int, vocab: int) -> np.ndarray:
-    """As language models have them: most tokens hopeless, a few hundred that could be, one or some that are likely."""
+    """Return logits as of language models: most tokens hopeless, a few hundred possible, one or some likely."""
     rng = np.random.default_rng(0)
     logits = rng.normal(0, 2, (batch, 1, vocab))
     for row in logits[:, 0]:
@@ -97,7 +95,6 @@ def _logits(batch: int, vocab: int) -> np.ndarray:
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     with TemporaryDirectory() as folder:
         path = write_decoder(Path(folder) / "model.onnx", DecoderConfig(layers=1, capacity=1024))
         plan = import_model(path).plan
@@ -120,7 +117,6 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
 
 
 def _step(plan: CachePlan, batch: int, vocab: int, dtype: Any, way: str) -> Any:
-    """A step of a session of `batch` sequences."""
     session = DecodeSession(Canned(plan, batch, vocab, dtype, chooses=way.endswith(ON_GPU)))  # type: ignore[arg-type]
     for row in range(batch):
         session.add([1 + row, 2], WAYS[way])

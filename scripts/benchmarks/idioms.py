@@ -1,13 +1,11 @@
 """Step time of decoders as exporters write them against their rewritten form, on ONNX Runtime.
 
 For each way in which exporters hold caches (scripts/foreign_decoders.py) both models decode the same tokens from the
-same position, some steps each in turns. Each original gets its best use, with IOBinding:
+same position, in turns. Each original gets its best use, with IOBinding:
 
     growing caches      past and present stay OrtValues, what a step gives goes into the next one; nothing is copied
     GroupQueryAttention also with past and present in one buffer of the capacity, as onnxruntime-genai runs it
     ScatterND           two buffers of the capacity per cache, in turns
-
-The rewritten model has past and present in one buffer of the capacity. Medians of the step times, without sampling.
 """
 
 from __future__ import annotations
@@ -54,11 +52,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """The part that all models have in common.
-
-    Attributes:
-        contents: random rows ``[1, N, capacity, H]``, by name of the past.
-    """
+    """The part that all models have in common. `contents`: random rows ``[1, N, capacity, H]``, by name of the past."""
 
     config: DecoderConfig
     capacity: int
@@ -134,7 +128,7 @@ class Original:
 
 
 class Rewritten:
-    """The same model as `trt-kvcache rewrite` writes it. Binds in every step, as its original has to."""
+    """The same model as `trt-kvcache rewrite` writes it. It binds in every step, as its original has to."""
 
     def __init__(self, path: Path, setting: Setting) -> None:
         options = PlanOptions(capacity=setting.capacity)
@@ -155,7 +149,6 @@ class Rewritten:
 
 
 def make_sides(form: str, setting: Setting, folder: Path, *, shared: bool) -> tuple[Original, Rewritten]:
-    """Both sides of a case."""
     model = make_foreign(form, setting.config)
     path = folder / f"{form}.onnx"
     onnx.save(model, path)
@@ -163,7 +156,7 @@ def make_sides(form: str, setting: Setting, folder: Path, *, shared: bool) -> tu
 
 
 def difference(sides: tuple[Side, Side], position: int, tokens: list[int]) -> float:
-    """The largest difference of the logits over some steps, of the largest logit."""
+    """Return the largest difference of the logits over some steps, divided by the largest logit."""
     logits = []
     for side in sides:
         side.start(position)
@@ -172,7 +165,7 @@ def difference(sides: tuple[Side, Side], position: int, tokens: list[int]) -> fl
 
 
 def turn(side: Side, position: int, tokens: list[int]) -> list[float]:
-    """Milliseconds of each step of one turn, without the first ones."""
+    """Return the milliseconds of each step of one turn, without the first ones."""
     side.start(position)
     times = []
     time.sleep(REST)
@@ -184,7 +177,6 @@ def turn(side: Side, position: int, tokens: list[int]) -> list[float]:
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     config = DecoderConfig(
         layers=given.layers, hidden=given.hidden, query_heads=given.query_heads, kv_heads=given.kv_heads,
         head_size=given.hidden // given.query_heads, vocab=given.vocab, capacity=given.capacity,

@@ -1,10 +1,9 @@
 """The cache-update kernel on a GPU: bandwidth of large updates, time of one-token updates.
 
-Side by side in one run: bytes read and written per second against a device-to-device copy of the same update (target:
-85% of it), and the time of a one-token update against a kernel that does nothing (target: 2 us more); where they are
-installed also torch's ``index_copy_`` and FlashInfer's append kernel. Kernels are PTX that the driver compiled, as in
-an engine; those of NVRTC's own ptxas ("cubin") are measured beside them, and have no target. Nobody has run it
-on a GPU yet.
+Bytes read and written per second are compared with a device-to-device copy of the same update (target: 85% of it), and
+the time of a one-token update with a kernel that does nothing (target: 2 us more); also with torch's ``index_copy_``
+and FlashInfer's append kernel. Kernels are PTX that the driver compiled, as in an engine, and beside them those of
+NVRTC's own ptxas ("cubin"). Nobody has run it on a GPU yet.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Result:
 def seconds(
     device: Any, config: KernelConfig, batch: int, capacity: int, tokens: int, *, cubin: bool
 ) -> tuple[float, int]:
-    """Time of one update in place, and the bytes that it reads and writes."""
+    """Return the seconds of one update in place, and the bytes that it reads and writes."""
     q = config.quantization
     length = batch * tokens if config.form is PACKED else tokens
     launch = launch_params(config, Shapes(batch, HEADS, capacity, length, (SIZE,) * 2))
@@ -77,17 +76,15 @@ def seconds(
 
 
 def compared(name: str, large: float, moved: int, one: float, copy_rate: float, nothing: float) -> Result:
-    """The measurements (seconds, bytes) beside a copy and an empty kernel."""
     return Result(name, large * 1e6, moved, moved / large / copy_rate, one * 1e6, (one - nothing) * 1e6)
 
 
 def failed(name: str, error: Exception) -> dict[str, Any]:
-    """In the place of what was measured."""
     return {"name": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
 
 
 def targets(kernels: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The two targets, and of the kernels as engines have them the one that is farthest from each."""
+    """Return the two targets, and of the kernels as engines have them the one that is farthest from each."""
     kernels = [k for k in kernels if not k["name"].endswith(CUBIN) and "error" not in k]
     if not kernels:
         return {}
@@ -103,7 +100,6 @@ Make = Callable[[Any, int, int, int], Callable[[], object]]
 
 
 def index_copy(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[], object]:
-    """PyTorch's ``index_copy_``, once for each cache; the same rows for every sequence."""
     caches = [torch.zeros(batch, HEADS, capacity, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
     updates = [torch.zeros(batch, HEADS, tokens, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
     rows = torch.arange(tokens, device="cuda") + capacity // 4
@@ -111,7 +107,7 @@ def index_copy(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[
 
 
 def flashinfer_append(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[], object]:
-    """FlashInfer's append to a paged cache, pages of 16 tokens, K and V in one launch.
+    """Return FlashInfer's append to a paged cache, pages of 16 tokens, K and V in one launch.
 
     Interface: https://docs.flashinfer.ai/generated/flashinfer.page.append_paged_kv_cache.html
     """
@@ -137,7 +133,7 @@ PEERS: dict[str, Make] = {"torch index_copy_": index_copy, "FlashInfer append": 
 
 
 def peer(name: str, make: Make, copy_rate: float, nothing: float) -> dict[str, Any]:
-    """A peer beside our kernel, timed the same way, or why it is not."""
+    """Time a peer beside our kernel, in the same way; or say why it is not timed."""
     try:
         import torch
 
@@ -149,7 +145,7 @@ def peer(name: str, make: Make, copy_rate: float, nothing: float) -> dict[str, A
 
 
 def torch_seconds(torch: Any, work: Callable[[], object], repeat: int = 50) -> float:
-    """Median time of `work` on torch's stream, put there while the GPU is busy, as `KernelDevice.seconds` does it."""
+    """Return the median seconds of `work` on torch's stream, put there while the GPU is busy."""
     busy = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     times = []
     for _ in range(repeat + 3):
@@ -164,7 +160,6 @@ def torch_seconds(torch: Any, work: Callable[[], object], repeat: int = 50) -> f
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     device = kernel_device.KernelDevice()
     size = 2 * LARGE[0] * HEADS * LARGE[2] * SIZE * 2
     target, source, empty = device.allocate(size), device.allocate(size), device.empty_kernel()

@@ -1,8 +1,7 @@
 """Prefill with logits of the last position, and with those of all, on ONNX Runtime: processor time and peak memory.
 
-A decoder with a vocabulary of real size is run by the session's own runner, one chunk over empty caches, for logits of
-the last position. Each side is a process of its own, so that its peak memory is its own; the sides take turns. The
-share of the product with the vocabulary in the arithmetic of a prefill depends on the geometry; it is printed.
+The session's own runner runs a decoder with a real vocabulary size over empty caches. Sides take turns, in a process
+each. The share of the product with the vocabulary in the arithmetic depends on the geometry; it is printed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OPTIONS = {
 
 
 def prefills(model: Path, side: str, tokens: int) -> Iterator[tuple[float, int, list[float]]]:
-    """Processor seconds of a prefill, the peak memory of this process in it, and logits."""
+    """Yield processor seconds of a prefill, the peak memory of this process in it, and logits."""
     options = PlanOptions(logits=LogitPositions(side))
     runner = OnnxRuntimeRunner(model, options, max_batch=1, max_chunk=tokens, threads=1)
     batch = StepBatch(0, np.arange(tokens)[None] % 97, np.zeros(1, np.int64))
@@ -48,7 +47,7 @@ def prefills(model: Path, side: str, tokens: int) -> Iterator[tuple[float, int, 
 
 
 def head_share(config: DecoderConfig) -> float:
-    """The product with the vocabulary, as a share of all products with weights."""
+    """Return the product with the vocabulary as a share of all products with weights."""
     heads = config.hidden * config.head_size * 2 * (config.query_heads + config.kv_heads)
     layer = heads + 3 * 2 * config.hidden * config.hidden
     head = config.hidden * config.vocab
@@ -56,7 +55,6 @@ def head_share(config: DecoderConfig) -> float:
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     config = DecoderConfig(
         layers=given.layers, hidden=given.hidden, query_heads=given.hidden // 64, kv_heads=given.hidden // 256 or 1,
         head_size=64, vocab=given.vocab, capacity=2 * given.tokens, form="heads-major",

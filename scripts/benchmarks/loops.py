@@ -19,7 +19,6 @@ from trt_kvcache.runtime.step_inputs import SPAN_BUCKET
 
 
 def open_session(model: str | bytes, threads: int | None, folder: Path | None = None) -> ort.InferenceSession:
-    """Open a model on the CPU; weights of a model in memory lie in files in `folder`."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = threads or 0
@@ -31,15 +30,9 @@ def open_session(model: str | bytes, threads: int | None, folder: Path | None = 
 class Loop:
     """Steps of one sequence: past and present of each cache are one buffer, which the model updates in place.
 
-    Args:
-        imported: the planned model.
-        original: path of the model as exported, with TensorScatter caches, to run in place of the rewritten one.
-        threads: of ONNX Runtime.
-        folder: of the model's weights.
-        rebind: bind anew in every step, as a loop has to whose caches grow. Else inputs are bound once per span.
-
-    Attributes:
-        buffers: each cache by the name of its past, ``[1, ...]``, zeros.
+    `original` is a path of the model as exported, with TensorScatter caches, to run in place of the rewritten one.
+    `rebind`: bind anew in every step, as a loop has to whose caches grow; else inputs are bound once per span.
+    `buffers` has each cache by the name of its past, ``[1, ...]``, zeros.
     """
 
     def __init__(
@@ -63,7 +56,7 @@ class Loop:
             )
 
     def step(self, tokens: Sequence[int], start: int) -> np.ndarray:
-        """Write tokens after `start` others; returns the logits of the last one, ``[V]``, until the next step."""
+        """Write tokens after `start` others; return the logits of the last one, ``[V]``, valid until the next step."""
         end = start + len(tokens)
         span = min(-(-end // SPAN_BUCKET) * SPAN_BUCKET, self._capacity)
         if self._rebind:
@@ -80,7 +73,7 @@ class Loop:
         return logits
 
     def _bind(self, length: int, span: int) -> tuple[Any, dict[str, np.ndarray]]:
-        """Binding and arrays for updates of `length` tokens."""
+        """Return binding and arrays for updates of `length` tokens."""
         if (length, span) not in self._bound:
             arrays: dict[str, np.ndarray] = {}
             for name, role in self._roles.items():
@@ -99,7 +92,7 @@ class Loop:
         return self._bound[length, span]
 
     def greedy(self, prompt: Sequence[int], count: int) -> Iterator[int]:
-        """The `count` likeliest tokens after a prompt, one per step."""
+        """Yield the `count` likeliest tokens after a prompt, one per step."""
         tokens, start = list(prompt), 0
         for _ in range(count):
             logits = self.step(tokens, start)
@@ -109,20 +102,11 @@ class Loop:
 
 
 class Products:
-    """One row times each weight matrix of a model: the least that a decode step has to do.
+    """One row times each weight matrix of a float32 model: the least that a decode step has to do.
 
-    A step reads every weight once, and does two operations with each: how fast a processor reads its memory decides.
-    Weights are in huge pages as a session has them.
-
-    Args:
-        model: a float32 decoder.
-        threads: of ONNX Runtime.
-
-    Attributes:
-        outputs: what a step makes, ``[1, N]`` each, by the name that the product has in the rewritten model.
-
-    Raises:
-        ValueError: the model has no such product.
+    A step reads every weight once: the speed of memory decides. Weights are in huge pages as a session has them.
+    `outputs` are the products ``[1, N]`` by the names in the rewritten model. Raises `ValueError` if the model has
+    none.
     """
 
     def __init__(self, model: Path, threads: int | None) -> None:
@@ -151,7 +135,7 @@ class Products:
             self._binding.bind_output(name, "cpu", 0, made.dtype, made.shape, made.ctypes.data)
 
     def steps(self, count: int) -> Iterator[int]:
-        """As many steps, which give no tokens."""
+        """Do as many steps, which give no tokens."""
         for _ in range(count):
             self._session.run_with_iobinding(self._binding)
             yield -1

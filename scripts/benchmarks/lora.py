@@ -1,8 +1,7 @@
 """The cost of adapters (LoRA): step time with and without, by rows of the step, and what each row chooses.
 
-One model is opened twice, as it is and with adapters of one rank in all linear modules. A step writes one token to each
-row, on the CPU: without adapters; with them, where no row chooses one; where all rows choose the same; and where each
-chooses its own.
+A step writes one token to each row, on the CPU: without adapters; with adapters in all linear modules that no row
+chooses, that all rows choose, or of which each row chooses its own.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ KINDS = ("without", "none chosen", "all the same", "each its own")
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     if given.model is None:
         raise SystemExit("bench.py lora: give --model")
     most = max(given.rows)

@@ -1,7 +1,6 @@
 """A decoder of scripts/decoders.py as OpenVINO's own representation, with its caches as state: for openvino-genai.
 
-As OpenVINO's tools write a Llama: each cache is a variable that grows by Concat, read through `beam_idx`, and attention
-is ScaledDotProductAttention. OpenVINO's CPU plugin makes its own fused operators of these.
+As OpenVINO's tools write a Llama: each cache is a variable that grows by Concat, read through `beam_idx`.
 """
 
 from __future__ import annotations
@@ -16,15 +15,9 @@ from onnx import numpy_helper
 
 
 def export_openvino(path: Path, config: DecoderConfig, folder: Path) -> Path:
-    """Write ``openvino_model.xml`` to `folder`.
+    """Write ``openvino_model.xml`` to a new `folder`, from a float32 decoder in the mobius form of scripts/decoders.py.
 
-    Args:
-        path: a float32 decoder in the mobius form that scripts/decoders.py wrote.
-        config: what it was made from.
-        folder: made here.
-
-    Raises:
-        ImportError: openvino or openvino-genai is not installed.
+    Raises `ImportError` if openvino or openvino-genai is not installed.
     """
     import openvino
     import openvino_genai  # noqa: F401 - the peer runs elsewhere: its lack would show there
@@ -36,13 +29,6 @@ def export_openvino(path: Path, config: DecoderConfig, folder: Path) -> Path:
 
 
 class _Llama:
-    """The graph, operator by operator.
-
-    Args:
-        weights: by the names of scripts/decoders.py.
-        config: of the decoder.
-    """
-
     def __init__(self, weights: dict[str, np.ndarray], config: DecoderConfig) -> None:
         import openvino
         from openvino import opset13
@@ -86,7 +72,7 @@ class _Llama:
         return op.add(x, self._dot(op.multiply(op.swish(gate), up), f"{name}.down.weight"))
 
     def _kept(self, new: Any, name: str) -> Any:
-        """A cache with its new rows, repeated for the query heads that share a head."""
+        """Return a cache with its new rows, repeated for the query heads that share a head."""
         op, config = self._op, self._config
         heads, size = config.kv_heads, config.head_size
         empty = op.broadcast(self._float(0), op.concat([self._batch, self._ints(heads, 0, size)], 0))

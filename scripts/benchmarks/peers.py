@@ -1,18 +1,8 @@
 """Other people's exporters and decode loops over the same weights, for the benchmark of decoding.
 
-Everything starts from one decoder of scripts/decoders.py, which is Llama's architecture:
-
-    save_llama        its weights as a folder that transformers reads: what the others start from
-    export_mobius     mobius-onnx' export of that folder, with static caches
-    TransformersPeer  `generate` of transformers
-    export_genai      onnxruntime-genai's own export of it
-    GenaiPeer         onnxruntime-genai over that
-    export_ctranslate CTranslate2's own conversion of it
-    CTranslatePeer    CTranslate2 over that
-    OpenVinoPeer      openvino-genai over what openvino_llama.py writes
-
-The packages are the extra `bench`, CTranslate2 and openvino-genai the extra `bench-more`. Each function raises
-ImportError where one that it needs is not installed.
+Everything starts from one decoder of scripts/decoders.py, which is Llama's architecture. The packages are the extra
+`bench`, CTranslate2 and openvino-genai the extra `bench-more`. Each function raises ImportError if a package that it
+needs is not installed.
 """
 
 from __future__ import annotations
@@ -48,16 +38,9 @@ _PARTS = {
 def save_llama(path: Path, config: DecoderConfig, folder: Path) -> Path:
     """Save a decoder's weights as a `LlamaForCausalLM`, with the tokenizer that onnxruntime-genai's builder asks for.
 
-    onnxruntime-genai needs an end of sequence among the tokens: 0, which a random decoder of a large vocabulary hardly
-    ever chooses. Where it does, that peer's tokens differ and the benchmark stops.
-
-    Args:
-        path: a float32 decoder in the mobius form that scripts/decoders.py wrote.
-        config: what it was made from.
-        folder: made here.
-
-    Raises:
-        ImportError: transformers or torch is not installed.
+    `path` is a float32 decoder in the mobius form. onnxruntime-genai needs an end of sequence among the tokens: 0,
+    which a random decoder of a large vocabulary hardly ever chooses. If it does, that peer's tokens differ and the
+    benchmark stops.
     """
     import torch
     from tokenizers import Tokenizer, models
@@ -88,7 +71,6 @@ def save_llama(path: Path, config: DecoderConfig, folder: Path) -> Path:
 
 
 def _name(weight: str) -> str | None:
-    """The name that transformers gives a weight; None for one that it computes itself."""
     if weight.startswith(("rotary.", "const.")):
         return None
     if weight.startswith("layers."):
@@ -101,11 +83,7 @@ def _name(weight: str) -> str | None:
 
 
 def export_mobius(llama: Path, capacity: int, output: Path) -> Path:
-    """Export a folder of transformers with static caches of `capacity` rows to `output`, weights beside it.
-
-    Raises:
-        ImportError: mobius-onnx or safetensors' torch side is not installed.
-    """
+    """Export a folder of transformers with static caches of `capacity` rows to `output`, by mobius-onnx."""
     import mobius
     import onnx_ir
     from safetensors.torch import load_file
@@ -122,16 +100,7 @@ def export_mobius(llama: Path, capacity: int, output: Path) -> Path:
 
 
 class TransformersPeer:
-    """`generate` of transformers, greedy.
-
-    Args:
-        llama: what `save_llama` made.
-        threads: of torch; None: its default.
-        capacity: rows of a static cache; None: the default cache, which grows with the tokens.
-
-    Raises:
-        ImportError: transformers or torch is not installed.
-    """
+    """`generate` of transformers, greedy, with a static cache of `capacity` rows, or one that grows (None)."""
 
     def __init__(self, llama: Path, threads: int | None, capacity: int | None = None) -> None:
         import torch
@@ -147,7 +116,7 @@ class TransformersPeer:
             self._options["past_key_values"] = StaticCache(config=self._model.config, max_cache_len=capacity)
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt, one per step."""
+        """Yield the tokens after a prompt, one per step."""
         inputs = self._torch.tensor([prompt])
 
         def generate(put: Callable[[int], None]) -> None:
@@ -171,11 +140,9 @@ class TransformersPeer:
 
 
 def paced(generate: Callable[[Callable[[int], None]], object], count: int) -> Iterator[int]:
-    """The tokens of a loop that belongs to somebody else, one per step.
+    """Yield the tokens of a loop that belongs to somebody else, one per step.
 
-    Args:
-        generate: calls what it is given with every token; it runs in a thread, and waits there until one is asked for.
-        count: of the tokens.
+    `generate` calls its argument with every token; it runs in a thread, and waits there until one is asked for.
     """
     asked, given = threading.Semaphore(0), queue.SimpleQueue[int | BaseException]()
 
@@ -200,12 +167,7 @@ def paced(generate: Callable[[Callable[[int], None]], object], count: int) -> It
 
 
 def export_genai(llama: Path, folder: Path) -> Path:
-    """Export a folder of transformers by onnxruntime-genai's model builder to `folder`.
-
-    Raises:
-        ImportError: onnxruntime-genai or onnx-ir is not installed.
-        RuntimeError: its builder refuses the model.
-    """
+    """Export a folder of transformers by onnxruntime-genai's model builder; raise `RuntimeError` if that refuses it."""
     import onnx_ir  # noqa: F401 - the builder is another process: its lack would show there
     import onnxruntime_genai  # noqa: F401 - likewise
 
@@ -219,16 +181,7 @@ def export_genai(llama: Path, folder: Path) -> Path:
 
 
 class GenaiPeer:
-    """onnxruntime-genai over the export of its own model builder, greedy, its caches in place.
-
-    Args:
-        folder: what `export_genai` made.
-        capacity: rows of each cache (`max_length`).
-        threads: of ONNX Runtime; None: one per core.
-
-    Raises:
-        ImportError: onnxruntime-genai is not installed.
-    """
+    """onnxruntime-genai over the export of `export_genai`, greedy, its caches of `capacity` rows in place."""
 
     def __init__(self, folder: Path, capacity: int, threads: int | None) -> None:
         import onnxruntime_genai
@@ -242,7 +195,7 @@ class GenaiPeer:
         self._capacity = capacity
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt, one per step."""
+        """Yield the tokens after a prompt, one per step."""
         parameters = self._genai.GeneratorParams(self._model)
         parameters.set_search_options(
             max_length=self._capacity, do_sample=False, past_present_share_buffer=True, batch_size=1
@@ -255,11 +208,6 @@ class GenaiPeer:
 
 
 def export_ctranslate(llama: Path, folder: Path) -> Path:
-    """Convert a folder of transformers to CTranslate2's format in `folder`.
-
-    Raises:
-        ImportError: CTranslate2 is not installed.
-    """
     from ctranslate2.converters import TransformersConverter
 
     TransformersConverter(str(llama)).convert(str(folder))
@@ -270,15 +218,7 @@ def export_ctranslate(llama: Path, folder: Path) -> Path:
 
 
 class CTranslatePeer:
-    """CTranslate2 in float32, greedy; its caches grow.
-
-    Args:
-        folder: what `export_ctranslate` made.
-        threads: of one sequence.
-
-    Raises:
-        ImportError: CTranslate2 is not installed.
-    """
+    """CTranslate2 in float32 over a folder of `export_ctranslate`, greedy; its caches grow."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         import ctranslate2
@@ -289,7 +229,7 @@ class CTranslatePeer:
         self._words: list[str] = json.loads((folder / "vocabulary.json").read_text())
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt, one per step."""
+        """Yield the tokens after a prompt, one per step."""
 
         def generate(put: Callable[[int], None]) -> None:
             self._generator.generate_batch(
@@ -301,15 +241,7 @@ class CTranslatePeer:
 
 
 class OpenVinoPeer:
-    """openvino-genai in float32, greedy; its caches grow.
-
-    Args:
-        folder: what `export_openvino` made.
-        threads: of OpenVINO.
-
-    Raises:
-        ImportError: openvino-genai is not installed.
-    """
+    """openvino-genai in float32 over a folder of `export_openvino`, greedy; its caches grow."""
 
     def __init__(self, folder: Path, threads: int) -> None:
         import openvino_genai
@@ -322,7 +254,7 @@ class OpenVinoPeer:
         )  # fmt: skip
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt, one per step."""
+        """Yield the tokens after a prompt, one per step."""
         import numpy as np
         from openvino import Tensor
 

@@ -1,7 +1,6 @@
 """Quality of a trained model on a text: types, quantized caches and weights against transformers in float32.
 
-Everything runs on the CPU and reads the same tokens, in steps of several tokens over growing caches, as a session reads
-a prompt. The table says, of each way:
+Everything runs on the CPU and reads the same tokens, in steps of several tokens over growing caches. The columns:
 
     perplexity   of the text
     KL           divergence of its next tokens from those of transformers in float32, the mean over positions, in nats
@@ -9,8 +8,7 @@ a prompt. The table says, of each way:
     bytes/token  that the caches of the session take
     tokens/s     single-token steps after the text, the median
 
-Numbers of quantized caches are those of an export in float32. Caches are calibrated with the part of the text that
-comes after the measured one. Exports are made first, which takes minutes; --exports keeps them.
+Caches are calibrated with the text after the measured one. Exports take minutes; --exports keeps them.
 """
 
 from __future__ import annotations
@@ -47,14 +45,7 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Way:
-    """A model to measure.
-
-    Attributes:
-        dtype: of the export.
-        int4: weights of 4 bits.
-        caches: ``cache_dtype``.
-        calibrated: one scale for each cache.
-    """
+    """A model to measure: an export of `dtype`, int4 weights, quantized caches (`calibrated`: one scale each)."""
 
     dtype: str = "float32"
     int4: bool = False
@@ -75,21 +66,16 @@ REFERENCE = "transformers"
 
 
 class Scores:
-    """Log-probabilities of the reference at every position, on disk: a large vocabulary makes gigabytes of them.
-
-    Args:
-        ids: the text.
-        folder: takes them.
-    """
+    """Log-probabilities of the reference for the text `ids`, on disk: a large vocabulary makes gigabytes of them."""
 
     def __init__(self, ids: list[int], folder: Path) -> None:
         self._ids, self._file = ids, folder / "scores"
         self._scores: Array | None = None
 
     def compare(self, chunks: Iterator[Array]) -> dict[str, float]:
-        """The quality of a way, whose logits come in chunks; those of the first way are the reference.
+        """Return the quality of a way, whose logits come in chunks; those of the first way are the reference.
 
-        Positions at which logits are NaN, as where float16 overflows, count as different tokens, and nowhere else.
+        Positions at which logits are NaN, as after an overflow of float16, only count as different tokens.
         """
         start, nan, divergence, same = 0, 0, 0.0, 0
         lost: list[float] = []
@@ -123,7 +109,6 @@ def _log_softmax(logits: Array) -> Array:
 
 
 def transformers_chunks(checkpoint: Path, ids: list[int], chunk: int) -> Iterator[Array]:
-    """The logits of transformers in float32."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -136,14 +121,13 @@ def transformers_chunks(checkpoint: Path, ids: list[int], chunk: int) -> Iterato
 
 
 def session_chunks(session: DecodeSession, slot: int, ids: list[int], chunk: int) -> Iterator[Array]:
-    """The logits of a session."""
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]
         yield np.asarray(session.update({slot: part}, keep=len(part))[slot])
 
 
 def speed(session: DecodeSession, slot: int, count: int) -> float:
-    """Tokens per second of single-token steps: the median of `count`, after two that warm up."""
+    """Return tokens per second of single-token steps: the median of `count`, after two that warm up."""
     times, token = [], 0
     for _ in range(count + 2):
         begin = time.perf_counter()
@@ -153,7 +137,6 @@ def speed(session: DecodeSession, slot: int, count: int) -> float:
 
 
 def run(given: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> Report:
-    """See the module."""
     ways = WAYS
     if given.only:
         names = [name.strip() for name in given.only.replace(", calibrated", ";").split(",")]
@@ -209,7 +192,6 @@ def _tokens(given: argparse.Namespace) -> list[int]:
 
 
 def _export(given: argparse.Namespace, way: Way, exports: Path) -> Path:
-    """The folder of an export, made where it is not there."""
     folder = exports / ("int4" if way.int4 else way.dtype)
     if not folder.exists():
         exporter = "genai" if way.int4 else given.exporter

@@ -29,7 +29,7 @@ class Report:
     failed: bool = False
 
     def table(self) -> str:
-        """The lines to print. A row that is shorter than the head, as one with an error, is not aligned."""
+        """Return the lines to print. A row that is shorter than the head, as one with an error, is not aligned."""
         full = [row for row in (self.head, *self.rows) if len(row) == len(self.head)]
         widths = [max(map(len, column)) for column in zip(*full, strict=True)]
         lines = [*self.title]
@@ -43,12 +43,11 @@ class Report:
 
 
 def spread(times: Sequence[float], digits: int = 2) -> str:
-    """The median, and the quartiles in brackets."""
+    """Return the median, and the quartiles in brackets."""
     low, middle, high = quartiles(times)
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
 def quartiles(times: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median, the upper quartile."""
     low, middle, high = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     return low, middle, high

@@ -1,7 +1,7 @@
 """The server against a bare session on the CPU: tokens per second of all clients together, and their waiting times.
 
-Server and bare session run in turns, each in a process of its own with as many threads. Clients stream greedy answers;
-the bare session gets the same prompts, all at once, and no HTTP. The clients' own work needs a core that is free.
+Both run in turns, in processes with as many threads. The bare session gets the same prompts at once, and no HTTP. The
+clients' own work needs a core that is free.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ OPTIONS = {
 
 
 def serve_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
-    """The process of the server."""
     from trt_kvcache.serve.server import bind, serve
     from trt_kvcache.serve.service import Service
 
@@ -44,7 +43,7 @@ def serve_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
 
 
 def step_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
-    """The process of the bare session: for each list of prompts, the seconds and the tokens of each."""
+    """Run the bare session in its process: for each list of prompts, send the seconds and the tokens of each."""
     config = GenerationConfig(max_new_tokens=given.tokens, eos_token_id=())
     with open_model(model, given) as session:
         pipe.send(None)
@@ -55,12 +54,11 @@ def step_it(model: Path, given: argparse.Namespace, pipe: Connection) -> None:
 
 
 def open_model(model: Path, given: argparse.Namespace) -> DecodeSession:
-    """As both sides do."""
     return DecodeSession.open(model, max_batch=given.rows, tokenizer=False, cpu=CpuOptions(threads=given.threads))
 
 
 async def ask_all(port: int, prompts: list[list[int]], count: int) -> tuple[float, list[list[int]], list[list[float]]]:
-    """The seconds for all, and of each client its tokens and when they came."""
+    """Return the seconds for all, and of each client its tokens and when they came."""
 
     async def one(client: httpx2.AsyncClient, prompt: list[int]) -> tuple[list[int], list[float]]:
         tokens, times = [], []
@@ -81,7 +79,6 @@ async def ask_all(port: int, prompts: list[list[int]], count: int) -> tuple[floa
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     room = given.prompt + given.tokens + 16
     config = DecoderConfig(
         layers=given.layers, hidden=given.hidden, head_size=64, vocab=given.vocab, capacity=room, positions=room,
@@ -127,7 +124,7 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
 def measured(
     port: int, bare: Connection, prompts: list[list[int]], given: argparse.Namespace
 ) -> tuple[list[str], dict[str, Any]]:
-    """One number of clients: a row of the table, and numbers."""
+    """Measure one number of clients; return a row of the table, and numbers."""
     speeds: dict[str, list[float]] = {"served": [], "bare": []}
     first: list[float] = []
     between: list[float] = []

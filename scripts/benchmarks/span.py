@@ -1,8 +1,7 @@
 """Step time against capacity, with and without the attention span, on ONNX Runtime.
 
-A decoder with small and large caches is rewritten twice, with the span input and without, and all four models run one
-decode step at the same position, in turns. Past and present are bound to one buffer, so that updates are in place, as
-on a GPU. Without the span a step reads the whole cache; with it, the rows that are in use.
+Models with small and large caches run one decode step at the same position, in turns, with updates in place. Without
+the span a step reads the whole cache; with it, the rows that are in use.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ OPTIONS = {
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     loops: dict[tuple[bool, int], Loop] = {}
     with TemporaryDirectory() as folder:
         for capacity in given.capacity:

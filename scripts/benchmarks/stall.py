@@ -1,7 +1,6 @@
 """Time between tokens of those who decode, before and while another client's long prompt comes in, by prefill budget.
 
-All rows but one of a session decode; then a prompt joins. A step gives each of the others a token, so its time is the
-time between two of their tokens. Budgets take turns, on the CPU.
+All rows but one of a session decode on the CPU; then a prompt joins. A step gives each of the others one token.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ OPTIONS = {
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
-    """See the module."""
     if given.model is None:
         raise SystemExit("bench.py stall: give --model")
     found: dict[int, list[tuple[float, float, float, float]]] = {budget: [] for budget in given.budgets}
@@ -48,7 +46,7 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
 
 
 def _measure(given: argparse.Namespace, budget: int) -> tuple[float, float, float, float]:
-    """Median step before, median and longest step during, and time to the prompt's first token, in seconds."""
+    """Return seconds: the median step before, the median and longest step during, and the prompt's first token."""
     rng = np.random.default_rng(0)
     config = GenerationConfig(max_new_tokens=given.prompt + given.usual, eos_token_id=())
     with DecodeSession.open(

@@ -1,7 +1,7 @@
 """Ways to do one thing that take turns: in this process, or each in a process of its own.
 
 In one process it matters who came first: a session measured 3 to 10 % slower than the same one opened second, because
-of where its memory lay. In processes of their own, no way meets another's memory or threads.
+of where its memory lay.
 """
 
 from __future__ import annotations
@@ -21,22 +21,14 @@ REST = 0.1
 """Seconds at the end of a turn: threads that find no more work spin for tens of milliseconds before they sleep."""
 
 MOST_IDLE = 0.05
-"""Processor time over time between a way's turns, above which it disturbs the others."""
+"""Most processor time over time between a way's turns; more disturbs the others."""
 
 Steps = Iterator[Any]
 """The results of a way, one step after the other."""
 
 
 def interleave(ways: Mapping[Key, Callable[[], list[Any]]], turns: int) -> dict[Key, list[Any]]:
-    """Let each way take `turns` turns, in an order that changes from round to round.
-
-    Args:
-        ways: each measures one turn and returns what it measured.
-        turns: of each way.
-
-    Returns:
-        All that each way measured.
-    """
+    """Let each way take `turns` turns, in an order that changes from round to round; return its measurements."""
     found: dict[Key, list[Any]] = {key: [] for key in ways}
     order, shuffle = [*ways], random.Random(0).shuffle
     for _ in range(turns):
@@ -47,7 +39,7 @@ def interleave(ways: Mapping[Key, Callable[[], list[Any]]], turns: int) -> dict[
 
 
 def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], list[float]]:
-    """A way for `interleave`: the seconds that `work` takes."""
+    """Return a way for `interleave`: the seconds that `work` takes."""
 
     def turn() -> list[float]:
         begin = clock()
@@ -59,13 +51,7 @@ def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_cou
 
 @dataclass(frozen=True)
 class Turn:
-    """The result of a turn.
-
-    Attributes:
-        given: by its steps.
-        seconds: of each.
-        waited, busy: time since the turn before, and processor time that was used meanwhile.
-    """
+    """What steps gave, their seconds, time `waited` since the turn before, and processor time `busy` meanwhile."""
 
     given: list[Any]
     seconds: list[float]
@@ -74,12 +60,7 @@ class Turn:
 
 
 class Worker:
-    """A way in a process of its own, which ends with the block that this is used for.
-
-    Args:
-        name: for messages.
-        make: called there, with the first turn; can be pickled.
-    """
+    """A way in a process of its own, which ends with the ``with`` block. `make` can be pickled, and is called there."""
 
     def __init__(self, name: str, make: Callable[[], Steps]) -> None:
         spawned = multiprocessing.get_context("spawn")  # nothing of this process goes along
@@ -99,11 +80,7 @@ class Worker:
         self._process.join()
 
     def run(self, count: int) -> Turn:
-        """Take a turn of `count` steps.
-
-        Raises:
-            SystemExit: the way failed.
-        """
+        """Take a turn of `count` steps; raise `SystemExit` if the way failed."""
         try:
             self._pipe.send(count)
             answer: Turn | str = self._pipe.recv()
@@ -116,7 +93,6 @@ class Worker:
 
 
 def _serve(pipe: Connection, make: Callable[[], Steps]) -> None:
-    """Take turns until the other end is closed."""
     steps: Steps | None = None
     since = time.perf_counter(), time.process_time()
     try:
@@ -141,19 +117,11 @@ def _serve(pipe: Connection, make: Callable[[], Steps]) -> None:
 def take_turns(
     workers: dict[str, Worker], count: int, burst: int, skipped: int
 ) -> tuple[dict[str, list[Any]], dict[str, list[float]]]:
-    """Run all ways side by side, a few steps at a time, in random order.
+    """Run all ways side by side, in random order, in turns of `burst` steps; return their results and seconds by step.
 
-    Args:
-        workers: by name.
-        count: steps of each.
-        burst: steps of a turn. The first step is a turn by itself; it and the turn after it warm up.
-        skipped: steps at the start of every turn that meet cold caches and sleeping threads.
-
-    Returns:
-        What each way gave, and the seconds of its steps but those that warm up or are skipped.
-
-    Raises:
-        SystemExit: a way failed, or keeps a processor busy while others have their turns.
+    The first two turns warm up; their steps and the first `skipped` of every turn, which meet cold caches and sleeping
+    threads, are not returned. Raises `SystemExit` if a way failed, or keeps a processor busy during the turns of
+    others.
     """
     given = {name: worker.run(1).given for name, worker in workers.items()}
     times: dict[str, list[float]] = {name: [] for name in workers}

@@ -42,10 +42,7 @@ from trt_kvcache.files import read_file
 
 
 class _Commands(TyperGroup):
-    """The group of all commands.
-
-    Prints an error of this package as one line with an exit code; other exceptions keep their trace.
-    """
+    """The group of all commands. An error of this package becomes one line; other exceptions keep their trace."""
 
     def make_context(self, info_name: str | None, args: list[str], *more: Any, **extra: Any) -> Any:
         if args[:1] in (["version"], ["-V"]):
@@ -142,7 +139,6 @@ def _root(
 
 
 def _options_of(file: Path) -> dict[str, dict[str, Any]]:
-    """Return the options of each command from a TOML file; raise `OptionError` if it is unreadable or malformed."""
     names = [command.__name__ for command in _COMMANDS]
     try:
         tables = tomllib.loads(read_file(file, 1 << 20).decode())

@@ -113,10 +113,7 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure a model; return the report, and True if Ctrl-C ended the run.
-
-    If `rows` is set, print each row as soon as it is measured.
-    """
+    """Measure a model; return the report, and True if Ctrl-C ended the run. `rows`: print each row at once."""
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.measure import bench_session, default_sizes, report

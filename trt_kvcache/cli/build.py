@@ -23,7 +23,7 @@ class BuildFlags(Flags):
     """The flags of a build: one flag for each setting of `BuildOptions`."""
 
     def options(self) -> BuildOptions:
-        """Return the `BuildOptions` that the flags ask for; raise `OptionError` if a value is illegal."""
+        """Return the `BuildOptions` of the flags; raise `OptionError` if a value is illegal."""
         if self.decode_weights == "own" and self.max_batch is not None and self.max_batch > 1:
             raise OptionError(
                 f"--decode-weights own is for a batch of one, and --max-batch is {self.max_batch}; leave one out"

@@ -88,7 +88,6 @@ def chat(
 
 
 def _read_messages() -> Iterator[str]:
-    """Yield the user's messages, one after the other, from a pipe or a terminal (a terminal needs prompt_toolkit)."""
     read = _line_editor() if sys.stdin.isatty() else _piped_line
     while (message := read("> ")) is not None:
         if message.startswith(_SEVERAL):
@@ -136,7 +135,6 @@ def _piped_line(_prompt: str) -> str | None:
 
 
 def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
-    """Return a text that says how tokens are chosen: greedily, or by sampling, and with which sampling settings."""
     if not config.do_sample:
         return "greedy decoding"
     own = {name: getattr(config, name) for name in session.sampling} == session.sampling
@@ -173,10 +171,7 @@ class _Chat:
             _tell(f"{word} is no command; /help lists them")
 
     def answer(self, line: str | None) -> None:
-        """Print the answer to a user's line as it comes, then token counts on stderr.
-
-        If the line is None, answer the last line again.
-        """
+        """Print the answer to a line as it comes, then token counts on stderr. None: answer the last line again."""
         from trt_kvcache.runtime.events import FinishReason
 
         talk, config = self._talk, self._config

@@ -53,11 +53,7 @@ class Command(TyperCommand):
                     )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments of the command.
-
-        Raises:
-            OptionError: an argument is a flag of another tool, or a number like ``4k``; the message says what to type.
-        """
+        """Read the command's arguments; raise `OptionError` for a flag of another tool, or a number like ``4k``."""
         if _HELP_ALL in args:
             ctx.meta[_HELP_ALL] = True
             args = ["--help"]
@@ -78,7 +74,7 @@ class Command(TyperCommand):
             raise
 
     def _check_options(self, given: dict[str, Any] | None) -> None:
-        """Refuse options from the file of ``--options`` that the command does not have."""
+        """Raise `OptionError` for options of the file ``--options`` that the command does not have."""
         names = {str(parameter.name) for parameter in self.params if parameter.param_type_name == "option"}
         if unknown := sorted({*(given or {})} - names):
             raise OptionError(

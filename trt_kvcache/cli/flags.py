@@ -1,4 +1,4 @@
-"""Makes the flags of commands from fields of dataclasses. Options such as `PlanOptions` define flag and help once."""
+"""Makes the flags of commands from fields of dataclasses such as `PlanOptions`, which define flag and help once."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...
 
     def values(self, *leave: str) -> dict[str, Any]:
-        """Return the flags that have a value, by field name: enums as their text, switches as bools.
-
-        Args:
-            leave: names of flags to leave out.
-        """
+        """Return the flags that have a value, except `leave`, by field name: enums as their text, switches as bools."""
         return {
             name: value == "on" if name in self.switches else getattr(value, "value", value)
             for name, value in vars(self).items()
@@ -114,11 +110,7 @@ def _option(name: str, kind: Any, default: Any, setting: Setting, group: str | N
 
 
 def with_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command in which each field of its dataclass parameters is a flag.
-
-    Args:
-        command: a function whose parameters have typer's annotations, or are dataclasses whose fields have them.
-    """
+    """Return a command in which each field of its dataclass parameters is a flag."""
     parameters: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command, eval_str=True).parameters.values():

@@ -60,13 +60,12 @@ class GenerationFlags(Flags):
     ) -> GenerationConfig:
         """Return the settings of a generation: from flags, then a config file, then the model's end tokens.
 
+        Raises `OptionError` if a value is illegal, or has no effect.
+
         Args:
             model: path of the model or engine, as typed.
             tokenizer: gives the end token if no file names one; or None.
             sampling: sampling settings if neither a flag nor a file has any; None: greedy decoding.
-
-        Raises:
-            OptionError: a value is illegal, or has no effect.
         """
         import secrets
         import warnings
@@ -112,7 +111,7 @@ class GenerationFlags(Flags):
 
 
 def sampling_text(session: DecodeSession) -> str:
-    """Return a text that names the default sampling settings of a session and says where they come from."""
+    """Return a text with the default sampling settings of a session, and where they come from."""
     from trt_kvcache.runtime.open import USUAL_SAMPLING
 
     shown = ", ".join(f"{name} {value}" for name, value in session.sampling.items())
@@ -153,8 +152,7 @@ class GrammarFlags:
     def compiled(self, session: DecodeSession) -> Grammar | None:
         """Return the grammar that the flags ask for, or None.
 
-        Raises:
-            OptionError: the grammar does not compile, a file cannot be read, or the session cannot use grammars.
+        Raises `OptionError` if the grammar does not compile, a file is unreadable, or the session has no grammars.
         """
         if self == GrammarFlags():
             return None
@@ -229,7 +227,7 @@ class AdapterFlags:
     adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 
     def options(self) -> dict[str, Any]:
-        """Return keyword arguments of `DecodeSession.open` for the adapter, if one is given."""
+        """Return the adapter, if one is given, as keyword arguments of `DecodeSession.open`."""
         return {"adapters": named_folders([self.adapter], "--adapter")} if self.adapter else {}
 
     def config(self, config: GenerationConfig) -> GenerationConfig:

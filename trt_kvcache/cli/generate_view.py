@@ -54,10 +54,7 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """New tokens per second after the first token; None without tokens.
-
-        Beam search returns all tokens at its end.
-        """
+        """New tokens per second after the first token (in beam search: of the whole run); None without tokens."""
         if self.config.num_beams > 1:
             return self.count / self.total if self.total else None
         later = self.total - (self.first or 0.0)
@@ -72,18 +69,10 @@ def run(
     beside: Callable[[DecodeSession], Mapping[str, Any]],
     grammar: Callable[[DecodeSession], Grammar | None] = lambda _: None,
 ) -> bool:
-    """Continue prompts with a session, and show the tokens as they come.
+    """Continue prompts with a session, and show the tokens as they come; return True if Ctrl-C ended the run early.
 
-    Args:
-        open_session: opens the session that runs the prompts.
-        prompts: token ids of each prompt.
-        config: settings of the generation.
-        view: shows the tokens to the user.
-        beside: function that returns the other arguments of `DecodeSession.stream`.
-        grammar: function of the session that returns the grammar of the texts; None: no grammar.
-
-    Returns:
-        True if Ctrl-C ended the run early. The tokens until then have been shown.
+    `beside` returns the other arguments of `DecodeSession.stream`, and `grammar` the grammar of the texts; None: no
+    grammar.
     """
     start = time.perf_counter()
     with open_session() as session:
@@ -130,11 +119,7 @@ def run(
 
 
 class JsonView:
-    """Shows a run as one JSON object at the end.
-
-    Args:
-        text: True if there is a tokenizer.
-    """
+    """Shows a run as one JSON object at the end. `text`: there is a tokenizer."""
 
     def __init__(self, *, text: bool) -> None:
         self._text = text
@@ -171,11 +156,7 @@ class JsonView:
 
 
 class LiveView:
-    """Shows the text or the token ids of a run as they come. If there are several prompts, each is shown when it ends.
-
-    Args:
-        text: True if there is a tokenizer.
-    """
+    """Shows the text or the token ids of a run as they come; of several prompts, each at its end."""
 
     def __init__(self, *, text: bool) -> None:
         self._text = text
@@ -238,5 +219,5 @@ def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dic
 def _events(
     session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, beside: Mapping[str, Any]
 ) -> Generator[TokenEvent]:
-    """Yield the events of `DecodeSession.stream`; as a generator, this can be closed."""
+    """Yield the events of `DecodeSession.stream`, as a generator, which can be closed."""
     yield from session.stream(prompts, config, **beside)

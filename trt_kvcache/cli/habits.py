@@ -1,4 +1,4 @@
-"""Advice for users of other tools: tables of those tools' commands and flags, with their replacements here."""
+"""Advice for users of other tools: their commands and flags, with the replacements here."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ _SPELLED = {
 
 
 def translated(args: Sequence[str]) -> list[str]:
-    """Return the arguments of a command line; replace other tools' spelling of values by that of this tool."""
+    """Return the arguments of a command line, with other tools' spelling of values replaced by this tool's."""
     changed = list(args)
     for at, arg in enumerate(changed):
         flag, equals, value = arg.partition("=")
@@ -185,12 +185,7 @@ def translated(args: Sequence[str]) -> list[str]:
 
 
 def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
-    """Return advice on what to type instead of an unknown command; "" if there is no advice.
-
-    Args:
-        args: arguments after the program's name.
-        own: names of existing commands and flags.
-    """
+    """Return advice on what to type for an unknown command; "" without advice. `own`: existing commands and flags."""
     word = args[0] if args else ""
     if word in _COMMANDS:
         return f"there is no command {word!r}: {_COMMANDS[word]}"
@@ -201,13 +196,7 @@ def advice_on_command(args: Sequence[str], own: Collection[str]) -> str:
 
 
 def advice_on_more(command: str, args: Sequence[str], said: str) -> str:
-    """Return advice on what to type if there is one argument too many, or an illegal value; "" if there is no advice.
-
-    Args:
-        command: name of the command.
-        args: arguments after the command.
-        said: the parser's error message.
-    """
+    """Return advice on one argument too many, or an illegal value; "" without advice. `said`: the parser's error."""
     if "unexpected extra argument" in said:
         return f"there is an argument too many: {_MORE.get(command, 'it takes one model or engine; quote paths')}"
     if (match := re.search(r"'(--[\w-]+)'.*valid (integer|number)", said)) and match[1] in args[:-1]:
@@ -227,12 +216,7 @@ def advice_on_address(args: Sequence[str]) -> str:
 
 
 def advice_on_flags(args: Sequence[str], own: Collection[str]) -> str:
-    """Return advice on what to type instead of a flag of another tool; "" if there is no advice.
-
-    Args:
-        args: arguments after the command.
-        own: flags that the command has.
-    """
+    """Return advice on what to type for a flag of another tool; "" without advice. `own`: the command's flags."""
     for arg, following in zip(args, [*args[1:], ""], strict=False):
         flag, equals, value = arg.partition("=")
         typed = flag

@@ -1,4 +1,4 @@
-"""Flags that several commands share. Each is declared once, in a dataclass that converts flags to API options."""
+"""Flags that several commands share, in dataclasses that convert flags to API options."""
 
 from __future__ import annotations
 
@@ -76,10 +76,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now, for a model on the CPU.
-
-    It does nothing for an engine.
-    """
+    """Return a context that limits memory to what is free now for a model on the CPU; no limit for an engine."""
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()
@@ -113,7 +110,7 @@ class SessionPlanFlags(Flags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for; raise `OptionError` if a flag needs another flag."""
+        """Return the `PlanOptions` of the flags; raise `OptionError` if a flag needs another flag."""
         if self.window_chunk is not None and self.sliding is not Sliding.CIRCULAR:
             raise OptionError(
                 f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
@@ -126,11 +123,11 @@ class SessionPlanFlags(Flags):
         return PlanOptions(**self.values("calibrate", "adapter"))
 
     def options_for(self, model: Path) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for. A missing model file is reported here, before slow imports.
+        """Return the `PlanOptions` of the flags for a model.
 
         Raises:
             OptionError: a flag has no effect without another flag.
-            InvalidModelError: the file does not exist.
+            InvalidModelError: the model does not exist; found here, before slow imports.
             TrtKvCacheError: see `calibrate_caches`.
         """
         options = self.options()
@@ -147,12 +144,9 @@ class SessionPlanFlags(Flags):
             return replace(options, cache_ranges=calibrate_caches(model, prompts, options))
 
     def options_for_file(self, path: Path) -> PlanOptions | None:
-        """Return the `PlanOptions` that the flags ask for if `path` is a model; None if it is an engine.
+        """Return the `PlanOptions` of the flags if `path` is a model; None if it is an engine.
 
-        Raises:
-            OptionError: flags are given for an engine, which was planned when it was built; or a flag has no effect
-                without another flag.
-            InvalidModelError: the model does not exist.
+        Raises what `options_for` raises; also `OptionError` if flags are given for an engine, which is planned already.
         """
         if is_model(path):
             return self.options_for(path)
@@ -166,10 +160,7 @@ class SessionPlanFlags(Flags):
         return None
 
     def session_options(self, path: Path) -> dict[str, Any]:
-        """Return the flags as keyword arguments of `DecodeSession.open`; empty if no flag is given.
-
-        Raises what `options_for_file` raises.
-        """
+        """Return the flags as keyword arguments of `DecodeSession.open`; raise what `options_for_file` raises."""
         options = self.options_for_file(path)
         return {} if self == SessionPlanFlags() else {"plan_options": options}
 
@@ -187,7 +178,7 @@ class BuildPlanFlags(SessionPlanFlags):
     ] = None
 
     def options(self) -> PlanOptions:
-        """Return the `PlanOptions` that the flags ask for, with rank and modules of the given adapters."""
+        """Return the `PlanOptions` of the flags, with rank and modules of the given adapters."""
         options = super().options()
         if not self.adapter:
             return options
@@ -207,10 +198,7 @@ class PlanFlags(TensorRTPlanFlags):
 
 
 def named_folders(values: list[str], flag: str) -> dict[str, Path]:
-    """Return a mapping from names to folders, for texts ``NAME=FOLDER``, or ``FOLDER`` whose last part is the name.
-
-    Raises `OptionError` if a name is missing, or occurs twice.
-    """
+    """Return folders by name, for ``NAME=FOLDER`` or ``FOLDER``; raise `OptionError` for a missing or double name."""
     folders: dict[str, Path] = {}
     for text in values:
         name, is_named, folder = text.partition("=")

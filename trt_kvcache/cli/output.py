@@ -1,7 +1,7 @@
 """The output of commands: results on stdout; progress, warnings and errors on stderr.
 
-Names and texts in the output may come from untrusted files. Everything printed here goes through `visible`, so that no
-text can move the cursor, or hide or fake a line.
+Texts may come from untrusted files. `visible` makes control characters visible, so that no text can move the cursor, or
+hide or fake a line.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """Return an empty table with a line under its header.
-
-    Cells that are too long are folded by `wrapped`, never cut.
-    """
+    """Return an empty table with a line under its header. `wrapped` folds long cells; no cell is cut."""
     from rich import box
     from rich.containers import Lines
     from rich.table import Table
@@ -85,7 +82,7 @@ def table(*columns: str, title: str = "") -> Table:
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Break a text into lines of at most `width` columns. Break a longer name at a dot, slash or underscore."""
+    """Break a text into lines of at most `width` columns; a longer name breaks at a dot, slash or underscore."""
     words = []
     for word in text.split():
         while len(word) > width:
@@ -102,14 +99,14 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def print_json(data: Any) -> None:
-    """Write `data` (dataclasses, enums and plain values) to stdout as indented JSON, and nothing else."""
+    """Write `data` (dataclasses, enums and plain values) to stdout as indented JSON."""
     import msgspec
 
     sys.stdout.write(json_text(msgspec.json.format(msgspec.json.encode(data), indent=2).decode()) + "\n")
 
 
 def json_text(encoded: str) -> str:
-    """Return JSON in which all control characters are escaped. Encoders do not escape those from U+007F on."""
+    """Return JSON with escapes for all control characters; encoders leave those from U+007F on."""
     return CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
 
 
@@ -119,13 +116,13 @@ def print_error(message: str) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Write a line ``warning: ...`` to stderr for each message; merge messages that differ only in a layer's number."""
+    """Write a line ``warning: ...`` to stderr for each message; merge messages that differ only in a layer."""
     for (message,), _ in group_rows(((one_line(message),) for message in messages), 1):
         print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 
 
 def one_line(message: str) -> str:
-    """Join the lines of a message, such as TensorRT's own words, into one line without control characters."""
+    """Return a message on one line, without control characters."""
     return visible(" ".join(message.split()))
 
 
@@ -140,12 +137,8 @@ _NUMBER = re.compile(r"(\d+)")
 def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], list[int]]]:
     """Merge table rows whose names differ only in one number, such as the number of the layer.
 
-    Args:
-        rows: cells, all rows of one length.
-        names: number of leading cells that are names; the cells after them must be equal for rows to merge.
-
-    Returns:
-        Rows in the order of their first appearance, each with the positions of the merged rows.
+    The first `names` cells of a row are names; the other cells of merged rows are equal. Returns the rows in the order
+    of their first appearance, each with the positions of the merged rows.
     """
     alike: dict[object, list[tuple[int, tuple[str, ...], list[int]]]] = {}
     for at, row in enumerate(rows):

@@ -27,7 +27,7 @@ _GPUS = tuple((f"a GPU of {size} GiB", float(size << 30)) for size in (8, 24, 80
 
 
 def save_page(path: Path, page: Html) -> None:
-    """Write a page to a file, completely or not at all; raise `OutputError` if it cannot be written."""
+    """Write a page to a file, completely or not at all; raise `OutputError` on failure."""
     from trt_kvcache.files import atomic_file
 
     with atomic_file(path) as file:
@@ -35,14 +35,9 @@ def save_page(path: Path, page: Html) -> None:
 
 
 def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str = "") -> Html:
-    """Return the HTML page that shows a plan.
+    """Return the HTML page of a plan, with the memory estimate for `batch` sequences and the next command.
 
-    Args:
-        model: name of the model.
-        plan: plan of the model.
-        batch: number of sequences in the memory estimate.
-        command: the command that comes next.
-        chosen: see `chosen_capacity`.
+    `chosen` is a text about a default capacity, from `chosen_capacity`.
     """
     lines = [*plan_lines(plan, batch, chosen=chosen), ("next", command)]
     about = f"(opset {plan.opset}, target {plan.options.target.value})"
@@ -50,12 +45,7 @@ def plan_page(model: str, plan: CachePlan, batch: int, command: str, chosen: str
 
 
 def inspect_page(report: EngineReport, lines: Lines) -> Html:
-    """Return the HTML page that shows an engine and its plan.
-
-    Args:
-        report: report of the engine's inspection.
-        lines: labels and texts of the engine and its plan.
-    """
+    """Return the HTML page of an engine, with labeled lines about the engine and its plan."""
     manifest, name = report.manifest, Path(report.engine).name
     about = f"(built by {manifest.created_by})"
     return page(
@@ -158,8 +148,6 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
 
 
 def _at(plan: CachePlan, most: int, capacity: int) -> CachePlan:
-    """Return the plan with the new `capacity` for all linear caches whose capacity is `most`."""
-
     def changed(cache: CacheUpdate) -> CacheUpdate:
         axis = cache.physical_sequence_axis
         shape = tuple(capacity if at == axis else dim for at, dim in enumerate(cache.physical_shape))
@@ -315,7 +303,7 @@ PANELS = (
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """Draw the difference in a row of the table as a bar: its length is the share of the allowed difference."""
+    """Draw the share of the allowed difference in a row of the table as a bar."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 Facts = Mapping[str, str]
-"""Texts about one cache, tensor or the like: texts by name; ``why`` is a reason."""
+"""Texts about one cache, tensor or the like, by name; ``why`` is a reason."""
 
 
 class Part(NamedTuple):
@@ -46,12 +46,7 @@ def print_parts(out: Console, parts: Iterable[Part]) -> None:
 def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth: float | None = None) -> None:
     """Print a plan: changes for the caller, caches, states, attention, masks, inputs, outputs, bytes.
 
-    Args:
-        out: the console.
-        model: the model's name, for the first line.
-        plan: the plan.
-        batch: batch size of a step, also for the memory estimate.
-        bandwidth: see `cost_parts`.
+    `batch` is the number of sequences in a step; `bandwidth` as in `cost_parts`.
     """
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
     for note in (
@@ -117,13 +112,9 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
 
 
 def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
-    """Yield a table of the bytes that a decode step reads and writes, if they were counted.
+    """Yield a table of the bytes that a decode step of `batch` sequences reads and writes, if they were counted.
 
-    Args:
-        plan: the plan.
-        batch: number of sequences in the step.
-        bandwidth: bandwidth of a GPU's memory in GB/s, from which the table shows the highest speed; None: leave this
-            out.
+    `bandwidth` is that of a GPU's memory in GB/s, from which the table shows the highest speed; None: no such column.
     """
     costs = [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
     if not costs:
@@ -168,14 +159,9 @@ def _part(
 ) -> Iterator[Part]:
     """Yield a table of items, such as caches. Items that differ only in a layer's number share a row.
 
-    Args:
-        title: title of the table.
-        columns: maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number
-            of layers.
-        facts: the facts of each item; without items, nothing is yielded.
-        names: names of the facts that may contain the number of a layer.
-        kind: first words of the notes that give the fact ``why``; empty: no such notes.
-        more: further notes.
+    `columns` maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number of
+    layers. `facts` are those of each item; `names` are the facts that may contain the number of a layer. `kind` begins
+    the notes that give the fact ``why``; empty: no such notes. `more` are further notes.
     """
     if not facts:
         return
@@ -194,7 +180,7 @@ def _part(
 
 
 def plan_data(plan: CachePlan, batch: int, bandwidth: float | None = None) -> dict[str, Any]:
-    """Return a plan as plain data for JSON that can be decoded as `CachePlan`. Add the bytes of caches and steps."""
+    """Return a plan as data for JSON that can be decoded as `CachePlan`, with the bytes of caches and steps added."""
     import msgspec
 
     costs = [step_cost(plan, tokens, batch) for tokens in usual_tokens(plan)]
@@ -355,7 +341,7 @@ def _few(tokens: object) -> str:
 
 
 def profile_parts(manifest: Manifest) -> Iterator[Part]:
-    """Yield one table for all profiles: the shapes of each input that has a dynamic dimension."""
+    """Yield a table for all profiles with the shapes of each input that has a dynamic dimension."""
     profiles_of: dict[tuple[str, ...], list[str]] = {}
     for profile in manifest.profiles:
         for name, shapes in profile.shapes.items():

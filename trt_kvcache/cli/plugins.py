@@ -63,7 +63,6 @@ def plugins(
 
 
 def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:
-    """Return the kernels that a session needs for an engine, or that full TensorRT needs for a model."""
     from trt_kvcache import load_manifest
     from trt_kvcache.plan import Target
 

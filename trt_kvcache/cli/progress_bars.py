@@ -14,7 +14,7 @@ from trt_kvcache.cli.output import console, uncovered, visible
 from trt_kvcache.progress import ProgressEvent, listening
 
 _USUAL = {"building the engine": ", usually a minute"}
-"""The usual duration of phases in which TensorRT's own bar stands still most of the time."""
+"""Usual durations of phases in which TensorRT's own bar stands still most of the time."""
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def show_progress() -> Iterator[None]:
 
 
 class ProgressBars:
-    """Progress bars: one for each running phase, indented under its parent phase. No bar is drawn between phases.
+    """Progress bars: one for each running phase, indented under its parent phase.
 
     Attributes:
         progress: the drawn bars; None while no phase runs.
@@ -48,7 +48,7 @@ class ProgressBars:
         self._lock = threading.Lock()
 
     def show(self, event: ProgressEvent) -> None:
-        """Show a progress event: start, move or remove the bar of its phase."""
+        """Start, move or remove the bar of the event's phase."""
         with self._lock:
             if not event.finished:
                 self._move(self.progress or self._start(), event)

@@ -1,4 +1,4 @@
-"""Reads the prompts of ``trt-kvcache generate``, and sources for the encoder of an encoder-decoder."""
+"""Reads the prompts of ``trt-kvcache generate``, and sources (inputs of the encoder) for an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -36,12 +36,9 @@ _NEEDED = ("input_ids", "inputs_embeds")
 
 @dataclass(frozen=True)
 class EmbeddedPrompt:
-    """A prompt that is given as embeddings, such as those of images.
+    """A prompt given as embeddings, such as those of images, for which the token `ids` have placeholders.
 
-    Attributes:
-        ids: token ids, with placeholders at the places of images.
-        embeds: ``[S, H]``.
-        positions: ``[S]``; or ``[planes, S]`` if a token has several positions; or None.
+    `embeds` is ``[S, H]``; `positions` is ``[S]``, or ``[planes, S]`` if a token has several positions, or None.
     """
 
     ids: list[int]
@@ -112,8 +109,7 @@ class PromptFlags:
     def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
         """Return the tokenizer that the flag names, or else the model's own; None if there is no text to encode.
 
-        Raises:
-            OptionError: a text needs a tokenizer, but the model has no tokenizer, or the model does not exist.
+        Raises `OptionError` if a text has no tokenizer, or the model does not exist.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None
@@ -131,10 +127,7 @@ class PromptFlags:
         return [read_embedded(file) for file in self.inputs_embeds or []]
 
     def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
-        """Return all prompts as token ids, in this order: texts, files, ids, embeddings.
-
-        Raises `OptionError` if there is no prompt, or a file cannot be read.
-        """
+        """Return all prompts as token ids: texts, files, ids, embeddings; raise `OptionError` if there is none."""
         texts = [*(self.prompt or []), *(read_text(file) for file in self.prompt_file or [])]
         ids = [token_ids(text, "--tokens") for text in self.tokens or []]
         if not (texts or ids or embedded):
@@ -157,8 +150,7 @@ class PromptFlags:
     def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> ConstantsAll:
         """Return the constants (inputs that stay the same in all steps) of each prompt, from files or from `encoded`.
 
-        Raises:
-            OptionError: a file cannot be read; or there are several files, but not one for each prompt.
+        Raises `OptionError` if a file cannot be read, or there are several files, but not one for each prompt.
         """
         files = self.constants or []
         if files and len(files) not in (1, prompts):
@@ -205,10 +197,9 @@ class SourceFlags:
         return [*(self.source or []), *ids, *arrays]
 
     def start(self, model: Path) -> list[int]:
-        """Return the prompt with which an encoder-decoder starts each text: the token `decoder_start_token_id`.
+        """Return the prompt that starts each text of an encoder-decoder: the token `decoder_start_token_id`.
 
-        Raises:
-            OptionError: no config names the token.
+        Raises `OptionError` if no config names the token.
         """
         from trt_kvcache.importer.families.encoders.files import decoder_start
 
@@ -223,8 +214,8 @@ class SourceFlags:
     def for_each(self, prompts: list[list[int]], sources: int, *, constants: bool) -> list[list[int]]:
         """Return one prompt for each source (an input of the encoder); a single prompt is used for all sources.
 
-        Raises:
-            OptionError: the numbers of prompts and sources differ, constants are given as well, or there is no source.
+        Raises `OptionError` if the numbers of prompts and sources differ, there is no source, or constants are given,
+        too.
         """
         if not sources:
             if self.encoder is not None:
@@ -256,7 +247,7 @@ def json_object(text: str, option: str, example: str) -> dict[str, Any]:
 
 
 def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
-    """Run the encoder on each source; return the results. Warnings go to stderr, such as that it runs on the CPU."""
+    """Return the encoder's result for each source. Warnings, such as that the encoder runs on the CPU, go to stderr."""
     import warnings
 
     from trt_kvcache.cli.output import print_warnings
@@ -271,8 +262,8 @@ def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, 
 def read_embedded(file: Path) -> EmbeddedPrompt:
     """Read a prompt of embeddings from an ``.npz`` file. The ids may have a batch axis of 1, as in models.
 
-    Raises:
-        OptionError: the file cannot be read, lacks an array, has unknown arrays, or its ids are not integers ``[S]``.
+    Raises `OptionError` if the file cannot be read, lacks an array, has unknown arrays, or its ids are not integers
+    ``[S]``.
     """
     arrays = read_arrays(file)
     missing = [name for name in _NEEDED if name not in arrays]
@@ -319,10 +310,8 @@ def read_text(file: Path, option: str = "--prompt-file") -> str:
 def read_prompts(file: Path, option: str) -> list[Prompt]:
     """Return the prompts in a file, one in each line that is not empty: a text, or JSON in a ``.jsonl`` file.
 
-    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is a text or a list of token ids.
-
-    Raises:
-        OptionError: the file cannot be read, has no prompt, or a line is malformed.
+    A JSON line is a text, a list of token ids, or an object whose ``prompt`` is one of these. Raises `OptionError` if
+    the file cannot be read, has no prompt, or a line is malformed.
     """
     lines = [(at, line) for at, line in enumerate(read_text(file, option).split("\n"), start=1) if line.strip()]
     if not lines:

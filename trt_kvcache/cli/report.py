@@ -117,5 +117,4 @@ def _alike(result: dict[str, Any]) -> Any:
 
 
 def _anonymous(message: str, names: dict[str, str], model: Path) -> str:
-    """Return a message in which the model's names of tensors and nodes are replaced by the names in the report."""
     return _QUOTED.sub(lambda quoted: f"'{names.get(quoted[1], '...')}'", _without_path(message, model))

@@ -27,11 +27,7 @@ _later: set[int] = set()  # signals that a timer sends again
 
 
 class Ended(KeyboardInterrupt):
-    """Raised in the main thread when a signal other than Ctrl-C's ends the command.
-
-    Args:
-        number: number of the signal.
-    """
+    """Raised in the main thread when a signal other than Ctrl-C's ends the command."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -116,10 +112,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again a little later.
-
-    Further signals until then are merged with it, so that none interrupts the cleanup.
-    """
+    """Send a signal again a little later, merged with signals until then, so that none interrupts the cleanup."""
     if number in _later:
         return
     _later.add(number)

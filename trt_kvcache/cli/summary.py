@@ -1,4 +1,4 @@
-"""Prints the short answers of commands: at most 20 labelled lines of 80 columns, and the next command."""
+"""Prints the short answers of commands: at most 20 labeled lines of 80 columns, and the next command."""
 
 from __future__ import annotations
 
@@ -29,14 +29,10 @@ _LABEL = 11
 
 
 def print_lines(out: Console, title: str, lines: Lines) -> None:
-    """Print a title and labelled lines. Together with the next command they take at most 20 lines of 80 columns.
+    """Print a title and labeled lines. Together with the next command they take at most 20 lines of 80 columns.
 
-    If there is too little room, texts are cut, and some lines labelled ``note`` are left out.
-
-    Args:
-        out: the console.
-        title: the first line.
-        lines: pairs of label and text; a line with an empty label continues the one before it.
+    If there is too little room, texts are cut, and some lines labeled ``note`` are left out. A line with an empty
+    label continues the one before it.
     """
     width = max(out.width, 40) - _LABEL
     head = wrapped(title, out.width)
@@ -70,7 +66,7 @@ def _shorten(lines: list[str], most: int) -> list[str]:
 
 
 def print_next(out: Console, command: str) -> None:
-    """Print the command that the user may want to run next, if there is one, on one line that can be copied."""
+    """Print the next command for the user, if there is one, on one line that can be copied."""
     if command:
         out.print(f"{'next':{_LABEL}}{command}", soft_wrap=True)
 
@@ -78,10 +74,7 @@ def print_next(out: Console, command: str) -> None:
 def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
     """Return the `generate` command for a model or engine; with token ids as prompt if its folder has no tokenizer.
 
-    Args:
-        path: path of the model or engine.
-        flags: a dataclass with the flags that the user gave.
-        leave: fields of `flags` that the command does not have.
+    `flags` is a dataclass with the flags that the user gave; the command does not have its fields `leave`.
     """
     folder = path if path.is_dir() else path.parent
     prompt = ("--prompt", "Hello") if (folder / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
@@ -91,13 +84,8 @@ def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
 def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
     """Print to stderr the command that comes next, if stderr is a terminal.
 
-    For a model, this is the build command, if this machine can build and there is no engine yet under the proposed
-    name.
-
-    Args:
-        path: path of the model or engine.
-        command: the command to propose for an engine.
-        flags: flags with which the model was planned.
+    For an engine, this is `command`. For a model, it is the build command, if this machine can build and the proposed
+    engine does not exist yet.
     """
     if sys.stderr.isatty():
         planned = command_line(command, path, flags=flags)
@@ -113,11 +101,7 @@ def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
 def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
     """Return a command quoted for a shell, with the flags that differ from their defaults.
 
-    Args:
-        command: such as ``"build"``.
-        arguments: words after the command.
-        flags: a dataclass with the flags that the user gave.
-        leave: fields of `flags` that the command does not have.
+    `flags` is a dataclass with the flags that the user gave; the command does not have its fields `leave`.
     """
     words = ["trt-kvcache", command, *map(str, arguments)]
     for field in fields(flags) if flags is not None else ():
@@ -132,14 +116,9 @@ def command_line(command: str, *arguments: str | Path, flags: Any = None, leave:
 def next_line(
     model: Path, flags: SessionPlanFlags, max_batch: int = 1, *, tensorrt: bool = False, or_else: str | None = None
 ) -> str:
-    """Return the command that follows a plan: `build`; or another one if this machine cannot build.
+    """Return the command that follows a plan: `build`; or `or_else` (None: generate) if this machine cannot build.
 
-    Args:
-        model: path of the model, as the user wrote it.
-        flags: flags of the plan.
-        max_batch: batch size of the memory estimate.
-        tensorrt: True if the plan is for TensorRT; False for TensorRT for RTX.
-        or_else: the command to return if this machine cannot build; None: generate on the CPU.
+    `tensorrt`: the plan is for TensorRT, not TensorRT for RTX. `max_batch` is the batch size of the memory estimate.
     """
     if not can_build(Target.TENSORRT if tensorrt else None):
         known = {field.name for field in fields(SessionPlanFlags)}
@@ -152,7 +131,6 @@ def next_line(
 
 
 def _engine_name(model: Path) -> str:
-    """Return the folder that `next_line` proposes for an engine."""
     whole = model.absolute()
     return f"{whole.stem if model.suffix == '.onnx' else whole.name}-engine"
 
@@ -160,14 +138,11 @@ def _engine_name(model: Path) -> str:
 def plan_lines(
     plan: CachePlan, batch: int, *, built: bool = False, chosen: str = "", bandwidth: float | None = None
 ) -> Lines:
-    """Return labelled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
+    """Return labeled lines about a plan: caches, attention, bytes of a step, changes for the caller, memory, advice.
 
-    Args:
-        plan: the plan.
-        batch: number of sequences in the memory estimate.
-        built: True if the engine exists. Then leave out advice on the export, and add `cost_line`.
-        chosen: text about a default capacity, from `chosen_capacity`.
-        bandwidth: bandwidth of a GPU's memory in GB/s; if it is given, `cost_line` is added.
+    `batch` is for the memory estimate; `chosen` is from `chosen_capacity`. `built`: the engine exists; then leave out
+    advice on the export. If the engine exists, or the bandwidth of a GPU's memory is given (GB/s), `cost_line` is
+    added.
     """
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:
@@ -196,12 +171,7 @@ def plan_lines(
 
 
 def chosen_capacity(capacity: int | None, flags: SessionPlanFlags) -> str:
-    """Return a text that names the default capacity; empty if a flag gives the capacity or the model fixes it.
-
-    Args:
-        capacity: capacity in the plan's options.
-        flags: flags with which the model was planned.
-    """
+    """Return a text that names the default capacity; empty if a flag gives the capacity or the model fixes it."""
     return "" if capacity is None or flags.capacity is not None else f"{capacity} tokens (default; --capacity)"
 
 

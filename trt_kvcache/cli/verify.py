@@ -1,4 +1,4 @@
-"""``trt-kvcache verify``: compares one decode at several stations, from the model as exported to TensorRT's network."""
+"""``trt-kvcache verify``: compares one decode with several forms of the model, up to TensorRT's network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class VerifyFlags(Flags):
     """The flags of a verification, one for each setting of `VerifyOptions`."""
 
     def options(self) -> VerifyOptions:
-        """Return the `VerifyOptions` that the flags ask for; raise `OptionError` if a value is illegal."""
+        """Return the `VerifyOptions` of the flags; raise `OptionError` if a value is illegal."""
         return VerifyOptions(**self.values())
 
 
@@ -71,10 +71,9 @@ def verify(
 
 
 def parsed_as_exported(model: Path, plan: PlanOptions) -> str:
-    """Let TensorRT's parser read a model without a rewrite.
+    """Return a text that compares a model with the network that TensorRT's parser makes of it, without a rewrite.
 
-    Return a text that compares TensorRT's network to the model. Raises `BackendError` if TensorRT's package is not
-    installed.
+    Raises `BackendError` if TensorRT's package is not installed.
     """
     from trt_kvcache.engine.parsing import parse_as_exported
     from trt_kvcache.errors import BuildError

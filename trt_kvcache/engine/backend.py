@@ -1,7 +1,6 @@
 """Finds the TensorRT package that builds an engine, and checks which options it supports.
 
-This module does not import TensorRT. Only the build process (`trt_kvcache.engine.builder`) does, so that a crash of
-TensorRT's parser does not end the caller.
+Only the build process imports TensorRT, so that a crash of TensorRT's parser does not end the caller.
 """
 
 from __future__ import annotations
@@ -19,14 +18,7 @@ from trt_kvcache.importer.plan import Target
 
 @dataclass(frozen=True)
 class Package:
-    """The Python package of one of the two builders: TensorRT or TensorRT for RTX.
-
-    Attributes:
-        module: the name to import.
-        install: the requirement for ``pip install``.
-        floor: the oldest supported version.
-        reason: the reason for `floor`, for messages.
-    """
+    """The Python package of a builder: name to import, ``pip`` requirement, oldest supported version and its reason."""
 
     title: str
     module: str
@@ -59,11 +51,7 @@ RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 
 @dataclass(frozen=True)
 class Backend:
-    """An installed builder.
-
-    Attributes:
-        version: version of its package, such as ``"1.7.1.116"``.
-    """
+    """An installed builder; `version` is that of its package, such as ``"1.7.1.116"``."""
 
     target: Target
     version: str
@@ -99,10 +87,7 @@ def driver_present() -> bool:
 
 
 def can_build(target: Target | None) -> bool:
-    """Return True if this machine can build engines with a builder (None: with any builder).
-
-    The builder must be installed, and TensorRT also needs a GPU driver. The call is fast.
-    """
+    """Return True if this machine can build with a builder (None: with any); TensorRT needs a GPU driver."""
     installed = {known for known, package in PACKAGES.items() if importlib.util.find_spec(package.module) is not None}
     if Target.TENSORRT in installed and target is not Target.TENSORRT_RTX and driver_present():
         return True
@@ -112,11 +97,8 @@ def can_build(target: Target | None) -> bool:
 def choose_backend(choice: str) -> Backend:
     """Return the builder for ``"auto"``, ``"tensorrt"`` or ``"tensorrt-rtx"``.
 
-    ``"auto"`` takes TensorRT if TensorRT is installed and the machine has the GPU driver that TensorRT needs; otherwise
-    TensorRT for RTX.
-
-    Raises:
-        BackendError: the builder is not installed, or too old.
+    ``"auto"`` takes TensorRT if it is installed and has the GPU driver that it needs; otherwise TensorRT for RTX.
+    Raises `BackendError` if the builder is not installed, or too old.
     """
     if choice == "auto":
         full = installed_version(Target.TENSORRT) is not None and driver_present()
@@ -142,14 +124,11 @@ def choose_backend(choice: str) -> Backend:
 
 
 def check_build_options(backend: Backend, build: BuildOptions) -> None:
-    """Refuse build options that the builder does not have, or would ignore.
+    """Raise `OptionError` for build options that the builder does not have, or would ignore.
 
     Measured on TensorRT for RTX 1.7.1: the timing cache does nothing, as documented. The optimization level does not
     change the engine. Version-compatible builds fail, because the package lacks libnvinfer_lean. Refittable and
     stripped builds compile on the GPU, and fail without a driver.
-
-    Raises:
-        OptionError: an option of this kind is set.
     """
     if backend.target is Target.TENSORRT:
         if build.compute_capabilities:

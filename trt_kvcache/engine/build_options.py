@@ -23,7 +23,7 @@ DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
 """The default of `max_logits`: enough to verify drafts of 15 tokens in one step."""
 CURRENT = "current"
-"""The name that stands for the compute capability of this machine's GPU."""
+"""The name for the compute capability of this machine's GPU."""
 
 Shape = tuple[int, ...]
 
@@ -41,11 +41,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | 
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
-    """Return shapes by input name, from trtexec's form ``name:1x2x3,other:4``.
-
-    Raises:
-        OptionError: the text has another form, or a name is given twice.
-    """
+    """Return shapes by input name, from ``name:1x2x3,other:4`` (trtexec's form); raise `OptionError` if malformed."""
     shapes: dict[str, Shape] = {}
     for item in text.split(","):
         name, _, dims = item.strip().rpartition(":")
@@ -65,8 +61,7 @@ def format_shapes(shapes: Mapping[str, Shape]) -> str:
 def parse_bytes(text: str) -> int:
     """Return bytes, from ``"4GiB"``, ``"512M"`` (M, G: binary, as in trtexec), ``"4GB"`` (decimal) or a plain number.
 
-    Raises:
-        OptionError: the text has another form, or gives less than one byte.
+    Raises `OptionError` if the text has another form, or gives less than one byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
@@ -305,7 +300,6 @@ class BuildOptions:
 
 
 def _proof(value: object) -> str | int:
-    """Return the option `proof` as ``"auto"``, ``"off"`` or a number of steps."""
     if isinstance(value, str) and value in PROOFS:
         return value
     steps = int(value) if isinstance(value, str) and value.isascii() and value.isdecimal() else value

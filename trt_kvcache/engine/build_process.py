@@ -1,7 +1,6 @@
 """The messages between the caller's process and the build process, which `trt_kvcache.child` transports.
 
-The caller sends a `Job` and the bytes of the rewritten model. The build process sends messages of type `Event`, and
-`Done` at the end.
+The caller sends a `Job` and the rewritten model. The build process sends messages of type `Event`, and at last `Done`.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from trt_kvcache.progress import ProgressEvent
 STAGES = (
     "loading TensorRT", "parsing the model", "checking the network", "recording the proof", "building the engine",
 )  # fmt: skip
-"""The stages of the build process, in order. Each is a progress phase of one step that belongs to no other phase. A
-build without a proof skips the stage of the proof."""
+"""The stages of the build process, in order. A build without a proof skips the stage of the proof."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,9 @@ class Job:
     Attributes:
         title: name and version of the builder, for messages.
         model: absolute path of the source model; its external data lie in the same folder.
-        engine: absolute path of an existing file to write the engine to.
-        output: the final path of that file, for messages.
-        flipped: weights that the rewritten model declares as signed integers, while their bytes in the model's file are
-            still unsigned.
+        engine: absolute path of an existing file to write the engine to; `output` is its final path, for messages.
+        flipped: weights that the rewritten model declares as signed, while their bytes in the model's file are
+            unsigned.
         bounds: sizes of the engine whose proof is recorded; None: no proof is recorded.
     """
 
@@ -148,20 +145,11 @@ class _Heard:
 def run_worker(
     job: Job, model: Callable[[], bytes], progress: Callable[[ProgressEvent], None] = lambda _: None
 ) -> tuple[Done, tuple[str, ...]]:
-    """Build an engine in a child process.
+    """Build an engine in a child process; return the result, and TensorRT's warnings.
 
-    Args:
-        job: the engine to build.
-        model: a function that returns the bytes of the rewritten model. It is called once, and the bytes are freed
-            while the child works.
-        progress: called in this thread for every event. If it raises an exception, or on Ctrl-C, the child is ended.
-
-    Returns:
-        The result, and TensorRT's warnings.
-
-    Raises:
-        BuildError: TensorRT refused the model, or its process died.
-        OutputError: the engine could not be written.
+    `model` returns the bytes of the rewritten model, which are freed while the child works. `progress` is called in
+    this thread for every event; if it raises an exception, or on Ctrl-C, the child is ended. Raises `BuildError` if
+    TensorRT refused the model or its process died, and `OutputError` if the engine could not be written.
     """
     heard = _Heard(progress)
     # The child's temporary files go to a folder that is removed even if the child crashes.
@@ -181,7 +169,6 @@ def run_worker(
 
 
 def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> str:
-    """Return a message about a child that died without giving a reason."""
     stderr.seek(0)
     lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
     where = f"while {heard.stage}"

@@ -2,7 +2,6 @@
 
 It is a separate process, because some models crash TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because the system gets TensorRT's memory back only when its process ends.
-`trt_kvcache.engine.build_process` runs it as ``python -m trt_kvcache.engine.builder ENGINE``.
 """
 
 from __future__ import annotations
@@ -41,11 +40,7 @@ _COMPARED = (0, 2, 4)  # indices of the steps that the network runs: NumPy takes
 
 
 def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
-    """Check that the parsed network has the cache updates, inputs and outputs of the plan.
-
-    Raises:
-        BuildError: the network and the plan differ, so the engine would contradict its manifest.
-    """
+    """Raise `BuildError` if the parsed network differs from the plan in cache updates, inputs or outputs."""
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     updates = [layer for layer in layers if layer.type == trt.LayerType.KV_CACHE_UPDATE]
     parsed = Counter((layer.get_input(0).name, layer.get_output(0).name) for layer in updates)
@@ -79,7 +74,6 @@ def _pairs(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> None:
-    """Check that the network's inputs or outputs have the names, dtypes and shapes of the plan."""
     expected = {t.name: t for t in planned}
     names = [t.name for t in parsed]
     if set(names) != set(expected):
@@ -105,10 +99,7 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """Return True if the shape from TensorRT, with -1 for dynamic sizes, agrees with the planned shape.
-
-    A fixed size on one side and a dynamic size on the other agree if `exact` is False.
-    """
+    """Return True if TensorRT's shape (-1: dynamic) agrees with the plan. `exact`: both or neither size is dynamic."""
     if len(parsed) != len(planned):
         return False
     for size, dim in zip(parsed, planned, strict=True):
@@ -122,13 +113,7 @@ def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: boo
 
 @dataclass(frozen=True)
 class Recorded:
-    """The result of recording a proof in the build process.
-
-    Attributes:
-        proof: the proof (a recorded decode); None: there is no proof.
-        note: what the proof cannot show, or why there is no proof.
-        network: comparison of the network with the model; None: they were not compared.
-    """
+    """A proof (a recorded decode) or None, a note on what is missing, and the comparison of the network."""
 
     proof: Proof | None = None
     note: str = ""
@@ -138,16 +123,9 @@ class Recorded:
 def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any, trt: Any) -> Recorded:
     """Record the proof (a decode) of an engine, and compare TensorRT's network with the model on some of its steps.
 
-    Args:
-        job: the engine to build.
-        content: the rewritten model.
-        weights: maps names of weights to the bytes that TensorRT got instead of the bytes in the model's files.
-        network: TensorRT's ``INetworkDefinition``.
-        trt: the TensorRT module that parsed the network.
-
-    Raises:
-        TrtKvCacheError: the caller asked for a number of steps, and recording them is impossible.
-        BuildError: the network and the model compute different outputs.
+    `content` is the rewritten model. `weights` has the bytes that TensorRT got instead of those in the model's files.
+    Raises `TrtKvCacheError` if the caller asked for a number of steps, and recording them is impossible, and
+    `BuildError` if network and model compute different outputs.
     """
     assert job.bounds is not None
     model, steps = ModelProto.FromString(content), None if job.build.proof == "auto" else int(job.build.proof)
@@ -196,13 +174,11 @@ def main() -> None:
 
 
 def _abandon() -> None:
-    """Remove the engine's file, because the calling process has ended."""
     with suppress(PermissionError):  # Windows, while the file is open
         Path(sys.argv[1]).unlink(missing_ok=True)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
-    """Build an engine: import TensorRT, parse, check and build the model, and write the engine to disk."""
     send(Stage(STAGES[0]))
     trt = import_tensorrt(job.target)
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
@@ -296,10 +272,7 @@ def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -
 
 
 def import_tensorrt(target: Target) -> Any:
-    """Import and return the builder's module.
-
-    An environment variable makes Polygraphy use the same module.
-    """
+    """Import and return the builder's module, and make Polygraphy use it, too."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
     try:
         if target is Target.TENSORRT_RTX:
@@ -344,11 +317,7 @@ def parser_message(title: str, parser: Any) -> str:
 
 
 def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) -> Any:
-    """Return the builder configuration for this job.
-
-    Raises:
-        BuildError: Polygraphy or TensorRT refuses an option.
-    """
+    """Return the builder configuration for this job; raise `BuildError` if an option is refused."""
     from polygraphy.backend.trt import CreateConfig
     from polygraphy.backend.trt import Profile as TrtProfile
     from polygraphy.exception import PolygraphyException
@@ -405,11 +374,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Write TensorRT's timing cache, the measured kernel times, for the next build.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write TensorRT's timing cache (measured kernel times) for the next build; raise `OutputError` on failure."""
     with atomic_file(path) as file:
         file.write(config.get_timing_cache().serialize())
 

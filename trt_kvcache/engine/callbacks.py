@@ -1,16 +1,12 @@
 """Objects that TensorRT calls back: logger, progress monitor, writer of the engine, error recorder.
 
-Their base classes belong to the TensorRT module in use, so the classes are created after it is imported.
+Their base classes belong to the TensorRT module in use, so the classes are created after it is imported. Each build has
+its own logger in Python. Opened engines share one logger of TensorRT, and report errors through an ``IErrorRecorder``:
 
-Each build has its own logger in Python. Engines that are opened share one logger of TensorRT for the life of the
-process, and report errors through an ``IErrorRecorder``. The reasons:
-
-- TensorRT uses the first logger of a process until no runtime or builder is left, even if the runtime of this logger is
-  gone. If two engines are open and the first is closed, TensorRT would call a logger that Python has freed (measured on
-  TensorRT for RTX 1.7.1: the address stays).
-- A logger in Python runs Python code for every message. TensorRT for RTX compiles kernels in its own threads. To log, a
-  compiling thread would wait for Python's lock. Meanwhile the thread that destroys the context holds this lock and
-  waits: a deadlock.
+- TensorRT uses the first logger of a process until no runtime or builder is left. If the first of two engines is
+  closed, TensorRT would call a logger that Python has freed (measured on TensorRT for RTX 1.7.1: the address stays).
+- TensorRT for RTX compiles kernels in its own threads. To log in Python, they would wait for Python's lock, which the
+  thread that destroys the context holds while it waits for them: a deadlock.
 """
 
 from __future__ import annotations
@@ -33,14 +29,10 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 
 
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
-    """Return a logger and a progress monitor. They send warnings, errors, parsed nodes and progress as events.
+    """Return a logger and a progress monitor; `send` gets their warnings, errors, parsed nodes and progress.
 
     The logger's method `words` returns all errors on one line; without errors, the messages filtered out as noise.
-
-    Args:
-        trt: TensorRT's Python module.
-        send: sends an event to the caller.
-        log: file for all messages of TensorRT; ``"-"``: send all messages as events, too.
+    `log` is a file for all messages of TensorRT; ``"-"``: send all messages as events, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process
 
@@ -106,8 +98,7 @@ def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, A
 def make_writer(trt: Any, file: BinaryIO) -> Any:
     """Return a stream writer for TensorRT that writes to a file and computes the BLAKE3 of the bytes.
 
-    Check the writer's `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write, and
-    only prints the writer's exceptions.
+    Check the writer's `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write.
     """
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
@@ -131,7 +122,7 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def native_logger(module: Any) -> Any:
-    """Return the logger of a TensorRT module. This logger prints errors if no error recorder is set."""
+    """Return the logger of a TensorRT module. It prints errors if no error recorder is set."""
     return _logger(module.Logger)
 
 

@@ -54,12 +54,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class PackageStatus:
-    """One Python package that the project uses.
-
-    Attributes:
-        version: installed version, or None.
-        used_for: the functions that need it.
-    """
+    """One Python package that the project uses: installed version or None, and the functions that need it."""
 
     name: str
     version: str | None
@@ -276,8 +271,8 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
     """Return advice to update the driver, if installed libraries need a newer version of CUDA.
 
-    A driver accepts libraries for its own major version of CUDA or an older one. The package's name ends with the major
-    version. Engines with the plugin contain PTX, which must not be newer than the driver.
+    A driver accepts libraries for its own major version of CUDA (the end of the package's name) or an older one.
+    Engines with the plugin contain PTX, which must not be newer than the driver.
     """
     if driver is None:
         return ()

@@ -100,8 +100,6 @@ class _Prepared:
     """A decoder that is ready to be built, and its encoder.
 
     Attributes:
-        model: the decoder's model for TensorRT.
-        generation: see `Manifest.generation`.
         tables: numbers of rows of the tables that token ids and positions index.
         scans: names of the Scan nodes that run token by token.
         encoder: the encoder to build; None: the model has no encoder, or its encoder cannot become an engine.
@@ -131,7 +129,6 @@ class _Prepared:
 
 
 def _setup(output: Path, build: BuildOptions, watched: _Watched) -> _Setup:
-    """Check the build options and the output path, before the model is read."""
     engine = check_output(output)
     if engine.suffix == ".json":
         raise OutputError(
@@ -216,7 +213,7 @@ def _run(prepared: _Prepared, setup: _Setup, files: ExitStack) -> list[_Engine]:
 
 
 class _Watched:
-    """Calls the caller's `progress` during the build, and watches the model's check that runs in the background.
+    """Calls the caller's `progress` during the build, and watches the model's check in the background.
 
     An exception from `progress` or from the check ends the build; `raised` keeps the exception.
     """
@@ -241,11 +238,7 @@ class _Watched:
 
 @dataclass(frozen=True)
 class _Setup:
-    """The choices that are the same for all engines of one build.
-
-    Attributes:
-        engine: path of the decoder's engine.
-    """
+    """The choices for all engines of one build; `engine` is the path of the decoder's engine."""
 
     engine: Path
     build: BuildOptions
@@ -261,8 +254,8 @@ class _Part:
         path: path of the model's file; external data lie in the same folder.
         files: maps the path of each file of the model to its name in the manifest.
         sources: the models as read, without their graphs.
-        model: a list with the rewritten model, which may hold all weights. It is emptied when the build process gets
-            the model.
+        model: a list with the rewritten model, which may hold all weights; emptied when the build process gets the
+            model.
         flipped: weights that TensorRT gets with changed bytes.
     """
 
@@ -296,12 +289,9 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
-    """Return the build options for the decoder.
+    """Return the build options for the decoder, with the encoder's longest output as its longest input.
 
-    The decoder's longest encoder input is the encoder's output for the longest source (encoder input).
-
-    Raises:
-        OptionError: `--max-encoder` is smaller; then the first step after a long source would fail.
+    Raises `OptionError` if `--max-encoder` is smaller; then the first step after a long source would fail.
     """
     positions, allowed = encoder.positions, build.max_encoder
     if positions is not None and allowed is not None and positions > allowed:
@@ -318,11 +308,10 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
 
 
 def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """Run `work`, a step of building the encoder's engine; return the result and no warning.
+    """Return the result of `work`, a step of building the encoder's engine, and no warning.
 
-    If `work` fails and the caller named no encoder, return None and a warning: the encoder then runs on the CPU. If the
-    caller named the encoder, raise the error. An `OutputError` always ends the build, because the decoder's engine
-    could not be written either.
+    If `work` fails and the caller named no encoder, return None and a warning: the encoder then runs on the CPU. An
+    `OutputError` always ends the build, because the decoder's engine could not be written either.
     """
     try:
         return work(), ()
@@ -397,7 +386,7 @@ def _built(
 
 
 def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
-    """Refuse a build that would not fit into memory. `twice`: the engine contains two copies of most weights."""
+    """Refuse a build that would not fit into memory. `twice`: the engine has two copies of most weights."""
     from trt_kvcache.importer.protos import byte_size, iter_tensors
 
     if not setup.build.memory_check or setup.backend.target is not Target.TENSORRT_RTX:
@@ -413,7 +402,6 @@ def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
 
 
 def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
-    """Return one length of an encoder's output that all profiles accept."""
     names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
     ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
     sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
@@ -440,7 +428,7 @@ def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
 
 @contextmanager
 def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, ...]]]:
-    """Compute sizes and hashes of the model's files in a thread. The thread ends with the ``with`` block."""
+    """Compute sizes and hashes of the model's files in a thread, which ends with the ``with`` block."""
     cancelled = threading.Event()
 
     def work() -> tuple[FileIdentity, ...]:
@@ -467,7 +455,6 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
-    """Return the build options as plain values, as on the command line."""
     flat: dict[str, Any] = dict(vars(build))
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
     return flat | {name: format_shapes(shapes) for name, shapes in flat.items() if name.endswith("_shapes")}
@@ -476,7 +463,7 @@ def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
 def _publish(engines: Sequence[_Engine]) -> None:
     """Move engines, proofs and manifests to their final paths: all files or, after an error, no file.
 
-    An older proof file may stay if the new engine has no proof. It does no harm, because the manifest does not name it.
+    An older proof file may stay if the new engine has no proof. The manifest does not name it.
     """
     with ExitStack() as stack:
         files = []
@@ -503,14 +490,10 @@ def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
 
 @dataclass(frozen=True)
 class EncoderJob:
-    """An encoder for which an engine is built.
+    """An encoder for which an engine is built; `profile` has the lengths of sources (encoder inputs).
 
     Attributes:
-        part: the model for TensorRT, and its files.
-        plan: the plan of the encoder.
-        profile: the optimization profile, with the lengths of sources.
-        vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or the size of their table is
-            unknown.
+        vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or the table's size is unknown.
         positions: length of the output for the longest source; None: unknown.
     """
 
@@ -522,15 +505,9 @@ class EncoderJob:
 
 
 def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | None:
-    """Return the path of the encoder for a decoder; None if there is no encoder, or `build` turns it off.
+    """Return the path of a decoder's encoder; None if there is no encoder, or `build` turns it off.
 
-    Args:
-        model: path of the decoder.
-        plan: plan of the decoder.
-        build: the build options, whose `encoder` names the encoder's file or is "auto" or "none".
-
-    Raises:
-        OptionError: an encoder is named, but it does not exist, or the decoder takes no inputs from an encoder.
+    Raises `OptionError` if `build` names an encoder that does not exist, or that the decoder does not use.
     """
     from trt_kvcache.importer.families.encoders.files import find_encoder, named_encoder
 
@@ -550,15 +527,8 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
     """Import a decoder's encoder and choose its sizes; None if there is no encoder, or `build` turns it off.
 
-    Args:
-        model: path of the decoder.
-        plan: plan of the decoder.
-        build: the build options.
-
-    Raises:
-        OptionError: the named encoder is missing or unused; or the length of the longest source (encoder input) is
-            unknown, or exceeds the encoder's table of positions.
-        ModelError: the encoder cannot be used.
+    Raises `ModelError` for an unusable encoder, and `OptionError` if the named encoder is missing or unused, or the
+    longest source (encoder input) is unknown or exceeds the encoder's table of positions.
     """
     from trt_kvcache.importer.families.encoders.files import find_first_step
     from trt_kvcache.importer.families.encoders.model import import_encoder
@@ -581,5 +551,4 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
-    """Return the constant inputs of a decoder, which its encoder computes."""
     return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

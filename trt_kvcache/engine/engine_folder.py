@@ -1,8 +1,4 @@
-"""Prepares an engine's folder: ``model.engine``, tokenizer files, and settings of generation.
-
-The settings of generation, such as end tokens, come from ``generation_config.json``, ``genai_config.json`` and
-``config.json``.
-"""
+"""Prepares an engine's folder: ``model.engine``, tokenizer files, and settings of generation such as end tokens."""
 
 from __future__ import annotations
 
@@ -29,14 +25,9 @@ _LARGEST = 1 << 28  # bytes
 
 
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
-    """Return the path of the engine to build, and, if `output` is a folder, this folder, otherwise None.
+    """Return the path of the engine to build, and `output` if it is a folder (existing, or with a slash at its end).
 
-    Args:
-        output: a file; or a folder, which exists or ends with a slash.
-
-    Raises:
-        OutputError: `output` is not a path; or a folder that holds a model; or a folder without an engine whose
-            tokenizer files would be replaced.
+    Raises `OutputError` if `output` is not a path, holds a model, or holds no engine but tokenizer files.
     """
     path = as_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
@@ -58,8 +49,7 @@ def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
 def new_folders(folder: Path) -> Iterator[None]:
     """Make a folder and its parents. If the ``with`` block fails, remove the new folders that are empty.
 
-    Raises:
-        OutputError: the folder cannot be made.
+    Raises `OutputError` if the folder cannot be made.
     """
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
@@ -76,16 +66,10 @@ def new_folders(folder: Path) -> Iterator[None]:
 
 
 def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
-    """Copy tokenizer, chat template and configs from a model's folder to an engine's folder.
+    """Copy tokenizer, chat template and configs from the folder of a model to that of an engine.
 
-    Args:
-        model: the model or its folder.
-        folder: the engine's folder.
-        missing_too: remove files of these names that the model does not have.
-
-    Raises:
-        OptionError: a file cannot be read.
-        OutputError: a file cannot be written.
+    With `missing_too`, files of these names that the model does not have are removed. Raises `OptionError` if a file
+    cannot be read, and `OutputError` if it cannot be written.
     """
     source = model if model.is_dir() else model.parent
     for name in TEXTS:
@@ -116,26 +100,12 @@ _PARTS = ("text_config", "decoder")
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """Return settings such as end tokens from files beside a model, named as in transformers' ``GenerationConfig``.
-
-    Args:
-        model: a file, or the folder of an export.
-
-    Raises:
-        OptionError: a file is unreadable.
-    """
+    """Return settings beside a model, named as in ``GenerationConfig``; raise `OptionError` if one is unreadable."""
     return {name: value for settings in each_beside(model).values() for name, value in settings.items()}
 
 
 def sampling_beside(model: Path) -> dict[str, Any]:
-    """Return the sampling settings of the ``generation_config.json`` in a model's folder, without null values.
-
-    Args:
-        model: a file, or the folder of an export or engine.
-
-    Raises:
-        OptionError: the file is unreadable.
-    """
+    """Return the sampling settings in a model's folder, without null values; raise `OptionError` if unreadable."""
     path = (model if model.is_dir() else model.parent) / "generation_config.json"
     said = load_settings(path) if path.exists() else {}
     return {name: said[name] for name in _SAMPLING if said.get(name) is not None}
@@ -163,11 +133,7 @@ def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
 
 
 def load_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        OptionError: the file cannot be read, or holds no object.
-    """
+    """Return the JSON object in a file; raise `OptionError` if the file cannot be read, or holds no object."""
     try:
         return read_object(path)
     except OSError as error:

@@ -60,9 +60,7 @@ class EngineReport:
 
 
 def inspect_engine(engine: str | Path) -> EngineReport:
-    """Read an engine's manifest, and check the engine's hash against it.
-
-    If there is a GPU, open the engine, and compare the engine's facts with the manifest, too.
+    """Check an engine's hash against its manifest. With a GPU, open the engine, and compare its facts, too.
 
     Args:
         engine: path of the engine, with its manifest ``<engine>.json`` beside it; or path of its folder.
@@ -148,7 +146,6 @@ def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, Sh
 
 
 def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
-    """Open an engine and return the facts that it reports; or None and the reason why it cannot be opened."""
     _, gpus, problem = find_gpus()
     if not gpus:
         return None, problem
@@ -168,7 +165,7 @@ def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
 
 
 def view_of(engine: Any) -> EngineView:
-    """Return what an opened ``ICudaEngine`` reports: inputs, outputs, aliases and profiles."""
+    """Return the inputs, outputs, aliases and profiles that an opened ``ICudaEngine`` reports."""
     tensors = []
     aliases = {}
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]

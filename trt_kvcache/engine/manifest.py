@@ -127,7 +127,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class _SchemaOnly:
-    """Only the schema version of a manifest. It is read first, because other fields differ between versions."""
+    """The schema version of a manifest, which is read first, because other fields differ between versions."""
 
     schema_version: int
 
@@ -150,11 +150,7 @@ def encoder_path(engine: Path) -> Path:
 
 
 def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
-    """Write a manifest, completely or not at all.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a manifest, completely or not at all; raise `OutputError` on failure."""
     with atomic_file(path) as file:
         file.write(encode_manifest(manifest))
 
@@ -218,11 +214,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
-    """Check that the manifest belongs to this engine, by size and BLAKE3 digest of the engine's file.
-
-    Raises:
-        ManifestError: the engine is missing, or the manifest belongs to another engine.
-    """
+    """Raise `ManifestError` if the engine is missing, or its size or BLAKE3 digest differ from the manifest's."""
     engine = Path(engine)
     if engine.suffix == ".json":
         raise ManifestError(f"{engine}: this is a manifest; give the engine beside it, {engine.with_suffix('')}")

@@ -1,6 +1,6 @@
 """Runs only TensorRT's parser, in a child process, and compares the parsed network with the model.
 
-The child is ``python -m trt_kvcache.engine.parsing``, because some models crash the parser.
+The parser has its own process, because some models crash it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,10 @@ class Request:
 
     Attributes:
         model: absolute path of the source model.
-        plan: plan of the model that is parsed.
         pieces: steps to decode; empty: a few default steps.
         garbage: the value of cache rows without a token.
         seed: seed of garbage, and of embeddings.
-        as_exported: the model is parsed as it was exported.
-        copy: folder with the data of the model's float32 copy; the bytes of the copy follow. Empty: no copy exists yet.
+        copy: folder of the model's float32 copy, whose bytes follow; empty: no copy exists yet.
     """
 
     target: Target
@@ -82,12 +80,8 @@ def compare_parsed(
         seed: seed of garbage, and of embeddings.
         copy: the float32 copy of the model and the folder of its data, if they exist already.
 
-    Returns:
-        The parser's name and version, and the result of the comparison.
-
-    Raises:
-        BackendError: the target's package is not installed.
-        BuildError: the parser refuses the model or crashes; the message quotes it.
+    Returns the parser's name and version, and the result. Raises `BackendError` if the target's package is not
+    installed, and `BuildError` with the parser's words if it refuses the model or crashes.
     """
     from trt_kvcache.importer.files.signed_weights import for_tensorrt
     from trt_kvcache.importer.protos import copied

@@ -1,14 +1,10 @@
 """Makes optimization profiles: the ranges of shapes that an engine accepts.
 
-There are two, because prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per
-sequence and step, ``decode`` exactly one.
-
-For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights in another layout: an
-engine of 377 MB instead of 227 MB for 202 MB of float16 weights. So ``decode`` allows a batch of two if the largest
-batch is one. ``prefill`` then allows logits of two positions, because with one position its last layers would have one
-row (323 MB instead of 245 MB for 232 MB of weights). With quantized weights, engines for exactly one row are smaller:
-90 MB instead of 109 MB for 81 MB in int4, and 172 MB instead of 263 MB for 126 MB in int8. So their ``decode`` allows
-exactly one row.
+Prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per sequence and step, ``decode``
+one. For steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights: 377 MB instead of 227 MB
+for 202 MB of float16 weights. So if the largest batch is one, ``decode`` allows two rows, and ``prefill`` logits of two
+positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights, ``decode`` then has exactly one row,
+which makes engines smaller: 90 MB instead of 109 MB for 81 MB in int4; 172 MB instead of 263 MB for 126 MB in int8.
 """
 
 from __future__ import annotations
@@ -56,8 +52,7 @@ Range = tuple[int, int, int]
 def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
     """Return the sizes of the engine: those that the model fixes, and those of the build options or their defaults.
 
-    Raises:
-        OptionError: an option contradicts a size that the model fixes, or a chunk is longer than a cache.
+    Raises `OptionError` if an option contradicts the model, or a chunk is longer than a cache.
     """
     if not plan.caches:
         raise OptionError("the model has no KV cache to build for: no TensorScatter or packed update was found in it")
@@ -94,8 +89,7 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
 def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
     """Return the largest number of positions with logits in a step; None if the model decides.
 
-    If updates have a fixed length, the caller pads shorter steps at the end. Any position may then contain the last
-    token.
+    With updates of a fixed length, shorter steps are padded at the end, so any position may have the last token.
     """
     asked = build.max_logits
     if plan.logits_span is None:
@@ -122,15 +116,8 @@ def make_profiles(
 ) -> tuple[Profile, ...]:
     """Return the optimization profiles for a plan: prefill and decode, or one if both have the same shapes.
 
-    Args:
-        plan: plan of the model.
-        build: the caller's options.
-        limits: from `resolve_limits`.
-        quantized: the model has quantized weights.
-
-    Raises:
-        OptionError: the size of an axis is unknown, and the caller does not give it; or a shape from the caller
-            contradicts the model or the limits.
+    `limits` are from `resolve_limits`. Raises `OptionError` if the caller does not give the unknown size of an axis, or
+    a shape from the caller contradicts the model or the limits.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
@@ -148,12 +135,8 @@ def make_profiles(
 def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
     """Return the optimization profile of an encoder, which reads one source (such as an image or a text) at a time.
 
-    Args:
-        plan: plan of the encoder.
-        build: the caller's options. Shapes of other inputs are ignored, because they belong to the decoder.
-
-    Raises:
-        OptionError: the longest source is unknown, or a shape from the caller does not fit the model.
+    Shapes of the decoder's inputs in `build` are ignored. Raises `OptionError` if the longest source is unknown, or a
+    shape from the caller does not fit the model.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     own = _with_shapes(build, lambda name: any(t.name == name for t in inputs))
@@ -176,12 +159,10 @@ def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOpt
 
 
 def _encoder(build: BuildOptions) -> Range | None:
-    """Return the fewest, typical and most positions of an encoder's output, if the caller gives the maximum."""
     return None if build.max_encoder is None else (1, build.max_encoder, build.max_encoder)
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    """Return a profile for batch size one, widened to batch size two; unchanged if a size is unknown."""
     tensors = {t.name: t for t in plan.tensors if t.io == "input"}
     shapes = {}
     for name, range_ in profile.shapes.items():
@@ -228,8 +209,7 @@ def _ranges(
 def _asked(tensor: TensorRole, index: int, asked: list[int | None], known: Range | None) -> Range:
     """Return the range of an axis that the caller asks for; check that it lies within the known range.
 
-    If no range is known, the caller gives at least one size (smallest, typical, largest); this function replaces
-    missing sizes.
+    If no range is known, sizes that the caller does not give follow from those that the caller gives.
     """
     given = [size for size in (asked[1], asked[2], asked[0]) if size is not None]
     if known is None and not given:
@@ -288,8 +268,8 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
 def _rows(capacity: int, chunk: int) -> Range:
     """Return the smallest, typical and largest size of an axis that counts cache rows.
 
-    TensorRT chooses kernels for the typical size, half the capacity: the mean length of a sequence that grows until its
-    cache is full. It is at least the size of a chunk, because a prefill reads the rows that it has just written.
+    TensorRT chooses kernels for the typical size: half the capacity, but at least a chunk, which a prefill has just
+    written.
     """
     return 1, max(capacity // 2, chunk, 1), capacity
 

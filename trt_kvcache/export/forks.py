@@ -3,10 +3,9 @@
     python forks.py MODULE ...
 
 Each line on stdin is a program, as a JSON list of an interpreter's arguments: ``-c CODE ...``, ``-m MODULE ...`` or
-``FILE ...``. It runs as if alone, with the same stdout and stderr. After it, this process writes a line to stdout: a
-NUL and the program's exit code. On Windows, where processes cannot fork, each program gets a new interpreter.
-
-This file needs nothing of this package: it runs in the interpreter of an exporter.
+``FILE ...``. After a program, this process writes a line to stdout: a NUL and the program's exit code. On Windows,
+where processes cannot fork, each program gets a new interpreter. This file needs nothing of this package: it runs in
+the interpreter of an exporter.
 """
 
 import json

@@ -37,14 +37,8 @@ _AS_ARE = {
 def save_checkpoint(gguf: str | Path, folder: str | Path, dtype: str = "bfloat16", layers: int | None = None) -> None:
     """Write the model and the tokenizer of a GGUF file as transformers' `save_pretrained` does.
 
-    Args:
-        gguf: path of the GGUF file.
-        folder: folder for the checkpoint.
-        dtype: dtype of the checkpoint's weights.
-        layers: keep only this many first layers (default: all). A cut model keeps the statistics of these layers.
-
-    Raises:
-        ValueError: transformers cannot read the file, or would ignore a part of it; the message names each such part.
+    With `layers`, only this many first layers are kept. Raises `ValueError` if transformers cannot read the file, or
+    would ignore a part of it; the message names each such part.
     """
     torch, transformers = import_module("torch"), import_module("transformers")
     gguf = Path(gguf)

@@ -25,13 +25,9 @@ _LINE = 80  # characters of a line of output that are shown as progress
 
 
 class Interpreter:
-    """The interpreter of an environment with exporters.
+    """The interpreter of an environment with exporters, as a ``with`` block.
 
-    Use it in a ``with`` block; the interpreter starts with the first program.
-
-    Args:
-        python: path of the interpreter.
-        modules: modules that most programs import. Each program runs in a fork of a process that has imported them.
+    Each program runs in a fork of a process that has imported `modules`.
     """
 
     def __init__(self, python: str, modules: Sequence[str] = ()) -> None:
@@ -48,15 +44,10 @@ class Interpreter:
         self._stderr.close()
 
     def run(self, words: Sequence[str], title: str, seconds: float | None = None) -> tuple[int, str]:
-        """Run a Python program, and show the newest line of its stdout as progress while it runs.
+        """Run a Python program, and show the newest line of its stdout as progress; return its exit code and stderr.
 
-        Args:
-            words: the interpreter's arguments, such as ``["-m", "module", "argument"]``.
-            title: text of the progress.
-            seconds: time limit; None: no limit.
-
-        Returns:
-            The exit code and stderr. If the time limit ended the program, stderr says only this.
+        `words` are the interpreter's arguments, such as ``["-m", "module", "argument"]``. If the time limit ended the
+        program, stderr says only this.
         """
         late = threading.Event()
 

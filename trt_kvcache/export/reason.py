@@ -19,16 +19,11 @@ _MOST = 5  # warnings that are returned
 
 
 def failure_reason(stderr: str) -> str:
-    """Find in the stderr of a Python program why it ended with an error. Return the reason on one line.
+    """Return, on one line, why a Python program ended with an error, from its stderr; empty without output.
 
     In a chain of errors, the first error is the reason; for example, torch.onnx raises three errors, and the first one
-    names the missing function. For an error without a message, the reason is the line of code that raised it.
-
-    Args:
-        stderr: everything that the program wrote to stderr.
-
-    Returns:
-        The reason; the last line if there is no trace; empty if there was no output.
+    names the missing function. For an error without a message, the reason is the line of code that raised it. Without a
+    trace, it is the last line.
     """
     text = _COLOR.sub("", stderr).strip()
     parts = re.split(f"({re.escape(_CAUSE)}|{re.escape(_OTHER)})", text)
@@ -54,14 +49,7 @@ def failure_reason(stderr: str) -> str:
 
 
 def warnings_in(stderr: str) -> list[str]:
-    """Return the warnings in the stderr of a program, without progress bars and warnings about the program's own code.
-
-    Args:
-        stderr: everything that the program wrote to stderr.
-
-    Returns:
-        The warnings, each once. If there are many, the first lines, and the number of lines that were left out.
-    """
+    """Return the first warnings in a program's stderr, each once, and the number of the others."""
     told: dict[str, None] = {}
     source = False  # Python shows the line of code after a warning
     for line in _COLOR.sub("", stderr).splitlines():

@@ -106,26 +106,14 @@ EXPORTERS = {
 
 @dataclass(frozen=True)
 class Export:
-    """The result of an export: the exporter that made the model, and the model's plan.
-
-    Attributes:
-        exporter: name of the exporter.
-        plan: plan of the model.
-    """
+    """The result of an export: the name of the exporter that made the model, and the model's plan."""
 
     exporter: str
     plan: CachePlan
 
 
 def installed(python: str = sys.executable) -> list[str]:
-    """Return the names of the exporters that are installed in the environment of an interpreter.
-
-    Args:
-        python: path of the interpreter.
-
-    Raises:
-        OptionError: the interpreter does not run.
-    """
+    """Return the exporters in the environment of an interpreter; raise `OptionError` if it does not run."""
     there = _importable(python, {module for exporter in EXPORTERS.values() for module in exporter.modules})
     return [name for name, exporter in EXPORTERS.items() if there.issuperset(exporter.modules)]
 
@@ -208,18 +196,9 @@ def export_checkpoint(
 
 
 def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> list[str]:
-    """Run an exporter into a new folder, and copy the checkpoint's tokenizer, chat template and configs there.
+    """Run an exporter into a new folder, copy the checkpoint's tokenizer and configs there, and return the warnings.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        folder: folder for the model.
-        run: runs the exporter; returns its exit code and its stderr.
-
-    Returns:
-        The exporter's warnings.
-
-    Raises:
-        UnsupportedModelError: the exporter fails, or writes no model.
+    `run` returns the exporter's exit code and stderr. Raises `UnsupportedModelError` if it fails, or writes no model.
     """
     folder.mkdir()
     code, stderr = run()
@@ -231,10 +210,7 @@ def fill(checkpoint: Path, folder: Path, run: Callable[[], tuple[int, str]]) -> 
 
 
 class _Job:
-    """The export of one checkpoint.
-
-    Within its ``with`` block, it has a twin: a small random checkpoint with the same settings.
-    """
+    """The export of a checkpoint. Its ``with`` block makes a twin: a small random checkpoint of the same settings."""
 
     def __init__(
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
@@ -255,10 +231,7 @@ class _Job:
         self._temporary.cleanup()
 
     def only(self, name: str, keep: Callable[[], None]) -> Export:
-        """Export with this exporter.
-
-        Keep a model that cannot be planned; delete a model that computes wrong numbers.
-        """
+        """Export with this exporter. Keep a model that cannot be planned; delete one that computes wrong numbers."""
         made = self._folder / name
         try:
             self._export(name)
@@ -297,10 +270,7 @@ class _Job:
         raise self._failed(failures)
 
     def _export(self, name: str) -> None:
-        """Export the checkpoint if the exporter is correct on the twin, a small random model with the same settings.
-
-        Raises UnsupportedModelError if the exporter fails, or the exported model is wrong.
-        """
+        """Export the checkpoint; raise UnsupportedModelError if the exporter fails, or is wrong on the small twin."""
         verdict = self._judge(name)
         if verdict.is_right is False:
             left = self._twin.settings(name, verdict)
@@ -331,10 +301,7 @@ class _Job:
             tell(f"{name} warns: {line}")
 
     def _compare_weights(self, name: str, plan: CachePlan) -> None:
-        """Compare the exported model with the checkpoint on a few tokens; report if memory is too short for this.
-
-        Raises UnsupportedModelError if the logits differ.
-        """
+        """Raise UnsupportedModelError if logits of export and checkpoint differ. Without enough memory, say so."""
         needed = 3 * self._size + _ROOM // 2
         if self._int4:
             self._told("the weights are not compared with the checkpoint's: they were rounded to 4 bits")

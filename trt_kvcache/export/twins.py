@@ -1,7 +1,7 @@
-"""Compares exporters with transformers: on a small twin of a checkpoint, and on a few tokens of the checkpoint.
+"""Compares exporters with transformers: on a few tokens of a checkpoint, and on its twin (small, with random weights).
 
-`trt_kvcache.compare.twin` makes and decodes the twin in the interpreter of the exporters. The exporter exports the twin
-like a checkpoint, and ONNX Runtime decodes the exported model in float32.
+`trt_kvcache.compare.twin` makes and decodes the twin in the interpreter of the exporters. ONNX Runtime decodes the
+exported twin in float32.
 """
 
 from __future__ import annotations
@@ -60,10 +60,9 @@ class Twin:
     Args:
         checkpoint: folder of the checkpoint.
         folder: an empty folder for the twin and its exports.
-        run: runs the exporters' interpreter with arguments and a time limit in seconds; returns the exit code and
-            stderr.
+        run: runs the exporters' interpreter with arguments and a time limit in seconds; returns exit code and stderr.
         capacity: tokens per sequence; None: the default. Some checkpoints compute differently from a certain position
-            on (LongRoPE). If the capacity is below this position, the twin's texts end before the twin's.
+            on (LongRoPE). If the capacity is below this position, the twin's texts end before it.
     """
 
     def __init__(
@@ -82,12 +81,10 @@ class Twin:
         self._capacity = None if reached else twin_script.THRESHOLD
 
     def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
-        """Export the small random twin, decode texts with the result, and compare the logits to transformers'.
+        """Export the twin, decode texts with the exported model, and compare the logits to transformers'.
 
-        Args:
-            name: name of the exporter.
-            export: function that exports a checkpoint's folder to a new folder, with a time limit in seconds; it raises
-                UnsupportedModelError if the exporter fails.
+        `export` exports a checkpoint's folder to a new folder, with a time limit in seconds; it raises
+        `UnsupportedModelError` if the exporter fails.
         """
         if not self._made:
             self._made = True
@@ -133,15 +130,9 @@ def judge_weights(
     checkpoint: Path, model: Path, plan: CachePlan, folder: Path,
     run: Callable[[Sequence[str], float], tuple[int, str]], seconds: float,
 ) -> Verdict:  # fmt: skip
-    """Compare an exported model with its checkpoint in transformers, on a few tokens.
+    """Compare an exported model with its checkpoint in transformers, on a few tokens, within `seconds`.
 
-    Args:
-        checkpoint: folder of the checkpoint.
-        model: folder of the exported model.
-        plan: plan of the exported model.
-        folder: folder for temporary files.
-        run: runs the exporters' interpreter, see `Twin`.
-        seconds: time limit of transformers.
+    `folder` is for temporary files; `run` as in `Twin`.
     """
     runner = Exported(model, plan)
     rng = np.random.default_rng(0)
@@ -169,7 +160,7 @@ def decode_exported(runner: Exported, texts: Sequence[Sequence[int]], cuts: Sequ
 
 
 def difference(found: Sequence[Array], wanted: Sequence[Array], tolerance: float = TOLERANCE) -> str | None:
-    """Describe how the logits differ in two decodes of the same sequences; None if they agree within the tolerance."""
+    """Describe how the logits of two decodes differ; None if they agree within the tolerance."""
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
         if ours.shape != theirs.shape:
             return f"logits of text {number} have shape {list(ours.shape)}, and transformers' {list(theirs.shape)}"

@@ -23,17 +23,10 @@ _PAST, _NEW = 12, 3  # tokens in the sample inputs; the exported model does not 
 def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None:
     """Write a causal language model of transformers as an ONNX decoder whose caches grow.
 
-    Inputs are ``input_ids`` ``[B, S]``, ``attention_mask`` ``[B, P + S]``, ``position_ids`` ``[B, S]`` where the model
+    Inputs are ``input_ids`` ``[B, S]``, ``attention_mask`` ``[B, P + S]``, ``position_ids`` ``[B, S]`` if the model
     takes them, and ``past_key_values.i.key`` and ``.value`` ``[B, N, P, H]``; outputs are ``logits`` and
-    ``present.i.key`` and ``.value`` ``[B, N, P + S, H]``.
-
-    Args:
-        model: a model from ``AutoModelForCausalLM``; the export has the type of its weights.
-        path: path of the ``.onnx`` file; weights are written to a file beside it.
-        verbose: print torch's progress.
-
-    Raises:
-        ValueError: a layer's cache is not keys and values of all tokens.
+    ``present.i.key`` and ``.value`` ``[B, N, P + S, H]``. The export has the type of the model's weights, which go to a
+    file beside `path`. Raises `ValueError` if a layer's cache is not keys and values of all tokens.
     """
     torch: Any = import_module("torch")
     make_cache = import_module("transformers").DynamicCache
@@ -49,7 +42,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         raise ValueError("not every layer's cache is keys and values of all tokens; export it with another exporter")
 
     class Decoder(torch.nn.Module):  # type: ignore[misc]
-        """A wrapper of the model: it takes and returns caches as tensors instead of a cache object."""
+        """The model with tensors as caches, instead of a cache object."""
 
         def __init__(self) -> None:
             super().__init__()

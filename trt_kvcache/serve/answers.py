@@ -31,20 +31,13 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """Returns the text and bytes that stand for a token in the log-probabilities of an answer.
-
-    The joined texts of an answer's tokens are the answer's text.
-
-    Args:
-        tokenizer: tokenizer of the session, or None.
-    """
+    """The texts and bytes of tokens in an answer's log-probabilities. The joined texts are the answer's text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     @cached_property
     def _known(self) -> TokenBytes | None:
-        """The bytes of all tokens; None if the tokenizer does not give them."""
         read = getattr(self._tokenizer, "token_bytes", None)
         try:
             table: TokenBytes | None = None if read is None else read()
@@ -54,7 +47,7 @@ class TokenNames:
 
     @property
     def has_text(self) -> bool:
-        """True if there is a tokenizer, so that tokens have texts."""
+        """True if there is a tokenizer."""
         return self._tokenizer is not None
 
     def of(self, token: int) -> dict[str, Any]:
@@ -80,14 +73,7 @@ class TokenNames:
 class Answer:
     """Collects the events of one request, and turns them into the answer of OpenAI's API.
 
-    Args:
-        asked: the checked request.
-        model: name of the model.
-        names: returns the texts that stand for tokens in log-probabilities.
-
-    Attributes:
-        model: name of the model.
-        created: Unix time of the request, in whole seconds.
+    `created` is the Unix time of the request, in whole seconds.
     """
 
     def __init__(self, asked: Asked, model: str, names: TokenNames) -> None:
@@ -112,10 +98,7 @@ class Answer:
         }
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event of sequence number `place` to the answer.
-
-        Return the event's text, without parts of tool calls.
-        """
+        """Add an event of sequence number `place`; return the event's text, without parts of tool calls."""
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
@@ -175,7 +158,7 @@ class Answer:
                 yield _line(self._chunk([choice]) | more)
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event of sequence number `place`; yield its part of the stream, if there is something to send."""
+        """Add an event of sequence number `place`; yield the stream's chunk for it, if there is something to send."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
@@ -269,25 +252,17 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """Return log-probabilities by token text, of the best tokens and the chosen one.
-
-    Equal texts get the highest one.
-    """
+    """Return log-probabilities by token text, of the best tokens and the chosen one; equal texts get the highest."""
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 
 
 def _line(chunk: dict[str, Any]) -> bytes:
-    """Return a part of a streamed answer as a server-sent event."""
     return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Wait for all events of a request, and return the answer. If the call is cancelled, end the running sequences.
-
-    Raises:
-        TrtKvCacheError: a sequence failed, see `ServingCore.events`.
-    """
+    """Return the answer after all events; raise the error of a failed sequence. A canceled call ends the sequences."""
     async with aclosing(events):
         async for place, event in events:
             answer.take(place, event)

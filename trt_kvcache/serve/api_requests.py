@@ -79,7 +79,7 @@ class ApiError(TrtKvCacheError):
 
 
 def as_api(error: TrtKvCacheError) -> ApiError:
-    """Convert an error of a session or a core to the error that the client gets in OpenAI's form."""
+    """Convert an error of a session or a core to the error for the client."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -96,15 +96,12 @@ def as_api(error: TrtKvCacheError) -> ApiError:
 
 
 def too_many(message: str) -> ApiError:
-    """Return the error that the client gets if too many requests wait (HTTP 429)."""
+    """Return the client's error if too many requests wait (HTTP 429)."""
     return ApiError(429, message, code="queue_full", headers=LATER)
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the adapter that a request names as its model; None for the model itself.
-
-    Raise `ApiError` for other names.
-    """
+    """Return the adapter that a request names as its model; None for the model itself. Raises `ApiError` otherwise."""
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -114,7 +111,7 @@ def find_adapter(requested: str | None, name: str, adapters: Collection[str]) ->
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """The field `stream_options` of a request, with options for streams."""
+    """The field `stream_options` of a request."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # padding that hides the length of tokens
@@ -210,11 +207,7 @@ class ChatRequest(_Request):
 
 
 class AdapterRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A request to load or unload an adapter, in vLLM's form.
-
-    Attributes:
-        lora_path: path inside the server's folder of adapters; None: the adapter's name.
-    """
+    """A request to load or unload an adapter, in vLLM's form; `lora_path` lies in the server's folder."""
 
     lora_name: Annotated[str, Meta(min_length=1, max_length=200)]
     lora_path: str | None = None
@@ -250,10 +243,8 @@ class Asked(msgspec.Struct):
     """A checked request, ready to run.
 
     Attributes:
-        request: the request as it was read.
         works: the sequences to run: `n` for each prompt.
         prompts: for each sequence, the text of its prompt if the answer must repeat the prompt; else empty.
-        config: settings of all sequences.
         uses: the tools that an answer may call; None: no tools.
     """
 
@@ -265,11 +256,7 @@ class Asked(msgspec.Struct):
 
 
 def read_request(body: bytes, kind: type[Kind]) -> Kind:
-    """Parse the body of a request.
-
-    Raises:
-        ApiError: the body is not a JSON object, or a field is unknown, of another type, out of range or not supported.
-    """
+    """Parse the body of a request; raise `ApiError` if it is no JSON object, or a field does not fit."""
     try:
         fields = msgspec.json.decode(body.removeprefix(codecs.BOM_UTF8))
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -280,11 +267,7 @@ def read_request(body: bytes, kind: type[Kind]) -> Kind:
 
 
 def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
-    """Convert the fields of a JSON request to a typed request. No field may be null.
-
-    Raises:
-        ApiError: a field is unknown, of another type, out of range or not supported.
-    """
+    """Convert the fields of a JSON request to a typed request; raise `ApiError` for a field that does not fit."""
     for name, (values, why) in _ONLY.items():
         if name in kind.__struct_fields__:
             continue
@@ -304,7 +287,7 @@ def as_request(fields: dict[str, Any], kind: type[Kind]) -> Kind:
 
 
 def read_adapter_request(body: bytes) -> AdapterRequest:
-    """Parse a request to load or unload an adapter; raise `ApiError` if the body is not such a request."""
+    """Parse a request to load or unload an adapter; raise `ApiError` for other bodies."""
     try:
         return msgspec.json.decode(body, type=AdapterRequest)
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
@@ -339,19 +322,10 @@ def _cleaned(tree: Any, nested: dict[str, Any]) -> Any:
 def prepare(
     session: DecodeSession, request: CompletionRequest | ChatRequest, most: int, adapter: str | None = None
 ) -> Asked:
-    """Check a request, and convert it to prompts and settings that the session can run.
+    """Check a request, and convert it to prompts and settings; this runs the tokenizer, which may take time.
 
-    This runs the tokenizer and the chat template, which may take time.
-
-    Args:
-        session: the session that will run the request.
-        request: the request as it was read.
-        most: most sequences of one request.
-        adapter: name of the adapter that computes the answer; None: no adapter.
-
-    Raises:
-        ApiError: the request cannot be run.
-        OptionError, PromptError: the session refuses a setting or a prompt.
+    `most` is the most sequences of one request; `adapter` the name of an adapter, or None. Raises `ApiError` if the
+    request cannot be run, and `OptionError` or `PromptError` if the session refuses a setting or a prompt.
     """
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams; leave them out, or set stream", "stream_options")
@@ -445,12 +419,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return the text of a message's content; None if a part is not text.
-
-    Args:
-        content: a text, or a list of parts in OpenAI's form.
-        fields: for each type of a part, the field with its text.
-    """
+    """Return the text of a message's content; None if a part is not text. `fields`: type of a part to field."""
     if isinstance(content, str):
         return content
     texts = [p.get(fields.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]

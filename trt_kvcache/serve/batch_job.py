@@ -34,12 +34,9 @@ _MOST = 1024
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """The answer to one row of a batch job.
+    """The answer to one row (request) of a batch job, with the number and digest of the `Row`.
 
-    Attributes:
-        number, digest: number and digest of the `Row`.
-        status: HTTP status: 200 if the row has an answer, else the status of its error.
-        line: line of the output, as JSON.
+    `status` is 200, or the HTTP status of the row's error. `line` is the line of the output, as JSON.
     """
 
     number: int
@@ -49,11 +46,7 @@ class Answered(msgspec.Struct, frozen=True):
 
 
 class RowRunner:
-    """Answers the rows (requests) of a batch job with a session, in the same way as the server.
-
-    Args:
-        session: the session; it stays open, and no other code may use the session at the same time.
-        name: name of the model.
+    """Answers the rows (requests) of a batch job in the same way as the server, with a session that nobody else uses.
 
     Attributes:
         model: digest of everything that the answers depend on, except the rows.
@@ -76,11 +69,7 @@ class RowRunner:
         self._core.close()
 
     async def answers(self, rows: Iterable[Row]) -> AsyncGenerator[Answered, None]:
-        """Answer rows, and yield the answers in the order in which they end. If a row fails, its answer is the error.
-
-        Raises:
-            TrtKvCacheError: the session itself failed.
-        """
+        """Yield answers to rows in the order in which they end. If a row fails, its answer is the error."""
         running: set[asyncio.Task[Answered]] = set()
         ended: set[asyncio.Task[Answered]] = set()
         try:
@@ -123,13 +112,7 @@ class RowRunner:
 
 @dataclass(frozen=True)
 class BatchDone:
-    """The counts of a completed batch job.
-
-    Attributes:
-        rows: rows in the file.
-        reused: rows that an earlier run had answered.
-        errors: rows whose answer is an error.
-    """
+    """The counts of a completed batch job: rows, rows that an earlier run had answered (`reused`), and errors."""
 
     rows: int
     reused: int
@@ -145,15 +128,14 @@ def run_batch(
 ) -> BatchDone:
     """Run a batch job: answer the rows of a file that have no answer yet; write all answers in the order of the rows.
 
-    Finished rows are kept in a `Journal` beside the output until the output is written. A job that was killed continues
-    from the journal.
+    Finished rows are kept in a `Journal` beside the output until the output is written, so that a killed job can
+    continue.
 
     Args:
         file: path of the requests, see `read_rows`.
         output: path of the answers, see `write_lines`; it must not exist.
         defaults: values of fields that a request does not have.
-        compute: function that takes the rows to compute. It calls back with the digest of the model, and with each
-            answer.
+        compute: takes the rows to compute. It calls back with the digest of the model, and with each answer.
         progress: called with the numbers of answered rows and of all rows.
 
     Raises:
@@ -204,17 +186,8 @@ def _check_new(output: Path) -> None:
 class Journal:
     """The answers of a batch job so far, in a file. Each answer is stored at once, so that a killed job can continue.
 
-    No other process may have the file open at the same time.
-
-    Args:
-        output: path of the job's output; the journal is this path with ``.journal`` at its end.
-
-    Attributes:
-        path: path of the journal.
-
-    Raises:
-        OutputError: the file cannot be made or read, or another process has it open. All methods raise it if the disk
-            is full.
+    The file is ``<output>.journal``. Raises `OutputError` if it cannot be made or read, or another process has it open.
+    All methods raise it if the disk is full.
     """
 
     def __init__(self, output: Path) -> None:
@@ -263,11 +236,7 @@ class Journal:
             ) from None
 
     def claim(self, model: str) -> None:
-        """Record the model that computes the answers, as its digest in `RowRunner.model`.
-
-        Raises:
-            OutputError: the journal holds answers of another model or of other settings.
-        """
+        """Record the model's digest (`RowRunner.model`); raise `OutputError` if the journal has answers of another."""
         with self._one_line():
             record = self._db.execute("SELECT model FROM made").fetchone()
             if record is None and self._is_empty():
@@ -332,14 +301,9 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def read_rows(file: Path, defaults: dict[str, Any]) -> Iterator[Row]:
-    """Read the requests of a batch job from a file, one after another. Empty lines are skipped.
+    """Read the requests of a batch job, one after another, from a JSONL file, or from a ``.parquet`` file.
 
-    Args:
-        file: path of a JSONL file; or of a Parquet file, if the name ends with ``.parquet``.
-        defaults: values of fields that a request does not have.
-
-    Raises:
-        OptionError: the file cannot be read.
+    `defaults` are values of fields that a request does not have. Raises `OptionError` if the file cannot be read.
     """
     seen: set[bytes] = set()
     for number, line in _parquet_lines(file) if file.suffix.lower() == ".parquet" else _lines(file):
@@ -432,15 +396,10 @@ def _row(number: int, line: bytes, defaults: dict[str, Any]) -> Row:
 
 
 def write_lines(output: Path, lines: Iterable[bytes]) -> None:
-    """Write the answers to a file, completely or not at all.
+    """Write the answers to a file, completely or not at all: JSONL, or ``.parquet``.
 
-    Args:
-        output: path of the file: JSONL; or a table ``id, status_code, text, body``, if the name ends with ``.parquet``.
-        lines: the answers, see `Answered.line`.
-
-    Raises:
-        OptionError: pyarrow is missing.
-        OutputError: the file cannot be written.
+    A Parquet file is a table ``id, status_code, text, body``. Raises `OptionError` if pyarrow is missing, and
+    `OutputError` if the file cannot be written.
     """
     with atomic_file(output) as file:
         if output.suffix.lower() != ".parquet":

@@ -24,21 +24,16 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFullError(TrtKvCacheError):
-    """Raised if a request would exceed the number of sequences that may wait."""
+    """A request would exceed the number of sequences that may wait."""
 
 
 class EndingError(SessionError):
-    """Raised if the server ends or a step hangs; sequences that still run end unfinished."""
+    """The server ends or a step hangs; sequences that still run end unfinished."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """A prompt that a request wants to have continued.
-
-    Attributes:
-        tokens: token ids of the prompt.
-        index: number of the sequence's random stream among sequences with the same seed, see `DecodeSession.add`.
-    """
+    """A prompt's token ids, and the `index` of its random stream among equal seeds, see `DecodeSession.add`."""
 
     tokens: list[int]
     index: int = 0
@@ -72,8 +67,7 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 class ServingCore:
     """Runs the requests of any number of clients on one session, in a thread. It uses all batch rows of the session.
 
-    Each request is a client of the session, so requests get free rows in turn. A request whose reader is slow keeps its
-    own tokens in memory, and delays no other request.
+    Requests get free rows in turn. A request whose reader is slow keeps its own tokens in memory, and delays no other.
 
     Args:
         session: the session; it stays open, and no other code may call its `step` or `add` at the same time.
@@ -133,13 +127,11 @@ class ServingCore:
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Continue the prompts of one request; yield, for each new token, the index in `works` and the event.
 
-        Closing the iterator ends the sequences that still run.
+        Closing the iterator ends the sequences that still run. If one prompt fails, its error is raised and all end.
 
         Raises:
             QueueFullError: the queue has no room for all prompts; then no prompt runs.
             EndingError: the core is closed, or hangs.
-            OptionError, PromptError, CapacityError, SessionError: a prompt failed, see `DecodeSession.add`; then all
-                prompts end.
         """
         request = self._submit(works, config)
         left = len(works)
@@ -266,7 +258,6 @@ class ServingCore:
         run.tokens += 1
 
     def _end(self, slot: int, reason: str) -> _Run | None:
-        """Forget a sequence, and free its batch row if it still has one."""
         with self._changed:
             run = self._runs.pop(slot, None)
         if run is not None:
@@ -275,7 +266,6 @@ class ServingCore:
         return run
 
     def _remove(self, slot: int) -> None:
-        """Free a sequence's batch row, if it still has one."""
         try:
             if slot in self.session.running:
                 self.session.remove(slot)
@@ -298,10 +288,7 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """Return the error to send to the client for an error of a sequence.
-
-    If the error is a bug, write the trace to the log.
-    """
+    """Return the client's error for an error of a sequence. A bug's trace goes to the log."""
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
@@ -340,14 +327,9 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 class Metrics:
     """The counters and histograms of a serving core, for Prometheus. Times are in seconds.
 
-    Args:
-        model: name of the model, a label of each number.
-        running, waiting, usage: return these numbers; called when the metrics are read.
-
-    Attributes:
-        prompt_tokens, tokens: counters of tokens of prompts and of answers.
-        first_token: times from the arrival of a request to the first token of each of its sequences.
-        between_tokens: times from one token of a sequence to the next.
+    `running`, `waiting` and `usage` return these numbers when the metrics are read. `first_token` has times from the
+    arrival of a request to the first token of each of its sequences, `between_tokens` from one token of a sequence to
+    the next.
     """
 
     def __init__(
@@ -372,7 +354,7 @@ class Metrics:
         )
 
     def finished(self, reason: str, seconds: float) -> None:
-        """Record that a sequence has ended. `seconds` is the time since its request arrived."""
+        """Record that a sequence has ended, `seconds` after its request arrived."""
         self._ended.labels(self._model, reason).inc()
         self._whole.observe(seconds)
 

@@ -1,10 +1,8 @@
 """Runs a worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
 
 Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
-requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn
-by the seed and its position. Settings that depend on the number of new tokens are refused.
-
-Each adapter (LoRA) is registered as a model; its requests come to the same endpoint, with the adapter's name.
+requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn by
+the seed and its position. Each adapter (LoRA) is registered as a model.
 """
 
 from __future__ import annotations
@@ -81,19 +79,10 @@ _PROMPTS = ("prompt_embeds", "multi_modal_data", "encoder_result", "prefill_resu
 def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> Path:
     """Write the files that Dynamo's frontend requires: tokenizer, chat template, and entries of ``config.json``.
 
-    The folder's name follows from its contents: Dynamo takes workers for one model only if their paths are equal.
-
-    Args:
-        model: the model or engine, or its folder.
-        tokenizer: ``tokenizer.json`` or its folder; None: the tokenizer in the model's folder.
-        session: session of the model.
-
-    Returns:
-        A folder in ``~/.cache``; it is not deleted.
-
-    Raises:
-        OptionError: there is no tokenizer.
-        OutputError: the folder cannot be written.
+    Returns a folder in ``~/.cache``, which is not deleted. Its name follows from its contents, because Dynamo takes
+    workers for one model only if their paths are equal. `tokenizer` is ``tokenizer.json`` or its folder; None: the one
+    in the model's folder. Raises `OptionError` if there is no tokenizer, and `OutputError` if the folder cannot be
+    written.
     """
     source = tokenizer or model
     source = source if source.is_dir() else source.parent
@@ -125,16 +114,10 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
 
 
 class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
-    """The interface between Dynamo's worker and a serving core: the worker calls its methods.
+    """The interface between Dynamo's worker, which calls the methods, and a serving core.
 
-    Args:
-        session: the session; it stays open.
-        name: name of the model.
-        texts: the folder that `write_texts` wrote.
-        max_queue: most sequences that wait for a batch row.
-
-    Raises:
-        OptionError: the model's settings count new tokens, or its results depend on how a prompt is split into steps.
+    `texts` is the folder that `write_texts` wrote; `max_queue` is the most sequences that wait for a batch row. Raises
+    `OptionError` if settings count new tokens, or results depend on how a prompt is split into steps.
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
@@ -250,17 +233,10 @@ def _as_dynamo(error: TrtKvCacheError) -> Exception:
 
 
 def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> tuple[Work, GenerationConfig]:
-    """Convert a request of Dynamo's frontend to a prompt and the settings of its generation.
+    """Convert a ``PreprocessedRequest`` of Dynamo's frontend to a prompt and the settings of its generation.
 
-    Args:
-        session: the session that will run the request.
-        name: name of the model.
-        request: Dynamo's ``PreprocessedRequest``.
-
-    Raises:
-        ApiError: the request names another model, or an adapter that is not loaded.
-        OptionError: a field is not supported, or a value is illegal.
-        PromptError, CapacityError: the prompt does not fit.
+    Raises `ApiError` for an unknown model or adapter, `OptionError` for an unsupported field or illegal value, and
+    `PromptError` or `CapacityError` if the prompt does not fit.
     """
     adapter = find_adapter(request.get("model"), name, session.adapters)
     for field in _PROMPTS:
@@ -301,17 +277,11 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
 
 
 def run(engine: Engine, texts: Path, name: str, host: str, started: Callable[[], None]) -> None:
-    """Register the worker at Dynamo, and answer requests until SIGTERM or Ctrl-C.
+    """Register the worker at Dynamo, and answer requests until SIGTERM or Ctrl-C; then close the engine's core.
 
     Dynamo's environment variables (``DYN_NAMESPACE``, ``DYN_DISCOVERY_BACKEND``, ...) configure the worker. Without
-    them, workers find each other through files on this machine.
-
-    Args:
-        engine: the engine; its core is closed at the end.
-        texts: the folder that `write_texts` wrote.
-        name: name of the model.
-        host: address to listen at.
-        started: called before the worker is registered.
+    them, workers find each other through files on this machine. `host` is the address to listen at; `started` is called
+    before the worker is registered.
     """
     for variable in _HOSTS:
         os.environ.setdefault(variable, host)

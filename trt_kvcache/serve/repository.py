@@ -46,20 +46,10 @@ __all__ = ["TritonPythonModel"]
 def write_repository(
     model: Path, output: Path, name: str, parameters: Mapping[str, int], adapters: Mapping[str, Path] | None = None
 ) -> Path:
-    """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all.
+    """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all; return its path.
 
-    Other models of the repository are not touched.
-
-    Args:
-        model: folder of an engine or of a model; it is copied.
-        output: folder of the repository.
-        name: name of the model in Triton.
-        parameters: `max_batch`, `capacity` and `max_queue` of the session and its serving core, as far as they are
-            given.
-        adapters: folders of adapters (LoRA), by the names with which requests choose them; they are copied.
-
-    Returns:
-        The folder that was written.
+    Folders of the model and of adapters (by the names with which requests choose them) are copied. `parameters` are any
+    of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
 
     Raises:
         OptionError: a name is not a legal folder name, or a folder holds no adapter.

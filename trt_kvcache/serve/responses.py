@@ -1,6 +1,6 @@
 """Serves OpenAI's Responses API without a store: requests become chats, and answers become items and events.
 
-Nothing is kept between requests. Each request has the whole conversation in its ``input``.
+Each request has the whole conversation in its ``input``.
 """
 
 from __future__ import annotations
@@ -79,8 +79,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """Convert a request of the Responses API to a chat request.
 
-    Raises:
-        ApiError: the request refers to something that would have to be stored, or has an unknown item.
+    Raises `ApiError` if the request refers to something that would have to be stored, or has an unknown item.
     """
     for name, why in _REFUSED.items():
         if getattr(request, name) is not None:
@@ -159,13 +158,7 @@ def _choice(choice: Any) -> Any:
 
 
 class ResponseAnswer:
-    """Turns the events of one request into the answer of the Responses API, or into events of its stream.
-
-    Args:
-        request: the request as it was read.
-        answer: the chat answer that collects the events; the request was converted to a chat.
-        model: name of the model.
-    """
+    """Turns the events that a chat's `answer` collects into the answer or the stream of the Responses API."""
 
     def __init__(self, request: ResponsesRequest, answer: Answer, model: str) -> None:
         self._request, self._answer, self._model = request, answer, model
@@ -213,7 +206,6 @@ class ResponseAnswer:
 
     @property
     def _called(self) -> int:
-        """Number of tool calls among the items of the answer."""
         return sum(item["type"] == "function_call" for item in self._items)
 
     def _begins_text(self) -> Iterator[bytes]:

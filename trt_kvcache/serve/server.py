@@ -24,15 +24,14 @@ _SLOW = 5
 """Seconds after the drain in which clients can still read complete answers."""
 
 _IDLE = 75
-"""Seconds to keep a connection without requests: longer than clients keep it (OpenAI's client: 5 seconds). Otherwise
-a client might send a request over a connection that the server is just closing."""
+"""Seconds to keep a connection without requests: longer than clients keep it (OpenAI's client: 5 seconds), so that no
+client sends a request over a connection that is being closed."""
 
 
 def read_keys(file: Path) -> list[str]:
-    """Read API keys from a file, one per line. Empty lines and lines that begin with # are skipped.
+    """Read API keys from a file, one per line, without empty lines and lines that begin with #.
 
-    Raises:
-        OptionError: the file cannot be read, other users can read it, or it has no key.
+    Raises `OptionError` if the file cannot be read, other users can read it, or it has no key.
     """
     try:
         text = read_file(file, 1 << 20).decode()
@@ -52,8 +51,7 @@ def read_keys(file: Path) -> list[str]:
 def bind(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address, so that clients can connect and wait while the model is opened.
 
-    Raises:
-        OptionError: the address is in use, or does not belong to this machine.
+    Raises `OptionError` if the address is in use, or does not belong to this machine.
     """
     sock = None
     try:
@@ -105,13 +103,10 @@ class _Server(uvicorn.Server):
 
 
 def serve(service: Service, sock: socket.socket, drain: float, started: Callable[[], None]) -> None:
-    """Serve requests until SIGTERM or Ctrl-C, and then until running requests have ended.
+    """Serve requests until SIGTERM or Ctrl-C, and then until running requests have ended; close the core.
 
-    Args:
-        service: the service; its core is closed at the end.
-        sock: the listening socket, from `bind`.
-        drain: most seconds that running requests get to end.
-        started: called once the server answers requests and handles signals.
+    Running requests get at most `drain` seconds to end. `started` is called once the server answers requests and
+    handles signals.
     """
     config = uvicorn.Config(
         service.app, http="h11", ws="none", loop="asyncio", lifespan="off", log_level="warning", access_log=False,

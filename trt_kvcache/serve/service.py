@@ -60,17 +60,16 @@ _T = TypeVar("_T")
 
 
 class Service:
-    """The ASGI application that serves a session with OpenAI's API.
+    """The ASGI application that serves a session, which stays open, with OpenAI's API.
 
     Args:
-        session: the session; it stays open.
+        session: the session.
         name: name of the model.
         keys: API keys, of which each request needs one; empty: requests need no key.
         max_queue: most sequences that wait for a batch row.
         lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
         origins: origins of web pages that may read the answers, such as ``https://example.org``; ``*``: any page.
-        told: called with a log line for each answered request under /v1: path, status, tokens, times, and the reason of
-            a refusal. The line has no text of prompts or answers.
+        told: called with a log line for each answered request under /v1, which has no text of prompts or answers.
 
     Raises:
         OptionError: an origin is malformed.
@@ -300,10 +299,7 @@ def _told(scope: Scope, status: int, seconds: float) -> str:
 
 
 class _Stream(StreamingResponse):
-    """A streamed response.
-
-    If the client goes away, even in the middle of a write, the generator that it reads is closed.
-    """
+    """A streamed response that closes its generator if the client goes away, even in the middle of a write."""
 
     async def stream_response(self, send: Send) -> None:
         async with aclosing(self.body_iterator):  # type: ignore[type-var]
@@ -451,9 +447,7 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
     """Return the prompt tokens of a completion with this text, or of a chat with these messages.
 
-    Raises:
-        ApiError: the request has both text and messages or neither, or the model has no tokenizer.
-        OptionError, PromptError: the chat template or the tokenizer fails.
+    Raises `ApiError` if the request has both or neither, or there is no tokenizer; also what the tokenizer raises.
     """
     tokenizer = _tokenizer(session)
     if (request.prompt is None) == (request.messages is None):
@@ -475,8 +469,7 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
 def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
     """Return the text of the token ids in a request, without special tokens.
 
-    Raises:
-        ApiError: the model does not know a token, or the model has no tokenizer.
+    Raises `ApiError` if the model does not know a token, or has no tokenizer.
     """
     wrong = next((token for token in request.tokens if not 0 <= token < session.vocab), None)
     if wrong is not None:

@@ -55,12 +55,9 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the `Grammars` object of a session.
+    """Return the session's `Grammars` object. It is made once, because this takes time for each token.
 
-    The object is made once; this takes time for each token of the vocabulary.
-
-    Raises:
-        OptionError: the session cannot have grammars, see `Grammars`.
+    Raises `OptionError` if the session cannot have grammars.
     """
     with _grammars_lock:
         if session not in _cache:
@@ -71,9 +68,7 @@ def grammars_of(session: DecodeSession) -> Grammars:
 def grammar_of(session: DecodeSession, asked: ResponseFormat | StructuredOutputs) -> Grammar | None:
     """Compile the grammar that a request asks for; None if it asks for plain text.
 
-    Raises:
-        OptionError: the grammar does not compile, the request has no grammar or several, or the session has no
-            grammars.
+    Raises `OptionError` if the grammar does not compile, there is none or several, or the session has no grammars.
     """
     if isinstance(asked, ResponseFormat):
         if asked.type == "json_schema" and asked.json_schema is None:
@@ -155,14 +150,10 @@ _ARGUMENTS = {"argument_9": "value_9"}
 
 
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
-    """Find how a chat template writes tool calls, by rendering examples. Return `GENERIC` if it does not support tools.
+    """Find how a chat template writes tool calls, by rendering examples; `GENERIC` if it does not support tools.
 
-    Args:
-        render: function of messages and tools that returns the prompt.
-        special_tokens: texts of special tokens, which answers do not show.
-
-    Raises:
-        OptionError: the template does not write calls as a name followed by arguments in JSON.
+    `render` returns the prompt of messages and tools. Answers do not show special tokens. Raises `OptionError` if the
+    template does not write calls as a name followed by arguments in JSON.
     """
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in _NAMES]
     prompt = render([_USER], tools)
@@ -222,10 +213,7 @@ def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], nam
 def in_text(messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages for a template that knows no tools: tools, calls and results become text in the form `GENERIC`.
 
-    Args:
-        messages: messages of a chat.
-        tools: tools that may be called. The system message describes the tools; if there is none, the user's first
-            message does.
+    The system message describes the tools; if there is none, the user's first message does.
     """
     written: list[dict[str, Any]] = []
     for message in messages:
@@ -260,11 +248,7 @@ _forms_lock = threading.Lock()
 
 
 def form_of(session: DecodeSession) -> ToolForm:
-    """Return the form in which the chat template of a session writes tool calls.
-
-    Raises:
-        OptionError, PromptError: there is no template, or how it writes calls cannot be found out.
-    """
+    """Return how the session's chat template writes tool calls; raise an error if this cannot be found out."""
     with _forms_lock:
         if session not in _forms:
             tokenizer = session.tokenizer
@@ -276,14 +260,7 @@ def form_of(session: DecodeSession) -> ToolForm:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """The tool calls that an answer may make, and how they are written.
-
-    Attributes:
-        form: how the template writes calls.
-        tools: tools that may be called.
-        required: the answer must have a call.
-        grammar: grammar of the answer.
-    """
+    """The tools that an answer may call, how the template writes calls, and the answer's grammar."""
 
     form: ToolForm
     tools: Sequence[Tool]
@@ -298,15 +275,8 @@ class ToolUse:
 def use_tools(session: DecodeSession, tools: Sequence[Tool], choice: Any, *, parallel: bool) -> ToolUse | None:
     """Return the tool calls that an answer may make; None if it may make no calls.
 
-    Args:
-        session: the session that answers.
-        tools: tools of the request.
-        choice: `tool_choice` of the request.
-        parallel: True if an answer may have several calls.
-
-    Raises:
-        OptionError: the choice is unknown, the parameters of a tool do not compile, or the way in which the template
-            writes calls cannot be found out.
+    `choice` is `tool_choice` of the request; `parallel` allows several calls. Raises `OptionError` if the choice is
+    unknown, the parameters of a tool do not compile, or it cannot be found out how the template writes calls.
     """
     able, required = _chosen(tools, choice)
     if not able:
@@ -366,16 +336,7 @@ def _schema(parameters: dict[str, Any] | None) -> str:
 
 
 class CallReader:
-    """Separates tool calls from text in one answer, while the answer arrives.
-
-    Args:
-        form: how the template writes calls.
-        tools: tools that may be called.
-        required: the answer must begin with a call.
-
-    Attributes:
-        calls: complete calls, in OpenAI's form.
-    """
+    """Separates tool calls (`calls`, in OpenAI's form) from text in one answer, while the answer arrives."""
 
     def __init__(self, form: ToolForm, tools: Sequence[Tool], *, required: bool) -> None:
         self._form, self._names = form, [tool.function.name for tool in tools]
@@ -400,7 +361,6 @@ class CallReader:
         return said
 
     def _read(self) -> None:
-        """Move complete calls from the collected text to `calls`."""
         while (lead := self._form.between if self.calls else self._form.begin) is not None:
             for start in (lead + name + self._form.middle for name in self._names):
                 if self._rest.startswith(start):

@@ -1,7 +1,7 @@
 """Runs a serving core as a model of Triton's python backend; `trt_kvcache.serve.repository` writes its repository.
 
 A request has one prompt, as `text_input` or `input_ids`. `sampling_parameters` has the fields of ``/v1/completions`` as
-JSON; its field `model` chooses an adapter. The answer is one response; with `stream`, one response for each event.
+JSON; its field `model` chooses an adapter. With `stream`, the answer is one response for each event.
 """
 
 from __future__ import annotations
@@ -41,17 +41,10 @@ _CODES = {400: "INVALID_ARG", 404: "INVALID_ARG", 429: "UNAVAILABLE", 503: "UNAV
 
 
 class TritonPythonModel:
-    """The model class that Triton's python backend calls.
-
-    All requests to an instance share the batch rows of one session.
-    """
+    """The model class that Triton's python backend calls. All its requests share the batch rows of one session."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Open the session and the serving core.
-
-        Args:
-            args: arguments of the backend; `write_repository` wrote the ``parameters`` of the configuration.
-        """
+        """Open the session and the serving core, with the ``parameters`` that `write_repository` wrote."""
         parameters = {n: v["string_value"] for n, v in json.loads(args["model_config"])["parameters"].items()}
         options = {name: int(parameters[name]) for name in ("max_batch", "capacity") if name in parameters}
         if args["model_instance_kind"] == "GPU":

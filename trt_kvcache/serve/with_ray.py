@@ -44,21 +44,12 @@ def answer_with_ray(
     rows: Iterable[Row],
     take: Callable[[str, Answered], None],
 ) -> None:
-    """Answer the rows (requests) of a batch job with Ray actors.
+    """Answer the rows (requests) of a batch job with Ray actors. If an actor dies, another one repeats its rows.
 
-    If an actor dies, Ray starts another actor, which repeats the dead actor's block of rows.
-
-    Args:
-        model: path of the engine or model, on every machine.
-        name: name of the model.
-        options: keyword arguments of `DecodeSession.open`.
-        workers: number of actors; None: one for each GPU for an engine, one for a model.
-        rows: the rows; all rows are read before the first one is computed.
-        take: called with the model's digest and each answer, see `run_batch`.
-
-    Raises:
-        OptionError: there are fewer GPUs than workers.
-        SessionError: an actor failed; the message is the actor's.
+    `options` are keyword arguments of `DecodeSession.open`. `workers` is the number of actors; None: one for each GPU
+    for an engine, one for a model. All rows are read before the first one is computed. `take` is called with the
+    model's digest and each answer. Raises `OptionError` if there are too few GPUs, and `SessionError` with the message
+    of a failed actor.
     """
     started = not ray.is_initialized()
     if started:
