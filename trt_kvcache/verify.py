@@ -1,10 +1,9 @@
-"""Verifies a rewrite: decodes the same texts at several stations (runners of a form of the model), and compares logits.
+"""Verifies a rewrite: decodes the same texts at several stations (forms of the model with a runtime), compares logits.
 
     model as exported -> rewritten model -> its caches quantized -> the session on the CPU
                                          -> the network that TensorRT parsed
 
-The model as exported decodes texts with its own caches, and chooses the tokens. All other stations decode the same
-texts.
+The model as exported decodes with its own caches and chooses the tokens; all other stations decode the same texts.
 """
 
 from __future__ import annotations
@@ -83,9 +82,8 @@ def verify_model(
 ) -> VerifyReport:
     """Decode the same texts with several forms of the model (stations), and report how far the logits are apart.
 
-    The model as exported decodes each text alone in ONNX Runtime: each present output becomes the past input of the
-    next step, unchanged. The model computes in float32, and continues the texts greedily. Then other stations decode
-    the same tokens:
+    The model as exported decodes each text alone in ONNX Runtime, in float32: each present output becomes the past
+    input of the next step, unchanged. The texts continue greedily. Then other stations decode the same tokens:
 
     - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
       the cache rows in use, a few more, or all. All cache rows without a token have garbage;
@@ -133,7 +131,6 @@ def verify_model(
 def _verify(
     imported: ImportedModel, options: PlanOptions, verify: VerifyOptions, file: SourceModel | None = None
 ) -> VerifyReport:
-    """Verify a model. If `file` is given, compare it as the rewritten model."""
     options = replace(options, capacity=imported.plan.options.capacity)
     asked = quantize_caches(replace(imported, plan=replace(imported.plan, options=options)))
     folder = None
@@ -153,12 +150,8 @@ def verify_import(
 ) -> VerifyReport:  # fmt: skip
     """Verify a model that is already planned and rewritten; see `verify_model`.
 
-    Args:
-        imported: the model and its rewritten form.
-        verify: options of the verification.
-        quantized: the same model, rewritten with quantized caches; or None.
-        folder: folder of the rewritten model's own external data, if it has any.
-        written: True if the rewritten model was read from a file; sessions and builds cannot use such a file.
+    `quantized` is the same model with quantized caches. `folder` is that of the rewritten model's own external data.
+    With `written`, the rewritten model was read from a file, which sessions and builds cannot use.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -257,20 +250,16 @@ class _Verification:
 
     @cached_property
     def limits(self) -> IndexLimits:
-        """Limits of the token ids and positions in the texts that the verification decodes."""
         return index_limits(self.imported.model, self.imported.plan)
 
     @cached_property
     def table(self) -> Array | None:
-        """The table with the embeddings of token ids, for a model that takes embeddings; None for other models."""
+        """Embeddings of token ids, for a model that takes embeddings; None for other models."""
         return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property
     def given(self) -> dict[str, Array]:
-        """Values of the inputs that do not follow from the tokens.
-
-        They are the same for all models that are compared.
-        """
+        """Values of the inputs that do not follow from the tokens, the same for all compared models."""
         plan, values = self.imported.plan, load_inputs(self.verify.inputs)
         check_values(values, plan)
         return draw_constants(plan, read_limits(plan, self.verify.batch).batch, self.verify.seed) | values
@@ -291,7 +280,6 @@ class _Verification:
         return 0.0
 
     def _counted(self, steps: Iterator[Array], title: str = "") -> Iterator[Array]:
-        """Yield the logits of each step, and report the number of steps as progress."""
         with phase(title or self.title, len(self.decode.pieces)) as advance:
             for logits in steps:
                 advance()
@@ -343,7 +331,7 @@ class _Verification:
         )
 
     def _first_layer(self, found: Difference) -> str:
-        """Return text that names the first layer whose results differ where the logits differ (`found`); or ""."""
+        """Name, for a message, the first layer whose results differ where the logits differ (`found`); or ""."""
         model, folder = self.wide
         names = {name for node in model.graph.node for name in node.output}
         wanted, had = dict[str, Array](), dict[str, Array]()
@@ -374,7 +362,7 @@ class _Verification:
 
     @cached_property
     def rounded(self) -> Decode:
-        """The results of the rewritten model on the same texts, with cache rows rounded as in quantized caches."""
+        """Results of the rewritten model on the same texts, with cache rows rounded as in quantized caches."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
@@ -492,13 +480,10 @@ def _finite(value: float) -> float | None:
 
 
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
-    """Return the values of one sequence from a tensor in two models; None if the two arrays cannot be compared.
+    """Return one sequence's values from a tensor in two models; None if the two arrays cannot be compared.
 
-    Args:
-        values: the tensor in the model as exported, whose batch repeats the sequence `batch` times.
-        batch: how many times the batch of `values` repeats the sequence.
-        others: the same tensor of the rewritten model.
-        place: index of the sequence in the rewritten model's step, and the number of sequences in that step.
+    The batch of `values` repeats the sequence `batch` times. `place` is the sequence's index in `others`' step, and the
+    number of sequences in that step.
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:
