@@ -1,9 +1,9 @@
-"""Verifies a rewrite: decodes the same texts with several forms of the model (stations), and compares their logits.
-
-The stations:
+"""Verifies a rewrite: decodes the same texts at several stations (forms of the model with a runtime), compares logits.
 
     model as exported -> rewritten model -> its caches quantized -> the session on the CPU
                                          -> the network that TensorRT parsed
+
+The model as exported decodes with its own caches and chooses the tokens; all other stations decode the same texts.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _CAPACITY = 96  # capacity, in tokens, of caches that grow: short enough that a 
 _WIDE = 2.0**-20  # unit of the rounding that is measured for float32: sixteen times that of float32 itself
 _FLOOR = 5e-5  # least allowed difference between two computations in float32 (Gemma 3 270M: 2.5e-5)
 _FLOORS = {"float32": _FLOOR, "float16": 1e-3, "bfloat16": 4e-3}
-"""Least allowed difference for each type of the model: a rewrite rounds a constant, such as a scale, to that type."""
+"""Least allowed differences by type of the model: a rewrite rounds a constant, such as a scale, to that type."""
 _TIMES = 5.0  # factor between the effect of rounding and the allowed difference of a station
 _UNITS = 16.0  # least allowed difference, in units of rounding
 _SHOWS = 0.3  # share of the logits; a larger allowed difference could not show a fault
@@ -83,7 +83,7 @@ def verify_model(
     """Decode the same texts with several forms of the model (stations), and report how far the logits are apart.
 
     The model as exported decodes each text alone in ONNX Runtime, in float32: each present output becomes the past
-    input of the next step. It continues the texts greedily. Then other stations decode the same tokens:
+    input of the next step, unchanged. The texts continue greedily. Then other stations decode the same tokens:
 
     - ``rewritten``: the rewritten model in float32, with the texts at different places of one batch. Steps read just
       the cache rows in use, a few more, or all. All cache rows without a token have garbage;
@@ -92,7 +92,7 @@ def verify_model(
     - ``session``: the model that `DecodeSession` runs on the CPU, in the model's own types, with fusions;
     - ``network``: the network that TensorRT's parser made, in NumPy, against the rewritten model.
 
-    The allowed difference follows from the effect of rounding, which is measured on the model as exported.
+    The allowed difference of two stations follows from rounding alone, which is measured on the model as exported.
 
     Args:
         model: path of an ONNX decoder with caches.
@@ -150,8 +150,8 @@ def verify_import(
 ) -> VerifyReport:  # fmt: skip
     """Verify a model that is already planned and rewritten; see `verify_model`.
 
-    `quantized` is the same model with quantized caches, or None. `folder` is that of the rewritten model's external
-    data. `written`: the rewritten model was read from a file; sessions and builds cannot use such a file.
+    `quantized` is the same model with quantized caches. `folder` is that of the rewritten model's own external data.
+    With `written`, the rewritten model was read from a file, which sessions and builds cannot use.
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -171,6 +171,8 @@ def verify_import(
 
 @dataclass
 class _Verification:
+    """One verification: the model as exported decodes texts, and other forms of the model are compared with it."""
+
     imported: ImportedModel
     verify: VerifyOptions
     quantized: ImportedModel | None
@@ -209,7 +211,7 @@ class _Verification:
         )  # fmt: skip
 
     def _run(self, name: str) -> Station:
-        """Compare one form of the model. If this machine cannot run it, note why, and count it as passed."""
+        """Compare one form of the model. If it cannot run on this machine, note why, and count the form as passed."""
         run: Callable[[], Station] = getattr(self, f"_{name}")
         try:
             return run()
@@ -252,7 +254,7 @@ class _Verification:
 
     @cached_property
     def table(self) -> Array | None:
-        """The table of token embeddings for a model that takes embeddings; None for other models."""
+        """Embeddings of token ids, for a model that takes embeddings; None for other models."""
         return token_table(self.imported.plan, self.verify.seed)
 
     @cached_property
@@ -278,7 +280,6 @@ class _Verification:
         return 0.0
 
     def _counted(self, steps: Iterator[Array], title: str = "") -> Iterator[Array]:
-        """Yield the logits of each step, and report progress."""
         with phase(title or self.title, len(self.decode.pieces)) as advance:
             for logits in steps:
                 advance()
@@ -288,6 +289,7 @@ class _Verification:
 
     @cached_property
     def copies(self) -> Float32Copies:
+        """Makes float32 copies of models; weights that several models share are converted once."""
         return Float32Copies(self.scratch)
 
     @cached_property
@@ -315,7 +317,7 @@ class _Verification:
         return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
 
     def _measured(self, unit: float) -> float:
-        """Return the largest change of the exported model's logits by rounding to `unit`, on the same texts."""
+        """Return the largest change of the exported model's logits, on the same texts, by rounding to `unit`."""
         runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
         steps = self._counted(self.decode.steps(runner), "what rounding makes")
         return compare(self.decode, steps, np.inf).largest
@@ -329,7 +331,7 @@ class _Verification:
         )
 
     def _first_layer(self, found: Difference) -> str:
-        """Return a text with the first layer whose results differ where the logits differ (`found`); or ""."""
+        """Name, for a message, the first layer whose results differ where the logits differ (`found`); or ""."""
         model, folder = self.wide
         names = {name for node in model.graph.node for name in node.output}
         wanted, had = dict[str, Array](), dict[str, Array]()
@@ -360,7 +362,7 @@ class _Verification:
 
     @cached_property
     def rounded(self) -> Decode:
-        """The rewritten model's decode with cache rows rounded as in quantized caches."""
+        """Results of the rewritten model on the same texts, with cache rows rounded as in quantized caches."""
         assert self.quantized is not None
         model, folder = self.wide
         rounding = with_quantized_rows(model, self.imported.plan, self.quantized.plan.options)
@@ -369,7 +371,7 @@ class _Verification:
 
     @cached_property
     def moved(self) -> Difference:
-        """Difference between the rewritten model's logits with rounding (`rounded`) and without."""
+        """Difference between the logits of the rewritten model with rounding (`rounded`) and without."""
         return compare(self.decode, self.rounded.wanted, np.inf)
 
     def _quantized(self) -> Station:
@@ -478,10 +480,10 @@ def _finite(value: float) -> float | None:
 
 
 def _of_text(values: Array, batch: int, others: Array, place: tuple[int, int]) -> tuple[Array, Array] | None:
-    """Return one sequence's values of a tensor in two models; None if the two arrays cannot be compared.
+    """Return one sequence's values from a tensor in two models; None if the two arrays cannot be compared.
 
-    `values` are of the model as exported, whose batch repeats the sequence `batch` times. `place`: index of the
-    sequence in the rewritten model's step, and their number.
+    The batch of `values` repeats the sequence `batch` times. `place` is the sequence's index in `others`' step, and the
+    number of sequences in that step.
     """
     at, rows = place
     if values.dtype.kind != "f" or others.dtype.kind != "f" or not values.ndim or values.ndim != others.ndim:

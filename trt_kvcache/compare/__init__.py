@@ -1,6 +1,4 @@
-"""Runs one decode at every station and compares the results.
+"""Decodes the same texts with several forms of a model, each in its own runtime, and compares the logits.
 
-A station is one form of a model together with the runtime that runs it: from the checkpoint in transformers to
-TensorRT's parsed network. A runner decodes at one station and does not know other runners. A comparison sees only the
-results of runners.
+A runner decodes with one form (a "station"), from transformers to TensorRT's network, and knows no other runner.
 """

@@ -14,8 +14,7 @@ class Bounds:
         chunk: most tokens of a sequence in a step.
         logits: most positions of a row with logits in a step; None: all.
         positions: most positions of a sequence; None: no limit.
-        encoder: a length of the encoder's output that the engine accepts; used only if the model does not fix this
-            length.
+        encoder: a length of the encoder's output that the engine accepts, for models that do not fix this length.
     """
 
     batch: int

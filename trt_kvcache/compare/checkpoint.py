@@ -2,9 +2,9 @@
 
     python checkpoint.py CHECKPOINT DECODE.json LOGITS.npz
 
-This file needs torch and transformers, and nothing of this package: it runs in the interpreter of an exporter. A decode
-is ``{"texts": [[token, ...], ...], "cuts": [[tokens of a step, ...], ...]}``; the texts are decoded one after the
-other.
+This file runs in the interpreter of an exporter, so it needs torch and transformers, but nothing of this package. A
+decode is ``{"texts": [[token, ...], ...], "cuts": [[tokens of a step, ...], ...]}``; the texts are decoded one after
+the other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,7 @@ __all__ = ["decode", "save_logits"]
 
 
 def decode(model: Any, texts: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the logits of each text, ``[tokens, vocabulary]``, from steps with the cache of the model.
-
-    Args:
-        model: a causal language model of transformers.
-        texts: token ids.
-        cuts: for each text, the list of its steps; each number is the count of tokens in that step.
-    """
+    """Return the logits ``[tokens, vocabulary]`` of each text of token ids; `cuts` gives the tokens of each step."""
     torch: Any = import_module("torch")
     logits = []
     with torch.no_grad():
@@ -47,7 +41,7 @@ def save_logits(path: str | Path, logits: Sequence[Any], first: int = 0) -> None
 
 
 def main() -> None:
-    """Run the command line: decode with the checkpoint of a folder in transformers, and write the logits to a file."""
+    """Run the command line."""
     checkpoint, asked, out = sys.argv[1:]
     torch, transformers = import_module("torch"), import_module("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(

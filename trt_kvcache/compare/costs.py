@@ -1,11 +1,8 @@
-"""Counts the bytes that a decode step must read and write.
+"""Counts the bytes that a decode step must read and write: weights and cache rows.
 
-These bytes give a lower bound for the time of the step, not the time itself.
-
-A step of one token reads the weights and the cache rows that attention sees, and writes a row. Tensors between layers
-are small, and mostly stay inside fused kernels, so they are left out. If an engine does not fit into the L2 cache of
-its GPU, a step takes at least these bytes divided by the bandwidth of the GPU's memory. ``tests/compare/test_costs.py``
-compares the counts with TensorRT's own networks.
+If an engine does not fit into its GPU's L2 cache, a step takes at least these bytes divided by the memory bandwidth.
+Tensors between layers are left out: they are small and mostly stay inside fused kernels.
+``tests/compare/test_costs.py`` compares the counts with TensorRT's networks.
 """
 
 from __future__ import annotations
@@ -32,11 +29,9 @@ class StepCost:
 
     Attributes:
         tokens: tokens of each sequence, including the new one.
-        batch: number of sequences.
         weights: bytes of weights, read once for all sequences.
         rows: bytes of cache rows that are read.
-        written: bytes of cache rows that are written. A cache that is not updated in place counts with all rows, read
-            and written.
+        written: bytes of cache rows that are written; all rows of a cache that is not updated in place.
         states: bytes of states, read and written.
     """
 
@@ -54,22 +49,16 @@ class StepCost:
 
     @property
     def share(self) -> float:
-        """Share of the weights in all bytes of the step."""
+        """The weights' share of all bytes of the step, from 0 to 1."""
         return self.weights / self.total
 
     def limit(self, bandwidth: float) -> float:
-        """Return the most tokens per second, summed over all sequences, that a memory of `bandwidth` GB/s allows."""
+        """Return the most tokens per second, summed over all sequences, for a memory bandwidth in GB/s."""
         return self.batch * bandwidth * 1e9 / self.total
 
 
 def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
-    """Return the bytes of a step of one token; None if the plan has no count of the weights.
-
-    Args:
-        plan: plan of the model.
-        tokens: tokens of each sequence, including the new one; at most the capacity counts.
-        batch: number of sequences; ignored if the model fixes its batch size.
-    """
+    """Return the bytes of a step after which each sequence has `tokens` tokens; None if weights were not counted."""
     if plan.weights <= 0:
         return None
     fixed = next((c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)), batch)
@@ -92,17 +81,13 @@ def _rows(cache: CacheUpdate, tokens: int, keys: str, *, spans: bool) -> int:
 
 
 def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
-    """Return the text lengths, in tokens, for which costs are shown: a short length, and the capacity."""
+    """Return the sequence lengths, in tokens, for which costs are shown: a short one, and the capacity."""
     longest = max((cache.capacity for cache in plan.caches), default=1)
     return (_FEW, longest) if longest > _FEW else (longest,)
 
 
 def read_bandwidth(text: str) -> float:
-    """Return a memory bandwidth in GB/s from a text: a number, or the name of a GPU in `GPUS`.
-
-    Raises:
-        OptionError: the text is neither a number nor a known GPU.
-    """
+    """Read a memory bandwidth in GB/s: a number, or a GPU's name in `GPUS`. Raises `OptionError` for other texts."""
     named = {_plain(name): rate for name, rate in GPUS.items()}
     if (rate := named.get(_plain(text))) is not None:
         return rate

@@ -35,15 +35,12 @@ class Piece:
 
     Attributes:
         length: new tokens of each text.
-        rows: indices of the texts of this step, always the first texts of the batch. These texts may have different
-            numbers of earlier tokens.
+        rows: indices of the texts of this step, always the first texts of the batch. Texts may have different lengths.
         span: how many cache rows the step reads, if the model has an input for it: "tight", "bucketed" or "full".
-        kept: number of last positions whose logits are computed, if the model has an input for it; None: all positions.
+        kept: number of last positions whose logits are computed, if the model has an input for it; None: all.
         part: name of this part of the decode, such as ``"window 512"`` for the end of an attention window.
-        skip: number of tokens by which each text grows before this step; their cache rows become copies of earlier
-            rows.
-        drawn: if True, fill all caches with random numbers before the step. Then `skip` may be negative, and texts
-            become shorter.
+        skip: tokens by which each text grows before this step; their cache rows are copies of earlier rows.
+        drawn: if True, fill all caches with random numbers before the step. Then a negative `skip` shortens texts.
     """
 
     length: int
@@ -56,11 +53,7 @@ class Piece:
 
 
 class Runner(Protocol):
-    """The interface of an object that decodes texts with one runtime, such as ONNX Runtime.
-
-    Attributes:
-        name: name of the runtime.
-    """
+    """Decodes texts with one runtime, such as ONNX Runtime; `name` is that runtime."""
 
     name: str
 
@@ -69,15 +62,7 @@ class Runner(Protocol):
         ...
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """Run one step of the decode.
-
-        Args:
-            piece: the step.
-            tokens: int64 ``[R, length]``.
-
-        Returns:
-            Logits ``[R, K, V]`` of the last K positions, K at least 1.
-        """
+        """Run one step with tokens int64 ``[R, length]``; return logits ``[R, K, V]`` of the last K >= 1 positions."""
         ...
 
 
@@ -86,11 +71,9 @@ class Decode:
     """Texts, and the pieces (steps) of their decode.
 
     Attributes:
-        pieces: the pieces, in order.
-        rows: number of texts.
         vocabulary: token ids are 0 to ``vocabulary - 1``.
         seed: seed of the random tokens at the start of each text.
-        goes_on: if True, texts continue with tokens that the first `Runner` chooses; if False, all tokens are random.
+        goes_on: if True, the first `Runner` chooses the tokens after the start; if False, all tokens are random.
         tokens: tokens of each piece ``[R, length]``; the first `Runner` fills this list.
         wanted: the reference's logits of each piece.
     """
@@ -104,10 +87,9 @@ class Decode:
     wanted: list[Array] = field(default_factory=list)
 
     def steps(self, runner: Runner) -> Iterator[Array]:
-        """Decode with a `Runner`, and yield the logits of each piece (step). The first runner chooses the tokens.
+        """Decode, and yield the logits of each piece (step). The first runner chooses the tokens greedily.
 
-        The choice is greedy, but no pair of tokens occurs twice in a text, because a model could repeat itself for
-        ever.
+        No pair of tokens occurs twice in a text, because a model could repeat itself forever.
         """
         rng = np.random.default_rng(self.seed)
         texts: list[list[int]] = [[] for _ in range(self.rows)]
@@ -165,14 +147,7 @@ class Difference:
 
 
 def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: bool = True) -> Difference:
-    """Compare the logits of a runtime with those of the reference.
-
-    Args:
-        decode: a decode that the reference has run.
-        results: logits of each piece (step).
-        allowed: the largest difference that rounding explains.
-        stop: stop at the first piece that differs by more than `allowed`.
-    """
+    """Compare the logits of each piece (step) with the reference's. With `stop`, end at the first fault."""
     largest, place, pieces = -1.0, (0, 0, 0), 0
     shares, same, beyond = list[float](), list[bool](), list[bool]()
     starts = [0] * decode.rows
@@ -198,7 +173,7 @@ def compare(decode: Decode, results: Iterable[Array], allowed: float, *, stop: b
 
 
 def one_row_each(plan: CachePlan, limits: Limits) -> bool:
-    """True if texts of one batch may have different lengths, because masks and positions have one row for each text."""
+    """True if texts of one batch may have different lengths: masks and positions have one row for each text."""
     shared = [t for t in plan.tensors if t.io == "input" and t.role in (Role.MASK, Role.POSITIONS)]
     return limits.ragged and all("batch" in t.axes or t.shape[:1] == (limits.batch,) for t in shared)
 
@@ -209,21 +184,11 @@ def plan_pieces(
 ) -> tuple[Piece, ...]:  # fmt: skip
     """Return the pieces (steps) of a decode that tests a model where faults are likely.
 
-    Texts begin one after the other. Then come chunks, single tokens, and places. A place is a number of tokens at which
-    something changes, such as the end of a window. Around a place, the text of middle length gets its tokens one by
-    one.
-
-    Args:
-        limits: limits of the model.
-        plan: plan of the model.
-        chunks: lengths of the first steps, in tokens.
-        tokens: number of single-token steps after the chunks.
-        full: if True, fill linear caches up to their last row.
-        places: additional places, with their names.
-        chunk: most tokens of a step on the way to a place.
-        far: also test places that are many tokens away; the decode skips the tokens before them (`Piece.skip`).
-        drawn: end with steps on random cache contents. With untrained weights, only these steps show faults of
-            attention.
+    Texts begin one after the other. Then come steps of `chunks` tokens, `tokens` single tokens, and places: numbers of
+    tokens at which something changes, such as the end of a window. The steps to a place have at most `chunk` tokens.
+    Around a place, the text of middle length gets its tokens one by one. With `full`, linear caches are filled up to
+    their last row. With `far`, far places are tested, too (`Piece.skip`). With `drawn`, the decode ends with random
+    cache contents; with untrained weights, only these steps show faults of attention.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear

@@ -35,15 +35,15 @@ class Share:
     typical: float
 
     def most(self, other: Share) -> Share:
-        """Return a share with the larger value of each field."""
+        """Return the larger value of each field."""
         return Share(max(self.largest, other.largest), max(self.typical, other.typical))
 
     def times(self, other: Share, factor: float = 1.0) -> Share:
-        """Multiply `largest` and `typical` by the same fields of `other` and by `factor`."""
+        """Return the product of both fields with those of `other` and with `factor`."""
         return Share(factor * self.largest * other.largest, factor * self.typical * other.typical)
 
     def within(self, other: Share) -> bool:
-        """Return True if `largest` and `typical` are at most as large as in `other`."""
+        """Return True if neither field is larger than in `other`."""
         return self.largest <= other.largest and self.typical <= other.typical
 
 
@@ -54,17 +54,7 @@ def share_of(wanted: Array, had: Array) -> Share:
 
 
 def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
-    """Return how far the logits of two models are apart, for each position.
-
-    Args:
-        wanted: logits of the reference, ``[..., V]``.
-        had: the other logits.
-
-    Returns:
-        Two arrays ``[...]``: the largest difference, divided by the largest logit; and the norm of the difference,
-            divided by the norm of the centered logits. Both differences are infinite if the shapes differ, or if one
-            number is finite and the other is not.
-    """
+    """Return `Share.largest` and `Share.typical` of each position ``[...]`` of logits ``[..., V]``."""
     if wanted.shape != had.shape:
         everywhere = np.full(wanted.shape[:-1], math.inf)
         return everywhere, everywhere
@@ -89,11 +79,10 @@ def _of_position(one: Array, other: Array) -> tuple[float, float]:
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
-    """Return the largest difference of two tensors, divided by the largest number of the first one.
+    """Return the largest difference of two tensors, divided by the first one's largest number other than `garbage`.
 
-    The largest number excludes `garbage`, the value of cache rows without a token. A few 8-bit integers may differ by
-    one, because rounding moves them. The result is infinite if other integers differ, if the shapes differ, or if one
-    number is finite and the other is not.
+    `garbage` is the value of cache rows without a token. A few 8-bit integers may differ by one, because rounding moves
+    them. The result is infinite if other integers differ, if shapes differ, or if only one of two numbers is finite.
     """
     if expected.shape != actual.shape:
         return math.inf
@@ -116,7 +105,7 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
 
 
 class Layer(Protocol):
-    """The interface of a node of a model, or of a layer of TensorRT's network."""
+    """A node of a model, or a layer of TensorRT's network."""
 
     @property
     def name(self) -> str:
@@ -136,18 +125,10 @@ class Layer(Protocol):
 
 
 def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
-    """Describe the first layer from which differing tensors lead to an output without a gap.
+    """Describe, for a message, the first layer from which differing tensors lead to an output without a gap; or "".
 
-    If later tensors agree again, a differing tensor is not a fault: two correct models may use one name for different
-    contents, such as masks of different types or results of TopK in another order.
-
-    Args:
-        layers: all layers, each after those that it reads.
-        differs: maps the name of each compared tensor to True if it differs.
-        outputs: the outputs of interest.
-
-    Returns:
-        A part of a message; empty if there is no such layer.
+    If later tensors agree again, a differing tensor is no fault: two correct models may use one name for different
+    contents, such as masks of different types. `differs` maps each compared tensor to True if it differs.
     """
     leads = {name for name in outputs if differs.get(name) is not False}
     found = ""

@@ -38,32 +38,21 @@ Feeds = dict[str, Array]
 
 
 class Exported:
-    """A `trt_kvcache.compare.decode.Runner` (decodes texts) for the model as exported, in float32.
+    """Decodes texts with the model as exported, in float32 in ONNX Runtime, one text at a time.
 
-    It decodes one text at a time. If the batch size is fixed, all batch rows contain this text. The plan gives the role
-    of each input, and the input that receives each present. Each step gets the caches of the step before without
-    conversion.
+    If the batch size is fixed, all batch rows hold this text. Each step gets the caches of the step before, unchanged.
+    Raises `UnsupportedModelError` if ONNX Runtime cannot open the model, or if a step cannot use those caches.
+
+    `given` are values of inputs that do not follow from the text, by name; `table` has embeddings ``[V, H]`` if the
+    model takes them. A step returns logits of at most the `last` positions. `edit` changes the float32 model before it
+    is opened. The file of `copies`, which makes the float32 copy, must exist as long as this object.
 
     Attributes:
         vocabulary: number of logits of a position; None if the model leaves it open.
         batch: number of rows in the model's batch.
         outputs: shapes of the model's outputs, by name.
         garbage: the value that fills caches of a fixed length before the first token.
-        watch: called with inputs and outputs of each run.
-
-    Args:
-        path: path of the model, or the model already read.
-        plan: plan of the model.
-        given: maps names of inputs that do not follow from the text to their values.
-        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        seed: seed of the values of all other inputs.
-        last: the most positions of a piece (step) for which to return logits; None: all.
-        edit: a function that changes the float32 model before it is opened; `watch` also gets the outputs that it adds.
-        copies: makes the float32 copy. Its file must exist as long as this object. None: a temporary file is used.
-
-    Raises:
-        UnsupportedModelError: ONNX Runtime cannot open the model, or a step cannot use the caches of the step before
-            unchanged.
+        watch: called with inputs and outputs of each run, also the outputs that `edit` adds.
     """
 
     def __init__(
@@ -120,11 +109,7 @@ class Exported:
         self._ends = [0] * rows
 
     def step(self, piece: Piece, tokens: Array) -> Array:
-        """Run one step of the decode, and return its logits ``[R, K, V]``.
-
-        Raises:
-            UnsupportedModelError: the model cannot run, or it takes only steps of another length.
-        """
+        """Run one step and return its logits ``[R, K, V]``; raises `UnsupportedModelError` if the model cannot run."""
         longest = self._length or piece.length
         if piece.length % longest:
             raise UnsupportedModelError(
@@ -137,7 +122,6 @@ class Exported:
         return np.stack(texts).astype(np.float32)
 
     def _empty(self) -> Feeds:
-        """Return the caches and states before the first token, in the shapes and types of the model as exported."""
         states = {s.past for s in self._plan.states}
         growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
@@ -182,7 +166,6 @@ def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
 def _open(
     model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto] | None
 ) -> ort.InferenceSession:
-    """Open the float32 copy of a model in ONNX Runtime, without fusions of operators."""
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
     options.enable_cpu_mem_arena = False  # growing caches have many sizes

@@ -1,7 +1,7 @@
 """Copies a model so that it computes in float32 instead of float16 and bfloat16.
 
-Only the floating-point types change. Float32 shows small faults that the rounding of a narrow type would hide. Also,
-ONNX Runtime has no bfloat16 kernels on the CPU, and computes float16 products in float32.
+Float32 shows small faults that narrow rounding would hide. Also, ONNX Runtime has no bfloat16 kernels on the CPU, and
+computes float16 products in float32.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ _SMALL = 1024  # bytes; smaller tensors stay in the model, where shape inference
 
 
 class Float32Copies:
-    """Makes float32 copies of models that share weights. A weight is converted once, into the copies' common file.
-
-    Args:
-        folder: an existing folder for the file.
-    """
+    """Makes float32 copies of models that share weights. A weight is converted once, into one file in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -42,19 +38,11 @@ class Float32Copies:
         self, model: ModelProto, source: Path, replaced: Mapping[str, bytes | bytearray] | None = None,
         types: Collection[int] = NARROW,
     ) -> tuple[ModelProto, Path]:  # fmt: skip
-        """Return a copy of a model that computes in float32, and the folder of its external data.
+        """Return a copy of a model that computes in float32 (or the model itself if it does), and its data's folder.
 
-        If the model already computes in float32, return this model.
-
-        Args:
-            model: any model.
-            source: folder of its external data.
-            replaced: maps names of weights to the bytes to use instead of those in the files.
-            types: types that become float32. For a rewritten model, give the types of the model as exported; the
-                rewrite uses other narrow types to round on purpose.
-
-        Raises:
-            OutputError: the data do not fit onto the disk.
+        `source` is the folder of the model's external data; `replaced` are bytes to use instead of those in the files.
+        `types` become float32: for a rewritten model, give the types of the model as exported, because the rewrite uses
+        other narrow types to round on purpose. Raises `OutputError` if the data do not fit onto the disk.
         """
         replaced = replaced or {}
         if not replaced and not all_types(model) & {*types}:
@@ -90,7 +78,7 @@ class Float32Copies:
         return copy, self._folder
 
     def _transpose(self, graph: GraphProto, data: BinaryIO) -> None:
-        """Compute each Transpose of a weight matrix and store the result, so that sessions need not compute it."""
+        """Store the transposes of weight matrices, so that sessions need not compute them."""
         matrices = {
             t.name: t
             for t in graph.initializer
@@ -119,7 +107,6 @@ class Float32Copies:
         self._written[key] = offset, data.tell() - offset
 
     def _in_file(self, name: str, dims: Sequence[int], kind: int, key: Hashable) -> TensorProto:
-        """Return a TensorProto that refers to the bytes that `_append` wrote under `key`."""
         moved = TensorProto(name=name, dims=dims, data_type=kind, data_location=TensorProto.EXTERNAL)
         offset, length = self._written[key]
         for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):

@@ -1,7 +1,7 @@
 """Compares a model with the network that TensorRT's parser made of it, before an engine is built.
 
-ONNX Runtime runs the model, and NumPy runs the network, both in float32, for the same few steps of a decode. All
-outputs are compared, including whole caches: cache rows without a token hold garbage, which must not change.
+ONNX Runtime runs the model, and NumPy the network, both in float32, for the same few steps. All outputs are compared,
+including whole caches: cache rows without a token hold garbage, which must not change.
 """
 
 from __future__ import annotations
@@ -40,8 +40,10 @@ __all__ = ["NetworkComparison", "NetworkWatch", "compare_as_exported", "compare_
 Array = npt.NDArray[Any]
 
 LIMIT = 2e-5
-"""The largest allowed difference, as a share of an output's largest number. Both sides compute in float32, but add in
-different orders. The largest difference measured on 33 stored exports is 2e-6."""
+"""The largest allowed difference, as a share of an output's largest number: the two add in different orders.
+
+The largest difference measured on 33 stored exports is 2e-6.
+"""
 
 _ROWS = 2
 _PIECES = 4
@@ -57,8 +59,8 @@ class NetworkComparison:
     Attributes:
         steps: number of steps that network and model both ran.
         difference: the largest difference, as a share of an output's largest number.
-        finding: the output that differs, and the first layer that differs; empty if nothing differs.
-        note: the reason why there is no comparison; empty if network and model were compared.
+        finding: the output and the first layer that differ; empty if nothing differs.
+        note: why there is no comparison; empty if network and model were compared.
     """
 
     steps: int
@@ -72,11 +74,7 @@ class NetworkComparison:
         )
 
     def check(self) -> None:
-        """Raise an error if TensorRT's network and the model compute different outputs.
-
-        Raises:
-            BuildError: an output differs.
-        """
+        """Raise `BuildError` if an output differs."""
         if self.finding:
             raise BuildError(
                 f"the network that TensorRT's parser made computes other numbers than the model: {self.finding}; an "
@@ -92,22 +90,10 @@ def compare_network(
 ) -> NetworkComparison:  # fmt: skip
     """Run a parsed network and its model on the same steps, and compare all outputs.
 
-    Args:
-        network: TensorRT's ``INetworkDefinition``.
-        trt: the TensorRT module that parsed the network.
-        content: the parsed model, as bytes.
-        folder: folder of the model's external data.
-        plan: plan of the model.
-        replaced: maps names of weights to the bytes that TensorRT was given instead of the bytes in the files.
-        pieces: steps of a decode; empty: a few default steps.
-        tokens: tokens of the steps; empty: random tokens.
-        garbage: the value of cache rows without a token.
-        seed: seed of garbage, and of embeddings.
-        copy: the float32 copy of the model and the folder of its data, if they exist already.
-
-    Returns:
-        The result. There is no comparison if ONNX Runtime cannot run the model, if NumPy cannot run a layer, or if the
-            model does not fit into memory. Then `note` gives the reason.
+    There is only a `note` if ONNX Runtime cannot run the model, if NumPy cannot run a layer, or if the model does not
+    fit into memory. `replaced` are the bytes that TensorRT got instead of those in the files. Without `pieces` and
+    `tokens`, a few random steps run. `copy` is the float32 copy of the model and the folder of its data, if they exist
+    already.
     """
     model, limits = ModelProto.FromString(content), read_limits(plan, _ROWS)
     if why := too_large(model, plan, limits.batch):
@@ -131,14 +117,7 @@ def compare_network(
 
 
 def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> NetworkComparison:
-    """Compare the network that TensorRT parsed from the model as exported with this model and its own caches.
-
-    Args:
-        network: TensorRT's ``INetworkDefinition``.
-        trt: the TensorRT module that parsed the network.
-        path: path of the model.
-        plan: plan of the model; gives the roles of its inputs.
-    """
+    """Compare the network that TensorRT parsed from the model as exported with this model and its own caches."""
     shares = list[float]()
 
     def watch(feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
@@ -163,18 +142,9 @@ def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> 
 
 
 class NetworkWatch:
-    """Runs a parsed network on the inputs of each step of its model, and compares all outputs.
+    """Runs a parsed network on each step of its float32 model, and compares all outputs; `found` is the result.
 
-    Attributes:
-        found: the result so far.
-
-    Args:
-        network: TensorRT's ``INetworkDefinition``.
-        trt: the TensorRT module that parsed the network.
-        model: the model in float32.
-        folder: folder of the model's external data.
-        garbage: the value of cache rows without a token.
-        steps: numbers of the steps to compare; None: all.
+    `garbage` is the value of cache rows without a token. `steps` are the numbers of the steps to compare (None: all).
     """
 
     def __init__(
@@ -188,7 +158,7 @@ class NetworkWatch:
             self._network = Network(network, trt, updates)
 
     def __call__(self, feeds: Mapping[str, Array], wanted: Mapping[str, Array]) -> None:
-        """Run the network on the inputs `feeds` and compare it with `wanted`, unless an earlier step differed."""
+        """Run the network on `feeds` and compare its outputs with `wanted`, unless an earlier step differed."""
         self._seen += 1
         if self.found.finding or self.found.note or not (self._steps is None or self._seen - 1 in self._steps):
             return
@@ -214,7 +184,6 @@ class NetworkWatch:
             self.found = NetworkComparison(count, math.inf, error.message)
 
     def _first(self, feeds: Mapping[str, Array]) -> str:
-        """Describe the first layer that differs, among layers whose output is also a tensor of the model."""
         given = {name for node in self._network.nodes for name in node.output}
         model = with_inner_outputs(self._model, given)
         try:
@@ -237,7 +206,7 @@ class NetworkWatch:
 
 
 def too_large(model: ModelProto, plan: CachePlan, rows: int) -> str:
-    """Return the reason why a model does not fit into memory; empty if it fits. Do not open the model."""
+    """Return why a model does not fit into memory, without opening it; empty if it fits."""
     weights = 4 * sum(math.prod(t.dims) for t in iter_tensors(model) if (byte_size(t) or 0) > 1024)
     caches = sum(4 * cache_bytes(c, rows) for c in plan.caches)
     needed, free = weights + _COPIES * caches, int(_SHARE * free_memory())

@@ -1,12 +1,10 @@
 """Runs the network that TensorRT's parser made of a model, in NumPy, without a GPU.
 
-``INetworkDefinition`` gives all layers of a parsed network, with their attributes, constants and tensors. Each layer
-computes what TensorRT documents for its class
+Each layer computes what TensorRT documents for its class
 (https://docs.nvidia.com/deeplearning/tensorrt/latest/_static/python-api/infer/Graph/LayerBase.html); undocumented
 details were measured on TensorRT for RTX 1.7.1 in ``tests/compare/test_network.py``. Layers of this project's plugin
-compute what `trt_kvcache.importer.families.plugin_route` defines; they were tested only with a replacement for
-TensorRT, because TensorRT for RTX has no plugins. An unknown layer is refused with its name and type; no layer is
-skipped.
+follow `trt_kvcache.importer.families.plugin_route`. They were tested only with a replacement for TensorRT, because
+TensorRT for RTX has no plugins. Unknown layers are refused, not skipped.
 """
 
 from __future__ import annotations
@@ -73,21 +71,11 @@ class Node:
 
 
 class Network:
-    """A parsed network that runs in NumPy.
+    """A parsed network that runs in NumPy. Floating-point tensors are float32, so that no rounding hides small faults.
 
-    All floating-point tensors are float32 arrays, so that no rounding hides small faults.
-
-    Attributes:
-        nodes: the layers; each comes after the layers that it reads.
-
-    Args:
-        network: TensorRT's ``INetworkDefinition``. The network, its builder and its parser must live as long as this
-            object.
-        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed the network.
-        updates: maps the name of a first output to the plugin's cache-update operator that computes it.
-
-    Raises:
-        UnknownLayerError: a layer has an unknown type; the message names the first.
+    The network, its builder and its parser must live as long as this object. `trt` is the module that parsed the
+    network; `updates` are the plugin's cache-update operators, by first output. Raises `UnknownLayerError` for an
+    unknown layer.
     """
 
     def __init__(self, network: Any, trt: Any, updates: Mapping[str, Operator] | None = None) -> None:
@@ -107,17 +95,9 @@ class Network:
     def run(
         self, feeds: Mapping[str, Array], watch: Callable[[Node, Sequence[Array]], None] = lambda *_: None
     ) -> dict[str, Array]:
-        """Run the network once.
+        """Run the network once on `feeds` (all inputs), and return all outputs by name, floats as float32.
 
-        Args:
-            feeds: maps names to values of all inputs.
-            watch: called after each layer with its results.
-
-        Returns:
-            A map from names to values of all outputs. Floating-point outputs are float32.
-
-        Raises:
-            NetworkError: a layer cannot run on its inputs.
+        `watch` is called after each layer with its results. Raises `NetworkError` if a layer cannot run on its inputs.
         """
         values: dict[str, Array] = {name: _converted(feeds[name], kind) for name, kind in self._types.items()}
         attentions: dict[str, list[Any]] = {}
@@ -189,7 +169,7 @@ class Network:
 
 
 def _converted(given: Any, dtype: str) -> Array:
-    """Convert values to the type of a tensor, or to float32 if this is a narrower floating-point type."""
+    """Convert values to the type of a tensor; narrow floating-point types become float32."""
     values: Array = np.asarray(given)
     if dtype == "BOOL":
         return np.asarray(values != 0)
@@ -228,9 +208,8 @@ class _Struct(ctypes.Structure):
 def _weights(weights: Any) -> Array:
     """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
-    TensorRT gives Python no arrays of bfloat16, fp8 and int4. The address of these numbers is in the Python object,
-    after the header (pybind11's layout). This function uses the address only if the size stored next to it is the size
-    of these weights.
+    TensorRT gives Python no arrays of bfloat16, fp8 and int4. So this reads their address after the header of the
+    Python object (pybind11's layout), but only if the size stored next to it is the size of these weights.
     """
     if isinstance(weights, np.ndarray):
         return weights
@@ -417,8 +396,7 @@ _REDUCE: dict[str, Callable[..., Any]] = {
 
 
 def _activation(layer: Any, x: Sequence[Any]) -> Any:
-    # Before its class is changed, a layer's `type` is the type of the layer; afterwards it is the type of the
-    # activation.
+    # Before its class is changed, a layer's `type` is that of the layer; afterwards, that of the activation.
     return _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta)
 
 
@@ -517,7 +495,7 @@ def _topk(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 def _scales(layer: Any, data: Array, scale: Array) -> Array:
-    """Return the scales of a (de)quantize layer, broadcast to the data: per tensor, per axis entry or per block."""
+    """Return the scales of a (de)quantize layer, broadcast to the data."""
     if scale.size == 1:
         return np.asarray(scale.reshape(()))
     if scale.ndim == 1:
@@ -528,7 +506,6 @@ def _scales(layer: Any, data: Array, scale: Array) -> Array:
 
 
 def _codes(values: Array, kind: str) -> Any:
-    """Round values to the nearest number of a quantized type, and clip them to its range."""
     if kind == "FP8":
         return np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
     limits = np.iinfo(np.dtype(_DTYPES[kind]))
@@ -544,7 +521,6 @@ def _dequantize(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _convolution(layer: Any, x: Sequence[Any]) -> Any:
-    """Compute a convolution over the last axes of ``[B, C, ...]``."""
     sizes, groups, maps = tuple(layer.kernel_size_nd), layer.num_groups, layer.num_output_maps
     kernel = _weights(layer.kernel).astype(np.float32) if x[1] is None else x[1]
     if "SAME" in _name(layer.padding_mode):

@@ -6,7 +6,7 @@ file is safetensors. Its header has everything but the arrays, as JSON:
 <piece>/tokens    int32 [R, S]
 <piece>/logits    float32 [R, K, C]: logits of the last K positions
 <piece>/columns   int32 [R, K, C]: the tokens of these logits; absent: all tokens
-<part>/<past>     float32 [R, T, W]: after a part, W numbers of the cache rows of the T newest tokens; T is 1 for state
+<part>/<past>     float32 [R, T, W]: after a part, W numbers of the cache rows of the T newest tokens; T is 1 for states
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Array = npt.NDArray[Any]
 
 FORMAT = "trt_kvcache.proof.4"
 LOGITS = "logits"
-"""The name that stands for the logits where the name of an output is needed. Caches have their own names."""
+"""Stands for the logits where an output's name is needed; caches have their own names."""
 
 _MOST = 1 << 31  # largest number of tokens, rows and so on that is accepted
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The contents of a proof except its arrays.
+    """The contents of a proof (a recorded decode) except its arrays.
 
     Attributes:
         recorded_on: the runtime that ran the model.
@@ -51,13 +51,11 @@ class Facts:
         garbage: magnitude of values in cache rows without a token.
         encoder: length of an encoder's output, used only if the model has no fixed length for it.
         pieces: the steps of the decode. Only the last `Piece.kept` positions of each step are compared.
-        chooses: True for a mixture of experts. If two experts have nearly equal scores, rounding decides between them.
-            Then a row may differ.
+        chooses: True for a mixture of experts: rounding may choose another expert, so a row may differ.
         digest: digest of numbers drawn from the seed, because another version of NumPy may draw other numbers.
-        allowed: allowed differences, by names of part and output. Other outputs cannot show a fault, and nobody
-            compares them.
+        allowed: allowed differences, by part and output. Outputs without one cannot show a fault and are not compared.
         uneven: factor by which the allowed difference is larger for a single row of a part.
-        note: the reason why an output cannot show a fault; empty if all outputs can.
+        note: why an output cannot show a fault; empty if all outputs can.
     """
 
     recorded_on: str
@@ -85,7 +83,7 @@ class Facts:
 
     @property
     def lengths(self) -> list[int]:
-        """One list for all texts and steps: the number of tokens of the text before and after the step."""
+        """For all texts and steps, the number of tokens of the text before and after the step."""
         ends, found = [0] * self.rows, list[int]()
         for piece in self.pieces:
             for row in piece.rows:
@@ -101,30 +99,21 @@ class Facts:
 
 @dataclass(frozen=True, eq=False)
 class Proof:
-    """A proof (a recorded decode): its facts, and a map from names to arrays."""
+    """A proof (a recorded decode): its facts, and its arrays by name."""
 
     facts: Facts
     arrays: dict[str, Array] = field(default_factory=dict)
 
 
 def encode_proof(proof: Proof, engine: str) -> bytes:
-    """Return the bytes of the file of a proof (a recorded decode).
-
-    Args:
-        proof: the proof.
-        engine: BLAKE3 (hex) of its engine.
-    """
+    """Return the bytes of the file of a proof (a recorded decode); `engine` is the BLAKE3 (hex) of its engine."""
     facts = msgspec.json.encode(proof.facts).decode()
     content: bytes = save(proof.arrays, {"format": FORMAT, "engine": engine, "facts": facts})
     return content
 
 
 def decode_proof(content: bytes) -> tuple[Proof, str]:
-    """Read a proof (a recorded decode), and the BLAKE3 hash of the engine, from the bytes of a proof file.
-
-    Raises:
-        ValueError: the bytes are not a proof.
-    """
+    """Read a proof (a recorded decode) and its engine's BLAKE3 (hex). Raises `ValueError` for other bytes."""
     try:
         size = int.from_bytes(content[:8], "little")
         header = msgspec.json.decode(content[8 : 8 + size])["__metadata__"]
@@ -139,7 +128,6 @@ def decode_proof(content: bytes) -> tuple[Proof, str]:
 
 
 def _faults(proof: Proof) -> Iterator[str]:
-    """Yield a text for each impossible value in a proof (a recorded decode), such as a negative length."""
     facts = proof.facts
     sizes = [(facts.vocab, 1), (facts.seed, 0), (facts.encoder, 1), (facts.garbage, 0), (facts.uneven, 1)]
     sizes += [(n, least) for p in facts.pieces for n, least in ((p.length, 1), (p.kept or 0, 1), (abs(p.skip), 0))]
@@ -156,10 +144,7 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def draws_digest(seed: int) -> str:
-    """Return the BLAKE3 hash (hex) of random numbers, drawn by every NumPy function that proofs use.
-
-    If this hash differs, this version of NumPy draws other numbers than the version that recorded a proof.
-    """
+    """Return the BLAKE3 (hex) of random numbers, which shows if this NumPy draws the numbers of a proof's NumPy."""
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
     for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):
@@ -168,16 +153,10 @@ def draws_digest(seed: int) -> str:
 
 
 def numbers_of_cache(cache: CacheTensor, values: Array, end: int, count: int, width: int) -> Array:
-    """Return a sample ``[T, W]`` of the numbers in the cache rows of the newest tokens.
+    """Return W numbers of each of the newest T cache rows of one text, ``[T, W]``, spread over all heads.
 
-    The sample is spread evenly, so that it has numbers of each head.
-
-    Args:
-        cache: a cache; or a state, which has one row.
-        values: values of one text ``[*physical_shape[1:]]``.
-        end: number of tokens of the text.
-        count: T, for a cache.
-        width: largest W.
+    `values` are ``[*physical_shape[1:]]`` of one text with `end` tokens. T is `count` (1 for a state), W at most
+    `width`.
     """
     rows = cache.physical_rows(values[None])[0]
     rows = rows.reshape(1 if cache.update is None else len(rows), -1)

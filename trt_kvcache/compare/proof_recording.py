@@ -1,8 +1,7 @@
-"""Records a proof: a decode of the rewritten model in float32. It runs twice: once exactly, and once with rounding.
+"""Records a proof: a decode of the rewritten model in float32, once exactly and once with rounding.
 
-The rewritten model has the engine's interface, so caches need no conversion. The model as exported also decodes the
-first part and must give the same logits. Most steps use the model's own cache rows and tokens, because random ones
-amplify rounding. The tolerances follow the rounding, so they would hide faults.
+The model as exported also decodes the first part and must give the same logits. Most steps use the model's own cache
+rows and tokens: random ones amplify rounding, so the tolerances, which follow the rounding, would hide faults.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ __all__ = ["Watch", "chooses_experts", "record_proof"]
 
 Array = npt.NDArray[Any]
 Watch = Callable[[Feeds, Mapping[str, Array]], None]
-"""A function that is called with the inputs and outputs of each step of the rewritten model."""
+"""Called with the inputs and outputs of each step of the rewritten model."""
 
 _ROWS, _FEWEST = 3, 2  # number of texts; an engine of one sequence replays them one after the other
 _SEED = 0
@@ -70,18 +69,12 @@ def record_proof(
 ) -> Proof:  # fmt: skip
     """Decode with a rewritten model in ONNX Runtime, and return the proof: the results that its engine must repeat.
 
-    Args:
-        imported: the model and its plan.
-        bounds: the largest sizes that the engine accepts.
-        steps: number of steps; None: as many as are useful, about 20.
-        seconds: time limit of the decode; None: no limit.
-        replaced: maps names of weights to the bytes to use instead of those in the files.
-        watch: a function that takes the rewritten model in float32, the folder of its data and the garbage, and returns
-            a function to call at each step.
+    Without `steps`, there are about 20. `seconds` limits the time. `replaced` are bytes to use instead of those in the
+    files. `watch` takes the rewritten model in float32, the folder of its data and the garbage, and returns a function
+    to call at each step.
 
     Raises:
-        UnsupportedModelError: the model has no tokens or no logits, or ONNX Runtime cannot run it; or the rewritten
-            model and the model as exported give different logits.
+        UnsupportedModelError: the model has no tokens or no logits, cannot run, or gives other logits than as exported.
         OptionError: the decode does not fit into memory, or takes too long.
         OutputError: temporary files do not fit onto the disk.
     """
@@ -99,7 +92,7 @@ def record_proof(
 
 
 def chooses_experts(model: ModelProto) -> bool:
-    """Return True if a model chooses experts. Then rounding may decide between two nearly equal experts."""
+    """Return True if a model chooses experts: rounding may decide between two nearly equal experts."""
     return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
@@ -149,11 +142,7 @@ class _Recording:
     def _decoded(
         self, model: ModelProto, watch: Watch = lambda *_: None, seconds: float | None = None
     ) -> tuple[list[Array], dict[str, Array]]:
-        """Decode the texts of a proof (a recorded decode), at most until the time limit.
-
-        Returns:
-            Logits ``[R, K, V]`` of each piece (step), and a map from ``<part>/<past>`` to cache rows ``[R, T, W]``.
-        """
+        """Return logits ``[R, K, V]`` of each piece, and cache rows ``[R, T, W]`` by ``<part>/<past>``."""
         session, took, decode = Float32Session(model, self._folder), 0.0, self.decode
 
         def run(feeds: Feeds) -> Feeds:
@@ -197,11 +186,7 @@ class _Recording:
         return found
 
     def _tie(self) -> None:
-        """Decode the proof's first steps with the model as exported, if it runs, and compare the logits of both models.
-
-        Raises:
-            UnsupportedModelError: the logits differ.
-        """
+        """Raise `UnsupportedModelError` if the model as exported gives other logits in the first steps."""
         decode, source = self.decode, self._imported.source
         if self._plan.options.cache_dtype is not None:
             return
@@ -220,7 +205,6 @@ class _Recording:
             )
 
     def _proof(self, rows: Mapping[str, Array], rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
-        """Return the proof: tokens and logits of the decode, cache rows, and allowed differences."""
         decode, kind, arrays = self.decode, self._plan.options.cache_dtype, dict[str, Array]()
         roles = {t.name: t.dtype for t in self._plan.tensors if t.io == "input"}
         coded = {n for own in rounding.values() for n in own if kind is not None or "int" in roles.get(n, "")}
@@ -258,7 +242,6 @@ class _Recording:
 
 
 def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int | None) -> tuple[Piece, ...]:
-    """Return the pieces (steps) of a proof (a recorded decode), within the limits of engine and session."""
     limits = read_limits(plan, rows)
     filled = (limits.length or 1) - 1  # a session's last step must fit with its padding
     ends = [n for n in (limits.linear and limits.linear - filled, bounds.positions) if n is not None]
@@ -279,7 +262,7 @@ def _pieces(plan: CachePlan, bounds: Bounds, rows: int, chunk: int, steps: int |
 
 
 def _columns(logits: Array) -> Array:
-    """Return the ids ``[R, K, C]`` of tokens whose logits a proof (decode) keeps: the best, and some others."""
+    """Return the ids ``[R, K, C]`` of the tokens whose logits a proof keeps: the best, and some others."""
     vocab = logits.shape[-1]
     high = np.argpartition(logits, -_HIGH, axis=-1)[..., -_HIGH:]
     fixed = np.arange(_COLUMNS) * vocab // _COLUMNS + np.arange(_COLUMNS) % max(vocab // _COLUMNS, 1)

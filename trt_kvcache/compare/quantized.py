@@ -1,7 +1,7 @@
 """The reference for quantized caches: a model in which standard ONNX operators round the rows to codes.
 
-The model follows the definition in `docs/quantized-caches.md`, with R the rotation (symmetric, so R R = I) and M the
-largest code. It shares no code with the edit that quantizes caches (`trt_kvcache.importer.families.quantized_caches`):
+The model follows `docs/quantized-caches.md`, with R the rotation (symmetric, so R R = I) and M the largest code. It
+shares no code with the edit that quantizes caches (`trt_kvcache.importer.families.quantized_caches`):
 
     turned = row R,   scale = max(|turned|) / M,   row' = round(turned / scale) scale R
 """
@@ -32,16 +32,7 @@ def hadamard(size: int) -> npt.NDArray[np.float32]:
 
 
 def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions) -> ModelProto:
-    """Return a copy of a rewritten float32 model that rounds each new cache row to the numbers of a quantized type.
-
-    Args:
-        model: the model, with caches of its own type.
-        plan: plan of the model.
-        options: options with the quantized type, and the ranges of calibrated caches.
-
-    Raises:
-        UnsupportedModelError: a cache has no TensorScatter that writes only this cache.
-    """
+    """Return a copy of a rewritten float32 model that rounds new cache rows as `options.cache_dtype` does."""
     assert options.cache_dtype is not None
     copy, most = copied(model), _MOST[options.cache_dtype]
     writers = {name: node for node in copy.graph.node for name in node.output}
@@ -66,7 +57,7 @@ def with_quantized_rows(model: ModelProto, plan: CachePlan, options: PlanOptions
 def _rounded(
     model: ModelProto, rows: str, name: str, size: int, most: float, scale: float | None, kind: CacheDtype
 ) -> tuple[list[NodeProto], str]:
-    """Return the nodes that quantize rows ``[..., size]`` and dequantize them, and the name of their result."""
+    """Return the nodes that quantize and dequantize rows ``[..., size]``, and the name of their result."""
     prefix = f"trt_kvcache.compare/{name}"
     low = -most if scale is None or kind is CacheDtype.FP8 else -most - 1
     numbers = {"R": hadamard(size), "most": most, "low": low, "least": float(np.finfo(np.float32).tiny)}

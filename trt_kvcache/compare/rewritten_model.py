@@ -30,15 +30,12 @@ Feeds = dict[str, Array]
 class TextCaches(ABC):
     """The caches of several texts as inputs of the rewritten model, and the number of tokens of each text.
 
+    Rows without a token hold the number `garbage`; `seed` is that of garbage and of random contents.
+
     Attributes:
         tensors: the planned caches and states, by name of the past.
         ends: number of tokens of each text.
         texts: the texts whose caches are held here.
-
-    Args:
-        plan: plan of the rewritten model.
-        garbage: the value of cache rows without a token.
-        seed: seed of garbage and of random contents.
     """
 
     def __init__(self, plan: CachePlan, garbage: float, seed: int) -> None:
@@ -78,21 +75,12 @@ class TextCaches(ABC):
 
 
 class Rewritten(TextCaches):
-    """A `compare.decode.Runner`: decodes texts with the rewritten model, which the function `run` computes.
-
-    Floating-point inputs and caches are float32, independent of the model's types.
+    """Decodes texts with the rewritten model, whose outputs `run` computes; all floats are float32.
 
     Attributes:
-        caches: arrays ``[rows, *physical_shape[1:]]`` of caches and states, by name of the past input. All cache rows
-            without a token hold garbage.
+        caches: caches and states ``[rows, *physical_shape[1:]]``, by name of the past input.
         watch: called with the inputs and outputs of each step.
         name: name of the runtime.
-
-    Args:
-        plan: plan of the rewritten model.
-        inputs: makes the inputs of steps.
-        run: computes the outputs of a step from its inputs.
-        garbage: the value of cache rows without a token.
     """
 
     name = f"ONNX Runtime {ort.__version__}, float32"
@@ -136,12 +124,7 @@ class Rewritten(TextCaches):
         return logits if piece.kept is None else logits[:, -piece.kept :].copy()
 
     def feeds(self, piece: Piece, tokens: Array | None = None) -> Feeds:
-        """Return all inputs of a step, including caches.
-
-        If the model fixes its batch size, the step must include all texts.
-
-        For a step of all texts, this function copies no cache, because a copy would take longer than the model.
-        """
+        """Return all inputs of a step, including caches, which are not copied for a step of all texts."""
         rows = list(piece.rows)
         feeds = self._inputs.feeds(piece, self.ends[rows].tolist(), tokens)
         caches = self.caches if len(rows) == len(self.ends) else {n: v[rows] for n, v in self.caches.items()}
@@ -157,25 +140,14 @@ class Rewritten(TextCaches):
 
 
 def copy_rows(cache: CacheTensor, values: Array, length: int, start: int) -> None:
-    """Fill the cache rows of tokens `length` to ``start - 1`` with copies of earlier rows, in place.
-
-    Args:
-        cache: the cache.
-        values: contents of one text ``[*physical_shape[1:]]``.
-        length: number of tokens that the cache has.
-        start: number of tokens that the cache will have.
-    """
+    """Fill rows of tokens `length` to ``start - 1`` of one text's cache with copies of earlier rows, in place."""
     rows = cache.physical_rows(values[None])[0]
     places = np.arange(max(start - len(rows), 0), start) % len(rows)
     rows[places] = rows[places % min(length, len(rows))]
 
 
 def output_of(plan: CachePlan) -> str:
-    """Return the name of the output to compare: the logits, or the first output that no later step takes as an input.
-
-    Raises:
-        OptionError: the model has no logits, and later steps take all its outputs.
-    """
+    """Return the output to compare: the logits, or the first output that no later step takes as an input."""
     outputs = [t for t in plan.tensors if t.io == "output" and t.role not in (Role.CACHE, Role.STATE)]
     found = [t.name for t in outputs if t.role is Role.LOGITS] or [t.name for t in outputs if t.shape]
     if not found:
@@ -184,14 +156,9 @@ def output_of(plan: CachePlan) -> str:
 
 
 class Float32Session:
-    """Runs a float32 model in ONNX Runtime, without fusions. Its weights stay in their files.
+    """Runs a float32 model in ONNX Runtime, without fusions; its weights stay in their files.
 
-    Args:
-        model: a model that computes in float32 (`trt_kvcache.compare.float32_copy`).
-        folder: folder of its external data.
-
-    Raises:
-        RunError: ONNX Runtime refuses the model.
+    Raises `RunError` if ONNX Runtime refuses the model.
     """
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
@@ -206,12 +173,9 @@ class Float32Session:
         self._outputs = [o.name for o in self._session.get_outputs()]
 
     def run(self, feeds: Mapping[str, Array]) -> Feeds:
-        """Run the model and return its outputs by name.
+        """Return the model's outputs by name.
 
-        The session ignores extra entries of `feeds`.
-
-        Raises:
-            RunError: the step cannot run.
+        Extra entries of `feeds` are ignored. Raises `RunError` if the step cannot run.
         """
         values = run_in_time(self._session, self._outputs, {n: v for n, v in feeds.items() if n in self._inputs})
         return dict(zip(self._outputs, values, strict=True))

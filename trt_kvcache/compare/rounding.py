@@ -1,13 +1,13 @@
 """Measures the effect of an engine's rounding on a model, and derives from it how much an engine may differ.
 
-An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and adds numbers in another
-order than ONNX Runtime. To imitate this, each node's result is scaled by a random number a of this node, rounded to as
-many bits as the engine's type has, and scaled back. So numbers change even if the engine's type holds them exactly:
+An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and adds in another order than
+ONNX Runtime. To imitate this, each node's result y is scaled by a random number a of this node, rounded, and scaled
+back, so that even numbers that the engine's type holds exactly change:
 
     y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
 
-This leaves 24 - s of the 24 bits of a float32 (Dekker 1971), for every shape of y. TensorRT computes float32 products
-with TF32, which has 10 bits, like float16.
+This leaves 24 - s of the 24 bits of a float32 (Dekker 1971). TensorRT computes float32 products with TF32, which has 10
+bits, like float16.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ from trt_kvcache.importer.steps.element_types import all_types
 __all__ = ["MEASURED", "UNITS", "allowed", "rounding_dtype", "uneven", "with_rounding"]
 
 UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Half the distance between the numbers next to 1, by the type that an engine rounds to: the largest rounding error."""
+"""Largest relative rounding error, by the type that an engine rounds to: half the distance of numbers next to 1."""
 
 MEASURED = 2
-"""Rounding is measured with this multiple of an engine's own rounding: its effect may grow faster than in proportion.
-"""
+"""Rounding is measured with this multiple of an engine's own: its effect may grow faster than in proportion."""
 
 _TIMES = Share(5.0, 2.5)  # factor between the effect of rounding in these rows and the allowed difference
 _LEAST = Share(8.0, 5.0)  # least allowed difference, in units of rounding
@@ -101,10 +100,7 @@ def _dtype(node: NodeProto, weights: Mapping[str, TensorProto], makes: Mapping[s
 
 
 def _followed(name: str, weights: Mapping[str, TensorProto], makes: Mapping[str, NodeProto]) -> TensorProto | None:
-    """Return the weight from which a tensor comes: itself, or the source of nodes that move or dequantize it.
-
-    For quantized weights, return the scales. Return None if the tensor does not come from a weight.
-    """
+    """Return the weight (if quantized, its scales) that a tensor comes from, maybe moved or dequantized; or None."""
     while name not in weights:
         node = makes.get(name)
         if node is None or node.op_type not in ("Transpose", "DequantizeLinear", "Identity", "Reshape", "Unsqueeze"):
@@ -117,16 +113,11 @@ def allowed(
     rounding: Mapping[str, Mapping[str, Share]], unit: float, rows: int, coded: Collection[str],
     dtype: CacheDtype | None,
 ) -> Shares:  # fmt: skip
-    """Return the differences that an engine may have: for each part of the decode, a map from outputs to them.
+    """Return the differences that an engine may have, by part of the decode and output.
 
-    The result leaves out an output whose allowed difference is so large that no fault would exceed it.
-
-    Args:
-        rounding: maps parts and outputs to the largest difference that rounding caused in any row.
-        unit: relative rounding error of the engine's type.
-        rows: number of rows of the batch that were measured.
-        coded: names of outputs that hold codes (quantized numbers).
-        dtype: quantized type of the caches; None: the model's own.
+    Outputs whose allowed difference is so large that no fault would exceed it are left out. `rounding` has the largest
+    difference that rounding by `unit` (relative) caused in any of `rows` batch rows. `coded` outputs hold codes
+    (quantized numbers) of the type `dtype`.
     """
     spread = uneven(rounding)
     few = min(math.sqrt(max(_MOST_ROWS / rows, 1)), spread)  # with few samples, the largest measured effect is smaller
@@ -143,10 +134,7 @@ def allowed(
 
 
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
-    """Return by which factor (1 to 4) the effect of rounding varies between the steps of the decode.
-
-    A trained model amplifies rounding at some tokens; in another runtime, at other tokens.
-    """
+    """Return the factor (1 to 4) by which rounding's effect varies between steps. Trained models amplify it at some."""
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:
         typical = [outputs[name].typical for part, outputs in rounding.items() if name in outputs and part != DRAWN]
@@ -156,10 +144,10 @@ def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
 
 
 def _usual(rounding: Mapping[str, Mapping[str, Share]], name: str) -> Share:
-    """Return half of the typical effect of rounding on an output: root mean square over the steps of the decode.
+    """Return half of the typical effect of rounding on an output (root mean square over steps).
 
-    The effect at one step says little: where the model amplifies rounding, the effect at other steps is several times
-    as large. But the full effect would hide faults where the model does not amplify rounding.
+    One step says little, because a model amplifies rounding at some steps. The full effect would hide faults at the
+    others.
     """
     own = [outputs[name] for part, outputs in rounding.items() if name in outputs and part != DRAWN]
     known = [share for share in own if math.isfinite(share.largest)]

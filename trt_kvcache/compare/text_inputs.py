@@ -31,15 +31,9 @@ _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LEN
 class TextInputs:
     """Makes the inputs of the rewritten model for steps, except caches, from the tokens of texts.
 
-    Args:
-        plan: plan of the rewritten model.
-        limits: the model's limits, which bound random token ids and positions.
-        given: maps names of inputs that do not follow from the text to values, with batch size 1 or one row for each
-            text.
-        table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
-        rings: True if the rewrite turned attention windows into circular caches, so that valid lengths count the whole
-            text.
-        seed: seed of all other values.
+    `limits` bound random token ids and positions. `given` are values of other inputs by name, with batch size 1 or one
+    row for each text. `table` has embeddings ``[V, H]`` if the model takes them. With `rings`, attention windows became
+    circular caches, so that valid lengths count the whole text.
     """
 
     def __init__(
@@ -51,7 +45,7 @@ class TextInputs:
         self._inputs = {t.name: t for t in plan.tensors if t.io == "input"}
 
     def start(self, rows: int) -> None:
-        """Start a batch of new texts, which have no tokens yet; `rows` is their number."""
+        """Start a batch of `rows` new texts without tokens."""
         self._rng = np.random.default_rng(self._seed)
         self._values = draw_constants(self._plan, rows, self._seed) | dict(self._given)
 
@@ -91,17 +85,7 @@ def token_table(plan: CachePlan, seed: int) -> Array | None:
 
 
 def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> Array:
-    """Return values for an input of unknown role. They depend only on the tokens, so all runtimes get the same values.
-
-    This allows a part of a model, which takes queries, keys and values, to decode texts like a whole model.
-
-    Args:
-        name: name of the input.
-        tokens: ``[R, S]``.
-        like: an array with the shape and the type of the input in this step.
-        axes: names of the input's axes. Without ``"sequence"``, a text gets one entry, not one per token. Without
-            ``"batch"``, all texts share the values.
-    """
+    """Return values for an input of unknown role. They depend only on the `tokens`, so all runtimes get the same."""
     names = [axis if axis in ("batch", "sequence") else f"own {i}" for i, axis in enumerate(axes)]
     if "batch" not in names and len(tokens) > 1 and like.shape[:1] == (len(tokens),):  # a fixed batch
         names[0] = "batch"
@@ -115,13 +99,7 @@ def _numbers_of(name: str, tokens: Array, like: Array, axes: Sequence[str]) -> A
 
 
 def by_position(values: Array, axes: Sequence[str], rows: int) -> Array:
-    """Return an output as ``[R, S, N]``: R texts, S positions (1 if there is one entry for each text), N other numbers.
-
-    Args:
-        values: values of the output.
-        axes: names of its axes, from the plan.
-        rows: R.
-    """
+    """Return an output as ``[rows, S, N]``: S positions (1 if a text has one entry), N other numbers."""
     order = [name for name in ("batch", "sequence") if name in axes]
     if len(order) == 2 and list(axes[:2]) != order and len(axes) == values.ndim:
         values = np.moveaxis(values, [list(axes).index(name) for name in order], (0, 1))
@@ -142,11 +120,7 @@ def guessed(plan: CachePlan, given: Collection[str]) -> str:
 
 
 def load_inputs(path: str | None) -> dict[str, Array]:
-    """Read a map from names of inputs to values from an ``.npz`` file.
-
-    Raises:
-        OptionError: the file cannot be read as an ``.npz`` file.
-    """
+    """Return the arrays of an ``.npz`` file by name. Raises `OptionError` if the file cannot be read as such."""
     if path is None:
         return {}
     try:
@@ -168,11 +142,7 @@ def load_inputs(path: str | None) -> dict[str, Array]:
 
 
 def check_values(values: Mapping[str, Array], plan: CachePlan) -> None:
-    """Refuse values for inputs that do not exist, or that verification computes itself.
-
-    Raises:
-        OptionError: there is such a value.
-    """
+    """Raise `OptionError` for values of inputs that do not exist, or that verification computes itself."""
     roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
     for name in values:
         if name not in roles:

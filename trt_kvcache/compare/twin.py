@@ -3,15 +3,14 @@
     python twin.py CHECKPOINT FOLDER
     python twin.py explain FOLDER LOGITS.npz TOLERANCE
 
-This file needs torch, transformers, and ``checkpoint.py`` beside it, but nothing else of this package: it runs in the
-interpreter of an exporter. No code is for one model family; only the name of a setting decides how it becomes small.
-Sizes and heads shrink in proportion. Each kind of layer occurs twice. Windows have a few tokens. A short text passes
-all position thresholds. Every parameter is drawn so that it changes the logits, from numbers that float16, bfloat16 and
-int4 represent exactly. So one twin serves exports of all types.
+This file runs in the interpreter of an exporter: it needs torch, transformers, and ``checkpoint.py`` beside it, but
+nothing else of this package. Sizes and heads shrink in proportion; only a setting's name decides how it becomes small,
+never the model family. Each kind of layer occurs twice. Windows have a few tokens, and a short text passes all position
+thresholds. Every parameter changes the logits, and is exact in float16, bfloat16 and int4, so one twin serves exports
+of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
-compares `LOGITS.npz`, an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter
-ignores.
+compares an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter ignores.
 """
 
 from __future__ import annotations
@@ -32,9 +31,7 @@ __all__ = ["DECODE", "THRESHOLD", "Sizes", "left_out", "small_config", "threshol
 
 HEADS, LAYERS, EXPERTS = 4, 4, 4
 VOCABULARY = 124
-"""Number of tokens. No other size may be equal, because onnxruntime-genai takes any product of this width for the last
-one.
-"""
+"""Number of tokens. No other size may be equal: onnxruntime-genai takes any product of this width for the last one."""
 WINDOW, THRESHOLD, POSITIONS = 6, 16, 64
 """Sizes of the twin: tokens of a window; position from which it computes differently; tokens of the longest text."""
 
@@ -42,9 +39,7 @@ DECODE = {
     "texts": [[3 + 41 * i * i % 97 for i in range(30)], [5 + 29 * i * i % 89 for i in range(12)]],
     "cuts": [[20, 5, 1, 1, 1, 1, 1], [7, 3, 1, 1]],
 }
-"""Two texts: the first prompt is longer than every window and threshold; the other text is shorter than every
-threshold.
-"""
+"""Two texts: the first prompt is longer, and the other text shorter, than every window and threshold."""
 
 _COUNT = re.compile(r"^(num_hidden|n|num|decoder|num_decoder)_layers?$|^num_blocks$")
 _HIDDEN = re.compile(r"^(hidden_size|d_model|n_embd|embedding_dim|emb_dim)$")
@@ -95,10 +90,9 @@ class Sizes:
 
     @staticmethod
     def of(config: Mapping[str, Any]) -> Sizes:
-        """Read the sizes from a configuration with all defaults, as `to_dict` of transformers returns it.
+        """Read the sizes from a configuration as transformers' `to_dict` returns it.
 
-        Raises:
-            ValueError: the configuration does not give the number of layers or heads, or the width.
+        Raises `ValueError` if one is missing.
         """
         first = {name: next((v for k, v in config.items() if pattern.search(k) and _counts(v)), 0)
                  for name, pattern in (("layers", _COUNT), ("heads", _HEAD), ("hidden", _HIDDEN))}  # fmt: skip
@@ -224,10 +218,7 @@ def _is_listing(name: str, value: Any, layers: int) -> bool:
 
 
 def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
-    """Return the indices of the layers that the twin (small model with random weights) keeps: two of each kind.
-
-    The kinds alternate, as in most models. If the checkpoint has adjacent layers of one kind, so does the twin.
-    """
+    """Return the layers that the twin keeps: two of each kind, in the checkpoint's pattern."""
 
     def kind(i: int) -> str:
         return json.dumps([
@@ -252,15 +243,10 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
 
 
 def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
-    """Return the config.json of a twin (small model with random weights and the checkpoint's other settings).
+    """Return the config.json of a twin (small model with random weights).
 
-    Args:
-        stored: config.json of the checkpoint. Settings that are absent in it stay absent, except sizes.
-        whole: the same configuration, with defaults for absent settings.
-        outer: sizes of the whole model, used for a nested configuration without sizes.
-
-    Raises:
-        ValueError: no configuration gives the number of layers or heads, or the width.
+    `stored` is the checkpoint's config.json, `whole` the same with all defaults. `outer` are the sizes of an enclosing
+    model. Raises `ValueError` if a size is missing.
     """
     parts = [
         k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v and isinstance(whole.get(k), dict)
@@ -357,16 +343,8 @@ def make(checkpoint: Path, folder: Path) -> None:
 def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
     """Return the settings of a twin (small model with random weights) that an exporter ignored.
 
-    Without an ignored setting, transformers gives the same logits as the exporter.
-
-    Args:
-        folder: folder of the twin.
-        logits: file with the exporter's logits, as `make` writes it.
-        tolerance: allowed difference, as a share of the largest logit.
-
-    Returns:
-        Names of settings, each of which alone explains the logits. If no single setting does, one text that names
-        several settings together.
+    Each returned name alone explains the exporter's logits. If no single setting does, the result is one text that
+    names several settings. `tolerance` is the allowed difference, as a share of the largest logit.
     """
     found = import_module("numpy").load(logits)
     config, names = json.loads((folder / "config.json").read_text(encoding="utf-8")), list[str]()
@@ -384,7 +362,7 @@ def explain(folder: Path, logits: Path, tolerance: float) -> list[str]:
 
 
 def _distance(config: Mapping[str, Any], found: Mapping[str, Any]) -> float:
-    """Return how far `found` is from the logits of a twin (small model) with this config; infinite if it fails."""
+    """Return how far `found` is from the logits of a twin with this config; infinite if the model fails."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), encoding="utf-8")
         try:
@@ -403,7 +381,7 @@ def _runner() -> Any:
 
 
 def main() -> None:
-    """Run the command line: make a twin (a small random model with equal settings), or find the ignored settings."""
+    """Run the command line."""
     torch: Any = import_module("torch")
     torch.set_num_threads(1)
     if len(sys.argv) == 3:

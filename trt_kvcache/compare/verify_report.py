@@ -123,13 +123,13 @@ class Station:
         ran_on: name of the runtime; empty if the station did not run.
         against: the station that is its reference, such as ``"the model as exported"``.
         steps: number of compared steps.
-        difference: the largest difference of a logit, as a share of the largest logit at its position. Infinite if only
-            one of two logits is finite; None if nothing was compared.
+        difference: largest difference of a logit, as a share of the largest logit at its position. Infinite if only one
+            of two logits is finite; None if nothing was compared.
         allowed: the largest difference that rounding explains.
         agreement: share of positions with the same best token.
-        passed: True if no fault was found. Also True if the station was not compared; then `note` says why.
-        failure: the first step, text and token that differ by more than `allowed`, and the first layer that differs;
-            empty if the station passed.
+        passed: True if no fault was found, or if nothing was compared (then `note` says why).
+        failure: first step, text and token that differ by more than `allowed`, and first layer that differs; empty if
+            passed.
         note: why the station was not compared, or another remark.
     """
 
@@ -158,7 +158,7 @@ class Quality:
         cache_dtype: dtype of the caches.
         positions: number of compared positions; each text has its own tokens.
         agreement: share of positions whose best token is the same with and without quantization.
-        typical: median over positions of the norm of the logits' difference, as a share of the norm of the centered
+        typical: median over positions of the norm of the logits' difference, divided by the norm of the centered
             logits.
         largest: largest difference of a logit, as a share of the largest logit at its position.
     """
@@ -182,7 +182,7 @@ class VerifyReport:
     """The result of verifying one model.
 
     Attributes:
-        passed: every compared station (one way to run the model) agrees with its reference.
+        passed: every compared station (one form of the model with its runtime) agrees with its reference.
         texts: number of texts that were decoded.
         positions: number of tokens of all texts.
         capacity: the capacity that the model was planned with; None: the model fixes it.
@@ -203,12 +203,7 @@ class VerifyReport:
     quality: Quality | None = None
 
     def check(self) -> None:
-        """Raise an error if the verification failed.
-
-        Raises:
-            VerificationError: a station (form of the model with its runtime) failed; the message names the station,
-                step, text and token.
-        """
+        """Raise `VerificationError` if a station failed; the message names the station, step, text and token."""
         for station in self.stations:
             if not station.passed:
                 raise VerificationError(f"{self.model}: {station.name}: {station.failure}")

@@ -1,6 +1,4 @@
-"""Turn an ONNX decoder into a plan and a rewritten model.
-
-This package never imports TensorRT.
+"""Turns an ONNX decoder into a plan and a rewritten model, without TensorRT.
 
     load_source     read and check a file                               files
     prepare         one flat graph, known shapes, fixed capacity;     prepare, simplify, recognize, emit
@@ -10,9 +8,8 @@ This package never imports TensorRT.
     check_rewrite   compare the rewritten model with the original     check
     patch_network   set what only TensorRT's parsed network has       patch
 
-`pipeline` calls all of these except the last, in this order. It loads `families` only for models that need them.
-
-Public names load on first use. So manifests can use the data classes in `trt_kvcache.importer.plan` without ONNX.
+`pipeline` calls all of these except the last, in this order. It loads `families` only for models that need them. Public
+names load on first use, so that manifests can use `trt_kvcache.importer.plan` without ONNX.
 """
 
 from __future__ import annotations
@@ -41,7 +38,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Load a public name of this package when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("trt_kvcache.importer.pipeline"), name)

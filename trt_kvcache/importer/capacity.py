@@ -1,4 +1,4 @@
-"""Find the default capacity (rows) of caches whose length the model leaves open. All commands use this default."""
+"""Finds the default capacity (rows) of caches whose length the model leaves open. All commands use this default."""
 
 from __future__ import annotations
 
@@ -15,21 +15,15 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "m
 
 
 def usual_capacity(folder: Path) -> int:
-    """Return the default capacity: the most tokens of a text in this model, but at most 4096.
-
-    Args:
-        folder: the model's folder, with its config files.
-    """
+    """Return the default capacity: the most tokens of a text in the model of this folder, but at most 4096."""
     longest = longest_text(folder)
     return USUAL if longest is None else min(longest[0], USUAL)
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return the most tokens that a text may have in this model, and where this number was found; None if unknown.
+    """Return the most tokens of a text by the config files of `folder`, and where this was found; None if unknown.
 
-    Args:
-        folder: the model's folder, with ``config.json`` or ``genai_config.json``. Unreadable files are ignored. If the
-            folder is named ``decoder``, the parent folder is also searched (mobius-onnx).
+    The folder above is also searched if `folder` is named ``decoder`` (mobius-onnx).
     """
     texts: list[tuple[int, str]] = []
     folders = (folder, folder.parent) if folder.name == "decoder" else (folder,)

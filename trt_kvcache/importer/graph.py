@@ -1,4 +1,4 @@
-"""Work with onnx-graphsurgeon graphs: read dimensions and constants, emit nodes, sort."""
+"""Works with onnx-graphsurgeon graphs: reads dimensions and constants, emits nodes, sorts."""
 
 from __future__ import annotations
 
@@ -81,10 +81,7 @@ def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
 
 
 def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
-    """Map each tensor to the graph inputs on which it depends. An input does not count if only its shape matters.
-
-    The nodes must be in topological order, as ONNX requires.
-    """
+    """Map each tensor to the graph inputs whose values it depends on. Nodes must be in topological order."""
     sources = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
     for node in graph.nodes:
         names = () if is_op(node, "Shape", "Size") else _reads(node)
@@ -94,7 +91,6 @@ def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
 
 
 def _reads(node: gs.Node) -> Iterator[str]:
-    """Yield the names of tensors that a node reads, also in its nested graphs."""
     yield from (str(t.name) for t in node.inputs)
     for body in (value for value in node.attrs.values() if isinstance(value, gs.Graph)):
         for inner in body.nodes:
@@ -206,12 +202,7 @@ def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -
 
 
 def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
-    """Remove nodes that no output needs, and sort all others. Faster than graphsurgeon's ``cleanup().toposort()``.
-
-    Args:
-        graph: the graph to edit in place; also the return value.
-        sort: if False, only remove nodes.
-    """
+    """Remove nodes that no output needs, and sort others, in place; faster than ``cleanup().toposort()``."""
     if graph.functions or any(isinstance(v, gs.Graph) for node in graph.nodes for v in node.attrs.values()):
         return graph.cleanup().toposort() if sort else graph.cleanup()
     for tensor in graph.inputs:
@@ -282,10 +273,7 @@ def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
 
 
 def fold_identities(graph: gs.Graph) -> None:
-    """Remove Identity nodes, so that a cache is directly a graph input, a graph output, K or V.
-
-    An Identity from a graph input (or weight) to a graph output stays, because the model returns this copy.
-    """
+    """Remove Identity nodes, except between an input or weight and an output: the model returns this copy."""
     identities = [node for node in graph.nodes if is_op(node, "Identity")]
     for node in identities:
         source, target = node.inputs[0], node.outputs[0]

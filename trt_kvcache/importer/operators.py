@@ -1,4 +1,4 @@
-"""Define groups of ONNX operators, such as those that only move numbers, or compute each number separately."""
+"""Defines groups of ONNX operators, such as those that only move numbers, or compute each number separately."""
 
 from __future__ import annotations
 

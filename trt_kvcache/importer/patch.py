@@ -1,4 +1,4 @@
-"""Set properties of TensorRT's parsed network that standard ONNX cannot express."""
+"""Sets properties of TensorRT's parsed network that standard ONNX cannot express."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ from trt_kvcache.importer.plan import AttentionKind, CachePlan
 
 
 def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: bool = False) -> None:
-    """Allow TensorRT to decompose attentions for which it has no fused kernel.
+    """Allow TensorRT to decompose attentions for which it has no fused kernel; with `decompose_all`, every attention.
 
     Without this permission, the build fails ("Attention operation was not supported by a dedicated kernel", measured on
-    TensorRT for RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would have the same effect, but then other runtimes
-    refuse the model.
-
-    Args:
-        network: a parsed ``INetworkDefinition`` of the rewritten model.
-        plan: the plan, with the kind of each attention.
-        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed the network.
-        decompose_all: allow TensorRT to decompose every attention, because this TensorRT lacks a kernel that the plan
-            expects.
-
-    Raises:
-        BuildError: the network and the plan have different attention layers.
+    TensorRT for RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would do the same, but other runtimes refuse it.
+    Raises `BuildError` if network and plan have different attention layers.
     """
     wanted = {a.node for a in plan.attention if a.kind is AttentionKind.DECOMPOSED}
     names: set[str] = set()

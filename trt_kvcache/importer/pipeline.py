@@ -1,7 +1,4 @@
-"""Run the importer from end to end: read, plan, rewrite and check a model.
-
-`analyze` makes the plan of a prepared graph: caches, attention, spans, and the role of every input and output.
-"""
+"""Runs the importer from end to end: reads, plans, rewrites and checks a model."""
 
 from __future__ import annotations
 
@@ -106,16 +103,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
 def import_model(
     model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, thorough: bool = False
 ) -> ImportedModel:
-    """Plan and rewrite a model in memory, and check the result.
-
-    Args:
-        model: path of the ``.onnx`` file.
-        options: the options of the plan.
-        thorough: if True, also compare steps after every number of past tokens up to 4,096.
-
-    Raises:
-        ModelError: the model is unreadable, invalid or unsupported, or the check failed.
-    """
+    """Plan, rewrite and check a model in memory; raises `ModelError`. See `plan_model` and `check_rewrite`."""
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options)
     plan = _check(source, options, prepared, plan, rewritten, thorough=thorough).on(plan)
@@ -127,18 +115,9 @@ def import_unchecked(
 ) -> tuple[ImportedModel, Future[Checked]]:
     """Plan and rewrite a model in memory, and return while the check still runs.
 
-    Before the future ends without an error, the caller must not publish the model or anything made from it.
-
-    Args:
-        model: path of the ``.onnx`` file.
-        options: the options of the plan.
-        default_capacity: the capacity to use if neither the options nor the model give one; None: `usual_capacity`.
-
-    Returns:
-        The model, and a future of the check. The future gives facts for the plan, or the error of `import_model`.
-
-    Raises:
-        ModelError, OptionError: as in `plan_model`. The future raises errors of the check.
+    Before the future ends without an error, the caller must not publish the model or anything made from it. The future
+    gives facts for the plan, or the error of `import_model`. Other errors are those of `plan_model`. `default_capacity`
+    is the capacity to use if neither the options nor the model give one; None: `usual_capacity`.
     """
     source = _load(model, options)
     prepared, plan, rewritten = _rewrite(source, options, default_capacity)
@@ -158,13 +137,10 @@ def import_unchecked(
 def rewrite_model(
     model: str | os.PathLike[str], output: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
 ) -> CachePlan:
-    """Rewrite a model into standard ONNX that TensorRT can build, with the same meaning, and write it to a file.
+    """Rewrite a model into standard ONNX that TensorRT can build, with the same meaning; write it, and return its plan.
 
     If `output` is in the model's folder, external data stay in their files. Otherwise this function copies the files to
     the folder of `output`. Quantized weights that must change for TensorRT are written to ``<output>.signed``.
-
-    Returns:
-        The plan of the rewritten model.
 
     Raises:
         ModelError, OptionError: as in `plan_model`.
@@ -288,7 +264,7 @@ def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> CachePlan:
-    """Add LoRA adapters to a rewritten model, in place, if the options request them. Count weights in the plan."""
+    """Add the requested LoRA adapters to a rewritten model, in place. Count weights in the plan."""
     plan = replace(plan, weights=weights_read(rewritten))
     if plan.options.lora_rank is None:
         return plan
@@ -297,15 +273,7 @@ def _adapt(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: 
 
 
 def quantize_caches(imported: ImportedModel, *, plain: bool = False) -> ImportedModel:
-    """Return the model with quantized caches if its options request them; otherwise the same object.
-
-    Args:
-        imported: a model with unquantized caches.
-        plain: if True, the result is for ONNX Runtime instead of TensorRT, which needs `PlanOptions.cache_ranges`.
-
-    Raises:
-        OptionError: a cache cannot be quantized to this type.
-    """
+    """Return the model with quantized caches if its options request them; `plain`: for ONNX Runtime."""
     if imported.plan.options.cache_dtype is None:
         return imported
     light, weights = detach_weights(imported.model)
@@ -348,12 +316,7 @@ def analyze(
     findings: Findings,
     path: Path,
 ) -> CachePlan:
-    """Return the plan of a prepared model. The model does not change.
-
-    Raises:
-        UnsupportedModelError: the model has no cache update, or no route supports an update.
-        AmbiguousRoleError: the role of an input is ambiguous.
-    """
+    """Return the plan of a prepared model: caches, attention, spans, and the role of every input and output."""
     if options.target is Target.TENSORRT_RTX:
         _check_operators(model)
     caches = analyze_caches(graph, options)
@@ -482,7 +445,6 @@ def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> 
 
 
 def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
-    """Return the meaning of each axis of the tensor that a cache update writes, as in `TensorRole.axes`."""
     if cache.form is UpdateForm.PACKED_NHD:
         return "tokens", "?", "?"
     rank = len(cache.logical_shape)
@@ -492,7 +454,6 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
 def _changes(
     findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
 ) -> tuple[InterfaceChange, ...]:
-    """Return all changes of inputs and outputs for the caller, including those of the logits."""
     if not findings.written or logits is None:
         return findings.changes
     return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
@@ -544,11 +505,7 @@ def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
 
 
 def check_unique_outputs(graph: gs.Graph) -> None:
-    """Refuse a graph in which two outputs have the same name. ONNX forbids this, and TensorRT reports it late.
-
-    Raises:
-        InvalidModelError: two outputs have the same name; the message gives the name.
-    """
+    """Raise `InvalidModelError` if two outputs have the same name. ONNX forbids this, and TensorRT reports it late."""
     seen: set[str] = set()
     for tensor in graph.outputs:
         if tensor.name in seen:

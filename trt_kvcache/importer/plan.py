@@ -1,7 +1,7 @@
 """The plan: all changes to a model, as plain data that can be printed, and converted to and from JSON.
 
-`CachePlan` is the dry run of a build. Rewrite, network patch, manifest and runtime follow it, and never repeat its
-decisions. This module imports neither ONNX nor TensorRT.
+Rewrite, network patch, manifest and runtime follow `CachePlan`, and never repeat its decisions. This module imports
+neither ONNX nor TensorRT.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ class OriginalRole(str, Enum):
     STATE = "state"
     """State of fixed shape that every step replaces."""
     SWITCH = "switch"
-    """Chooses between the branches of a merged export.
-
-    Or an input that only the branch without a past reads: all ones.
-    """
+    """Chooses between the branches of a merged export; or all ones, read only by the branch without a past."""
     LOGITS = "logits"
     OTHER = "other"
 
@@ -81,10 +78,10 @@ class OriginalTensor:
         shape: shape in the exported model: fixed sizes and symbols.
         axes: the meaning of each axis: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        window_rows: for a cache that keeps only this many newest rows; None: it keeps all rows. Its past has ``min(P,
-            rows)`` rows, its present ``min(P + S, rows)`` rows, and a padding mask over it ``min(P, rows) + S``
-            columns. If the axis of rows has a fixed size, every step shifts the cache: it always has this many rows,
-            the mask has as many columns, and the tokens are in the last rows.
+        window_rows: number of newest rows that a cache keeps; None: it keeps all rows. Its past has ``min(P, rows)``
+            rows, its present ``min(P + S, rows)`` rows, and a padding mask over it ``min(P, rows) + S`` columns. If the
+            axis of rows has a fixed size, every step shifts the cache: it always has this many rows, the mask has as
+            many columns, and the tokens are in the last rows.
         on: for a switch, the value that chooses the branch with a past.
     """
 
@@ -154,7 +151,7 @@ class AdapterPlan:
 
     Attributes:
         rank: rank of the largest adapter.
-        slots: the number of adapters that the inputs can hold, in slots 1 to `slots`. Slot 0 holds zeros: no adapter.
+        slots: number of adapters that the inputs can hold, in slots 1 to `slots`. Slot 0 holds zeros: no adapter.
         index: name of the int64 input ``[B]``, the slot of each sequence.
         products: the MatMuls that adapters may change.
     """
@@ -166,24 +163,27 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """The way in which the engine updates a cache, what this guarantees, and who enforces this."""
+    """How the engine updates a cache, what this guarantees, and who enforces this."""
 
     NATIVE = "native"
-    """TensorRT's IKVCacheUpdateLayer.
+    """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address.
 
-    In place: past and present share one device address. TensorRT enforces this, and the
-    session compares the alias with the manifest. TensorRT drops a write outside the capacity without a message. So the
-    runtime checks lengths (and the contract of the update, if it has one) before every step."""
+    TensorRT enforces the alias, and the session compares it with the manifest. TensorRT drops a write outside the
+    capacity without a message, so the runtime checks lengths (and the update's contract, if any) before every step.
+    """
 
     PLUGIN = "plugin"
-    """The project's own kernel. In place: the manifest declares the alias, because TensorRT does not report it, and the
-    session binds the same address to both sides."""
+    """The project's own kernel.
+
+    In place: the manifest declares the alias, because TensorRT does not report it, and the session binds the same
+    address to both sides.
+    """
 
     FUNCTIONAL = "functional"
-    """Plain ONNX operators.
+    """Plain ONNX operators. Each step writes a whole new cache: past and present need two buffers.
 
-    Correct, but each step writes a whole new cache: past and present need two buffers. Chosen only
-    if no update in place is possible, or on request; always with a warning."""
+    Chosen only if no update in place is possible, or on request; always with a warning.
+    """
 
 
 class UpdateMode(str, Enum):
@@ -269,19 +269,17 @@ class CacheUpdate:
 
     Attributes:
         node: name of the node that updates the cache.
-        past, present: names of the cache tensor before and after the update. If the route is in place, these are the
-            graph input and output.
+        past, present: names of the cache tensor before and after the update; in place, the graph input and output.
         update: name of the tensor ``[B, ..., S_new, ...]`` that is written (``[T, N, H]`` if packed).
         write_indices: name of the tensor, int64 ``[B]``, with the first row of each write; None: zeros.
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
         dtype: ONNX name in lower case, such as ``"float16"`` or ``"bfloat16"``.
         logical_shape: the shape of the cache in the model, with the capacity filled in.
         sequence_axis: index into `logical_shape`, never negative.
-        physical_shape: the shape of the cache as input and output of the engine. Its sequence axis is
-            `physical_sequence_axis`.
+        physical_shape: shape of the engine's input and output; `physical_sequence_axis` is its sequence axis.
         update_length: ``S_new``: the number of new tokens, as a size or a symbol.
         readers: names of the Attention nodes that read `present`.
-        carried: True if past is an input and present an output of the graph, so the caller passes the cache on to each
+        carried: True if past is a graph input and present a graph output, so the caller passes the cache on to each
             step.
         idiom: the operator with which the exported model writes this cache, such as ``"Concat"``.
     """
@@ -319,9 +317,9 @@ class CacheUpdate:
 class Mask:
     """One attention mask. The graph computes a mask once for all attentions that name this mask.
 
-    Query ``i`` of row ``b`` sees key ``j`` if all of these conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <=
-    i + offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset
-    + right``. Also, the mask of the model itself must show the key.
+    Query ``i`` of row ``b`` sees key ``j`` if all conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <= i +
+    offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset +
+    right``. Also, the mask of the model itself must show the key.
 
     Attributes:
         name: name of the mask tensor in the rewritten graph.
@@ -352,8 +350,8 @@ class AttentionPlan:
     Attributes:
         caches: for each cache that this attention reads, the name of its past.
         mask: name of the `Mask`; None if no mask is needed.
-        keys: which keys the attention reads: ``"span"`` (as many as `SpanInput` says), ``"mask"`` (as many as the
-            model's own mask has) or ``"all"``.
+        keys: how many keys are read: ``"span"`` (`SpanInput`), ``"mask"`` (as many as the model's own mask has) or
+            ``"all"``.
     """
 
     node: str
@@ -374,7 +372,7 @@ class SpanInput:
     """An added int64 input ``[span]``: 0, 1, ..., span - 1. Its *shape* says how many cache rows a step reads.
 
     The result is the same for every span from the longest valid length of the batch up to the capacity. The contents
-    never change, so one constant device buffer serves every step. A step sets only the shape.
+    never change, so one constant device buffer serves every step.
     """
 
     name: str
@@ -412,8 +410,8 @@ class TensorRole:
         io: ``"input"`` or ``"output"`` of the rewritten model.
         shape: shape in the rewritten model.
         found_by: the evidence for the role: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
-        axes: for dynamic dimensions, the meaning of the size: ``"batch"``, ``"sequence"`` (S_new), ``"span"``,
-            ``"kept"`` (positions with logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask),
+        axes: the meaning of each dynamic dimension: ``"batch"``, ``"sequence"`` (S_new), ``"span"``, ``"kept"``
+            (positions with logits), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask),
             ``"encoder"`` (length of the encoder's output), or ``"?"`` if unknown. ``""`` if the size is fixed.
     """
 
@@ -443,13 +441,11 @@ class CachePlan:
         changes: inputs and outputs that the rewrite changes, adds or removes.
         original: the interface of the exported model; empty if its caches already were in canonical form.
         states: tensors of fixed size that each step replaces; attention caches do not count.
-        logits_span: the input that chooses the number of positions with logits. None: logits have the same positions as
-            in the exported model.
+        logits_span: the input that chooses the number of positions with logits; None: the exported model's positions.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
-        adapters: the inputs for LoRA adapters, and the MatMuls that the adapters change; None: the model takes no
-            adapters.
-        weights: bytes of weights that a step of one token reads. A lookup table, such as embeddings, counts only with
-            the rows for one token. 0: nobody counted the bytes.
+        adapters: inputs for LoRA adapters, and the MatMuls that they change; None: the model takes no adapters.
+        weights: bytes of weights that a step of one token reads; lookup tables count with the rows for one token. 0:
+            not counted.
     """
 
     options: PlanOptions

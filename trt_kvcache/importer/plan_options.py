@@ -1,4 +1,4 @@
-"""Define the options of a plan, such as target and capacity. This module imports neither ONNX nor TensorRT."""
+"""Defines the options of a plan, such as target and capacity. This module imports neither ONNX nor TensorRT."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Bring a model into the form that planning needs: fixed capacity, one flat graph, named nodes, known shapes.
+"""Brings a model into the form that planning needs: fixed capacity, one flat graph, named nodes, known shapes.
 
-The result is a working copy, in which empty stand-ins replace large inline weights (`detach_weights`). So the time for
-copies, shape inference and edits does not depend on the size of the weights.
+Empty stand-ins replace large inline weights in the working copy (`detach_weights`). So the time for copies, shape
+inference and edits does not depend on the size of the weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Prepared:
         reference: the exported model with inlined functions, for the check. Its large weights are placeholders, too.
         options: the caller's options, with the capacity filled in if the model does not fix it.
         model: the working copy. Its large inline weights are placeholders until `attach_weights`.
-        weights: the detached weights; maps names to tensors of the source model, which are not copied.
+        weights: the detached weights of the source model by name, not copied.
         inlined: names of functions and control-flow nodes that were inlined.
         findings: facts about the canonical form; empty if the export already had it.
         finishes: functions of rare model families that add facts to the plan.
@@ -55,15 +55,8 @@ class Prepared:
 def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None) -> Prepared:
     """Copy a model, inline functions, bring caches into canonical form, and fix capacity and shapes.
 
-    Args:
-        source: the model as read. It is not changed.
-        options: options of the plan.
-        usual: the capacity to use if neither the options nor the model give a capacity.
-        folder: folder of the external data.
-
-    Raises:
-        UnsupportedModelError: a cache has no supported form, or its update is in a body that cannot be inlined.
-        OptionError: the capacity is out of range, or contradicts the model.
+    `usual` is the capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` for
+    caches of unsupported form or in a body, and `OptionError` if the capacity contradicts the model.
     """
     asked = options.capacity or usual
     if asked > _MOST_TOKENS:
@@ -109,14 +102,7 @@ def _writers(graph: onnx.GraphProto) -> dict[str, str]:
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """Bring a model into one flat graph with named nodes, of opset 24 or later.
-
-    Args:
-        model: a decoder or an encoder. It may be edited in place.
-
-    Returns:
-        The model, and the names of inlined functions and branches.
-    """
+    """Return a decoder or encoder as one flat graph of opset 24 or later, and the names of what was inlined."""
     model, inlined = simplify(model)
     families.standardize(model)
     return model, inlined
@@ -149,7 +135,7 @@ def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
-    """Return a copy of `source` with placeholders for large inline initializers, and a map from names to these."""
+    """Return a copy of `source` with placeholders for large inline initializers, and these initializers by name."""
     model = onnx.ModelProto(**{field.name: value for field, value in source.ListFields() if field.name != "graph"})
     fields = {field.name: value for field, value in source.graph.ListFields() if field.name != "initializer"}
     model.graph.CopyFrom(onnx.GraphProto(**fields))
@@ -172,7 +158,6 @@ def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto])
 
 
 def _dims(graph: onnx.GraphProto) -> Iterator[onnx.TensorShapeProto.Dimension]:
-    """Yield all stated dimensions of inputs, outputs and intermediate tensors."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         yield from value.type.tensor_type.shape.dim
 
@@ -185,19 +170,11 @@ def fix_digit_dims(graph: onnx.GraphProto) -> None:
 
 
 def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fits: bool = False) -> int | None:
-    """Give every cache a fixed length, because TensorRT needs one.
+    """Give every cache a fixed length, in place, because TensorRT needs one.
 
-    Args:
-        graph: the graph to edit in place.
-        wanted: tokens per sequence, or None.
-        usual: tokens per sequence if `wanted` is None.
-        fits: True if `wanted` is already known to fit the model.
-
-    Returns:
-        The new length of caches whose length was symbolic; None if there are no such caches.
-
-    Raises:
-        OptionError: the model fixes another length than `wanted`.
+    The length is `wanted` or, if None, `usual`, in tokens per sequence. Return the new length of caches whose length
+    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted`, unless
+    `fits` says that `wanted` is known to fit.
     """
     capacity = wanted or usual
     values = {value.name: value for value in (*graph.output, *graph.input)}

@@ -1,4 +1,4 @@
-"""Read ONNX protos: nested graphs, nodes, tensors, shapes. This module reads no weights."""
+"""Reads ONNX protos: nested graphs, nodes, tensors, shapes. This module reads no weights."""
 
 from __future__ import annotations
 
@@ -174,10 +174,7 @@ def describe(node: NodeProto) -> str:
 
 
 def shape_of(info: ValueInfoProto | None) -> Shape | None:
-    """Return the shape of a value: fixed sizes, symbols, and ``"?"`` for unknown sizes. None if the rank is unknown.
-
-    Some exporters write a fixed size as a symbol, such as ``"64"``. This function returns such a size as a number.
-    """
+    """Return the shape: sizes (also those written as symbols, such as ``"64"``), symbols and ``"?"``; or None."""
     if info is None or not info.type.HasField("tensor_type") or not info.type.tensor_type.HasField("shape"):
         return None
     return tuple(_dim(dim) for dim in info.type.tensor_type.shape.dim)
@@ -202,10 +199,9 @@ def dtype_name(elem_type: int) -> str:
 
 
 def byte_size(tensor: TensorProto) -> int | None:
-    """Return the bytes of a tensor's raw data, computed only from dtype and dims; None for strings.
+    """Return the bytes of a tensor's raw data, from dtype and dims; None for strings.
 
-    Raises:
-        ValueError: ONNX does not define the element type, or a dimension is negative.
+    Raises `ValueError` if unknown.
     """
     name = TensorProto.DataType.Name(tensor.data_type)
     if name == "UNDEFINED" or any(dim < 0 for dim in tensor.dims):

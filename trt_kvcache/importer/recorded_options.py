@@ -1,7 +1,7 @@
-"""Record the options of a rewrite in the rewritten file, and recognize such files.
+"""Records the options of a rewrite in the rewritten file, and recognizes such files.
 
-`rewrite_model` writes only the options into the metadata, not the plan. A rewritten file is made for TensorRT and other
-runtimes, and cannot be planned again. To get its plan, this package plans the source again. `verify` can compare both.
+A rewritten file is made for TensorRT and other runtimes, and cannot be planned again. To get its plan, this package
+plans the source again with the options in the metadata. `verify` can compare both.
 """
 
 from __future__ import annotations
@@ -30,11 +30,7 @@ def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
 
 
 def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
-    """Refuse a model that was rewritten before: the importer would take added inputs for those of the original.
-
-    Raises:
-        UnsupportedModelError: the metadata of the model say that it was rewritten.
-    """
+    """Raise `UnsupportedModelError` if the metadata say that the model was rewritten before."""
     if any(entry.key in _KEYS for entry in model.metadata_props):
         raise UnsupportedModelError(
             f"{path}: was rewritten by trt_kvcache already, for TensorRT and other runtimes; give the model that it "
@@ -85,7 +81,6 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
 
 
 def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if a planned and a declared shape have the same rank and no fixed size differs."""
     return (
         declared is not None
         and len(planned) == len(declared)
@@ -102,18 +97,7 @@ def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """Return the options with which a model was rewritten, from its metadata.
-
-    Args:
-        model: the rewritten model.
-        options: the caller's options. The limits of the check and the file of name patterns always come from these
-            options.
-        path: path of the model, for messages.
-
-    Raises:
-        InvalidModelError: the model has no record of options, or the record is unreadable.
-        OptionError: `options` contradict the record.
-    """
+    """Return the options in a rewritten model's metadata. Limits and name patterns come from `options`."""
     record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
         raise InvalidModelError(
@@ -142,11 +126,7 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
 
 
 def check_same_interface(rewritten: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
-    """Refuse a rewritten model whose interface differs from that of a fresh rewrite of its source.
-
-    Raises:
-        InvalidModelError: an input, an output or a function differs.
-    """
+    """Raise `InvalidModelError` if the interface of a rewritten model differs from a fresh rewrite of its source."""
     again = "the file was made from another model or by another version, or was changed later: rewrite the model again"
     written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
     for function in rewritten.functions:

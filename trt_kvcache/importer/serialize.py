@@ -1,9 +1,8 @@
-"""Serialize a model, one weight after the other.
+"""Serializes a model, one weight after the other.
 
 Protobuf merges messages that are written one after the other. So this module first writes the graph without large
-weights, then one more ``graph { initializer }`` for each weight. To write 0.5 GB at once took 1.6 to 3.6 s, in a buffer
-that grows by copying; one weight after the other, it took 0.75 to 1.5 s (protobuf's upb, two cores of a shared
-machine).
+weights, then one more ``graph { initializer }`` for each weight. For 0.5 GB, this takes 0.75 to 1.5 s instead of 1.6 to
+3.6 s (protobuf's upb, two cores of a shared machine), because no buffer grows by copying.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ def _parts(tensors: Iterable[onnx.TensorProto]) -> Iterator[bytes]:
 
 
 def _varint(number: int) -> bytes:
-    """Return protobuf's encoding of a length: seven bits in each byte, the lowest bits first."""
     encoded = bytearray()
     while number > 127:
         encoded.append(number & 127 | 128)

@@ -1,4 +1,4 @@
-"""Simplify a model before recognition: one flat graph of opset 24, with constants folded.
+"""Simplifies a model before recognition: one flat graph of opset 24, with constants folded.
 
     function calls                            their bodies                 onnx.inliner
     opset 11 to 23                            opset 24                     onnx.version_converter
@@ -10,8 +10,8 @@
 
 Remaining tensors and nodes keep their names. Weights (large initializers and external data) are never read.
 
-onnx-ir, onnxscript and onnx-shape-inference do the same, but to import them takes 0.3 s (onnx-ir loads sympy), which is
-a quarter of the time to plan a model of two layers. The version converter of onnxscript (0.7.2) raises a model below
+onnx-ir, onnxscript and onnx-shape-inference do the same, but to import them takes 0.3 s (onnx-ir loads sympy), a
+quarter of the time to plan a model of two layers. The version converter of onnxscript (0.7.2) raises a model below
 opset 18 without converting its operators. graphsurgeon's `fold_constants` (0.6.1) ignores `start` and `end` of `Shape`.
 """
 
@@ -76,18 +76,11 @@ _FOLDED = frozenset((
 
 
 def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
-    """Bring a model to opset 24 or later: without functions, folded, with named nodes and inferred shapes.
+    """Return a flat, folded model of opset 24 or later with named nodes and shapes, and names of what was inlined.
 
-    Args:
-        model: a model with placeholders for large inline weights. This function may edit it in place.
-
-    Returns:
-        The model and the names of the functions and branches that were inlined.
-
-    Raises:
-        InvalidModelError: the shapes that the model states contradict each other.
-        UnsupportedModelError: a cache update or an attention is in a body that may run never or several times, or the
-            importer cannot raise the opset.
+    The model has placeholders for large inline weights, and may be edited in place. Raises `InvalidModelError` if its
+    stated shapes contradict each other, and `UnsupportedModelError` if a cache update or an attention is in a body that
+    may run never or several times, or if the opset cannot be raised.
     """
     model, inlined = inline_functions(model)
     name_nodes(model.graph)
@@ -102,11 +95,7 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
 
 
 def infer_shapes(model: ModelProto) -> ModelProto:
-    """Return the model with all shapes of intermediate tensors that ONNX shape inference finds.
-
-    Raises:
-        InvalidModelError: the shapes that the model states contradict each other.
-    """
+    """Return the model with inferred shapes; raises `InvalidModelError` if stated shapes contradict each other."""
     try:
         return onnx.shape_inference.infer_shapes(model, data_prop=True)
     except (onnx.shape_inference.InferenceError, RuntimeError) as error:
@@ -127,11 +116,7 @@ def name_nodes(graph: GraphProto) -> None:
 
 
 def drop_unused_outputs(graph: GraphProto) -> None:
-    """Drop outputs of Attention and LayerNormalization that no node reads, because TensorRT refuses them.
-
-    Call this before shape inference: from opset 25 on, shape inference fails for present outputs together with
-    `nonpad_kv_seqlen`.
-    """
+    """Drop unread outputs that TensorRT and (from opset 25 on) ONNX's shape inference refuse."""
     used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
         if is_op(node, "Attention") or is_op(node, "LayerNormalization"):
@@ -171,13 +156,11 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
 def raise_opset(model: ModelProto) -> ModelProto:
     """Raise a model without functions to opset 24. Return a model of opset 24 or later unchanged.
 
-    ONNX's converter fails for operators that the old opset does not have, but exporters write such operators into
-    ONNX's domain (SimplifiedLayerNormalization). So these operators are in another domain during the conversion. The
-    converter loses metadata, functions and stated shapes. So this function takes only nodes and new constants from the
-    result.
+    ONNX's converter fails for operators that the old opset lacks, but exporters write such operators into ONNX's domain
+    (SimplifiedLayerNormalization). So they are in another domain during the conversion. The converter loses metadata,
+    functions and stated shapes, so only nodes and new constants come from its result.
 
-    Raises:
-        UnsupportedModelError: the opset is below 13, or ONNX's converter cannot convert an operator.
+    Raises `UnsupportedModelError` if the opset is below 13, or if ONNX's converter cannot convert an operator.
     """
     version = opset_version(model)
     if version is None or version >= OPSET:
@@ -217,7 +200,6 @@ def raise_opset(model: ModelProto) -> ModelProto:
 
 
 def _culprit(model: ModelProto, words: str) -> str:
-    """Return the last line of the converter's error, with the node if the error names an operator."""
     last = words.strip().splitlines()[-1].split("failed: ")[-1] if words.strip() else "no reason given"
     operator = last.rsplit(" for ", 1)[-1]
     node = next((n for n in all_nodes(model.graph) if n.op_type == operator), None)
@@ -225,10 +207,7 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Replace tensors that depend only on constants and known sizes by constants, and remove branches.
-
-    Return the model with inferred shapes, and the names of the replaced If nodes.
-    """
+    """Replace constant tensors by constants, and remove branches; return the model and the replaced If nodes."""
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
     for _ in range(_MOST_ROUNDS):
@@ -258,7 +237,7 @@ def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> 
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
-    """Turn Constant nodes into initializers, in place. Return a map from names of small constants to values."""
+    """Turn Constant nodes into initializers, in place. Return the values of small constants by name."""
     outputs = {v.name for v in graph.output}
     others = []
     for node in graph.node:
@@ -285,12 +264,12 @@ def _is_small(dims: Iterable[int]) -> bool:
 
 
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Return integers that the model computes from known sizes, as a map from names to values.
+    """Return integers that the model computes from known sizes, by name.
 
-    ONNX's shape inference computes such integers, but shows them only in shapes. So this function adds a
-    ConstantOfShape that reads each integer:
+    ONNX's shape inference computes them, but shows them only in shapes. So this adds a ConstantOfShape for each
+    integer:
 
-    Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: so the result of the Gather is 64
+        Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: so the result of the Gather is 64
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
@@ -319,7 +298,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
 
 
 def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
-    """Compute nodes over small constants in ONNX Runtime. Return a map from names to results that others read."""
+    """Compute nodes over small constants in ONNX Runtime. Return the results that other nodes read, by name."""
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
     known, nodes = set(constants), []
@@ -346,7 +325,6 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
-    """True if a node computes a small tensor from known constants only."""
     if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
         return False
     for name in (name for name in node.output if name):
@@ -358,7 +336,6 @@ def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bo
 
 
 def _shapes(model: ModelProto) -> dict[str, Any]:
-    """Map names of tensors to their known element types and shapes."""
     return {v.name: (v.type.tensor_type.elem_type, shape_of(v)) for v in model.graph.value_info}
 
 

@@ -1,8 +1,8 @@
-"""Give the bytes of a weight another name, element type and shape; make stand-ins (tensors without data).
+"""Gives the bytes of a weight another name, element type and shape; makes stand-ins (tensors without data).
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
-External data, and weights that `prepare.detach_weights` detached, are not copied. Only the reference is copied.
+External data and detached weights (`prepare.detach_weights`) are not copied, only their references.
 """
 
 from __future__ import annotations
@@ -54,11 +54,7 @@ def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) 
 
 
 def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
-    """Return a tensor with the same bytes as `tensor` (little-endian, as in ONNX), but another type and shape.
-
-    Raises:
-        ValueError: the new type and shape need another number of bytes.
-    """
+    """Return a tensor with the same bytes as `tensor` (little-endian, as in ONNX), but another type and shape."""
     view = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
     if byte_size(view) != byte_size(tensor):
         raise ValueError(f"{byte_size(tensor)} bytes cannot be {list(shape)} of type {data_type}")

@@ -1,25 +1,21 @@
 """Checks that a rewritten model computes the same numbers as the exported model.
 
-The check finds every region, a part that the two models compute differently, and cuts it out of both models. The
-original and the rewritten side of a region run in ONNX Runtime on random queries, keys and values. The steps are chosen
-so that different masks, windows and layouts give different numbers.
+The check finds every region (a part that the two models compute differently), cuts it out of both models, and runs both
+versions in ONNX Runtime on random queries, keys and values. A rewritten model passes only if every verdict is "equal".
+The steps have lengths close to every number in the graph, so the check misses an error at a single other length.
+`verify --thorough` also tries every past up to 4,096 tokens.
 
     hashed_graph       digests, which show that tensors are equal by construction
     symbolic_shapes    shapes as products of batch and new tokens
     models             pairs both models, and finds inputs that mean the same in both
-    region             cuts the changed parts out of both models: from boundaries, caches and inputs to joins and
-        presents
+    region             cuts the changed parts out of both models
     shrunk_weights     shrinks regions with large weights to few rows and columns of random numbers
-    region_runs        runs both sides of a region, and makes their inputs (with `trt_kvcache.importer.steps`)
-    region_comparison  plans the steps of a region, compares both sides, and names the first difference
+    region_runs        runs both versions of a region, and makes their inputs (with `trt_kvcache.importer.steps`)
+    region_comparison  plans the steps of a region, compares both versions, and names the first difference
     tolerances         sets the largest allowed differences
     verdicts           stores which regions were equal, in the user's cache folder
     mixing             finds sequences and tokens that depend on each other in the rest of the model
     checker            compares two models, in a process with limits on memory and time
-
-A rewritten model passes only if every verdict is "equal". The check tries lengths close to every number in the graph.
-It does not find an error at a single other length. The thorough schedule (`verify --thorough`) also tries every past up
-to 4,096 tokens.
 """
 
 from __future__ import annotations
@@ -47,19 +43,13 @@ _UNREAD = "because the weights are too large to read, and no smaller sizes fit t
 
 @dataclass(frozen=True)
 class Checked:
-    """Facts that the check adds to a plan.
-
-    Attributes:
-        notes: notes for the plan, about parts that were not compared, and about facts that only a run of the model
-            shows.
-        prefill_in_one_step: True if tokens of a step depend on each other, so that prompts must not be split.
-    """
+    """Facts that the check adds to a plan: notes, and True if prompts must not be split."""
 
     notes: tuple[str, ...] = ()
     prefill_in_one_step: bool = False
 
     def on(self, plan: CachePlan) -> CachePlan:
-        """Return the plan with the notes and the flag from this check."""
+        """Return the plan with these facts."""
         whole = plan.prefill_in_one_step or self.prefill_in_one_step
         return replace(plan, notes=(*plan.notes, *self.notes), prefill_in_one_step=whole)
 
@@ -75,17 +65,12 @@ def check_rewrite(
 ) -> Checked:
     """Refuse a rewritten model that does not compute the same numbers as the original.
 
-    Args:
-        original: the exported model, without functions; its large weights may be placeholders (without data).
-        rewritten: the rewritten model; its large weights may be placeholders, too.
-        plan: plan of the model; its options limit memory and time.
-        weights: maps names to weights that have placeholders in the models.
-        folder: folder of the external data.
-        thorough: if True, also compare steps after every number of past tokens up to 4,096.
+    Large weights of both models may be placeholders (without data), which `weights` maps to the weights by name. With
+    `thorough`, also compare steps after every number of past tokens up to 4,096.
 
     Raises:
         OptionError: the capacity is larger than the model supports.
-        UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
+        UnsupportedModelError: a part differs, could not be compared, or exceeds the limits of the plan's options.
     """
     if why := misfit(rewritten, plan):
         raise UnsupportedModelError(f"the rewritten model does not match its plan ({why}), so it is refused")
@@ -148,9 +133,9 @@ class Verdict:
         name: name of the tensor or the cache that the region computes; for ``"ends"``, a number of tokens.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (the region cannot
             run), ``"stuck"`` (ONNX Runtime runs the original, but not the rewritten region), ``"dependent"`` (a
-            sequence depends on other sequences of the batch), ``"ends"`` (the model supports at most as many tokens as
-            `name` says), ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or
-            ``"mixed"`` (the numbers of a token depend on how many tokens a step has).
+            sequence depends on other sequences of the batch), ``"ends"`` (the model supports at most `name` tokens),
+            ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or ``"mixed"`` (the
+            numbers of a token depend on how many tokens a step has).
         why: the reason in words; empty for most equal regions.
         layer: index of the attention that reads the region's caches; None if unknown.
     """
@@ -163,12 +148,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Request:
-    """A request for a check. The bytes of the original and of the rewritten model follow the request.
-
-    Attributes:
-        folder: the folder of external data.
-        thorough: if True, also compare steps after every number of past tokens up to 4,096.
-    """
+    """A request for a check. The bytes of the original and of the rewritten model follow it."""
 
     plan: CachePlan
     folder: str
@@ -178,16 +158,13 @@ class Request:
 _lock = threading.Lock()
 _asking = threading.Lock()
 _current: dict[int, Child] = {}
-"""Running processes; maps bytes of address space to the process. A second one starts only while the first is busy."""
+"""Running processes, by their bytes of address space. A second process starts only while the first is busy."""
 _answering: list[Child] = []
 """Processes that a caller waits for."""
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Start the child process of the check, or return the running one. The child loads ONNX Runtime in the background.
-
-    If `to_ask` is true, the caller will send this process a request. Until then, no other call ends the process.
-    """
+    """Start the child process of the check, or return the running one. With `to_ask`, keep it for a request."""
     memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)
@@ -213,12 +190,7 @@ def _verdicts(
     *,
     thorough: bool = False,
 ) -> tuple[Verdict, ...]:
-    """Return the verdicts of `check_models`, computed in a child process with limits on memory and time.
-
-    Raises:
-        ChildError: the process exceeded a limit, or ended early.
-        UnsupportedModelError: the process refused the models.
-    """
+    """Return the verdicts of `check_models`, from a child process with limits on memory and time."""
     parts = (original.SerializeToString(), rewritten.SerializeToString())
     with _asking, phase("comparing with the original"):
         child = start_process(plan.options, to_ask=True)

@@ -1,7 +1,7 @@
 """The child process of the check: it compares two models, with limits on memory and time.
 
 Run as ``python -m trt_kvcache.importer.check.checker``. Two models follow each request. The process sends progress
-events to the caller while it works. If weights are stored inside the model, the process asks the caller for them.
+events, and asks the caller for weights that are stored inside the model.
 """
 
 from __future__ import annotations
@@ -94,9 +94,8 @@ def check_models(
         if not wrong:
             outside = find_mixing(pair, regions, limits, judge.loaded)
             return verdicts if outside is None else [*verdicts, outside]
-        # A tensor of the rewritten graph may have the same name as one of the original, but other contents, such as a
-        # view
-        # of a cache. Then later tensors decide: regions whose joins differ are merged with the regions that read them.
+        # A tensor may have the same name as one of the original, but other contents, such as a view of a cache. Then
+        # later tensors decide: regions whose joins differ are merged with the regions that read them.
         inner = wrong - set(pair.original.outputs)
         if inner <= pair.refuted:
             return first
@@ -105,7 +104,6 @@ def check_models(
 
 
 def _with_batch(tensor: TensorRole) -> TensorRole:
-    """Name the first axis of a tensor "batch", even if the exporter gave this axis another name."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
     if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
         return tensor
@@ -124,17 +122,14 @@ class _Judge:
     done: dict[str, Verdict] = field(default_factory=dict)
 
     def verdict(self, region: Region) -> Verdict:
-        """Return whether both models compute the same in a changed part; equal parts share one verdict."""
+        """Return the verdict for a region; equal regions share one."""
         if region.key not in self.done:
             self.done[region.key] = self._compared(region)
         name = next(iter(region.joins), ", ".join(region.presents))
         return replace(self.done[region.key], name=name, layer=region.layer)
 
     def _compared(self, region: Region) -> Verdict:
-        """Run both versions of a changed part of the model, and return the verdict.
-
-        A part with caches runs with the model's weights. Other parts run with random weights of few rows.
-        """
+        """Run both versions: with the model's weights if the region has caches, else with random ones."""
         own = has_caches(region, self.plan)
         first, second = ({storage(t) for t in model.graph.initializer} - {None} for model in region.models)
         readable = bytes_read(region.models) <= _WEIGHTS
@@ -163,7 +158,6 @@ class _Judge:
         return compare_region(replace(region, models=(one, other)), self.plan, self.limits, thorough=self.thorough)
 
     def loaded(self, model: onnx.ModelProto) -> onnx.ModelProto:
-        """Return a copy of the model with the data of its weights."""
         copy = copied(model)
         for tensor in copy.graph.initializer:
             if (data := detached(tensor, self.weights)) is not None:

@@ -1,8 +1,7 @@
 """Reads a model for the check: separates constants from nodes, and digests how each tensor is computed.
 
 Two tensors with the same digest are equal by construction, even in different graphs. A digest does not depend on names,
-the order of nodes, the order of operands of a commutative operator, attributes that have their default value, Identity
-nodes, or how a constant is stored.
+the order of nodes or of commutative operands, default attributes, Identity nodes, or how a constant is stored.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class Graph:
     """A model without functions, with its nodes, constants and readers of tensors.
 
     Attributes:
-        inputs: graph inputs without a default value; maps names to inputs.
-        constants: initializers and values of Constant nodes; maps names to tensors.
+        inputs: graph inputs without a default value, by name.
+        constants: initializers and values of Constant nodes, by name.
         nodes: all other nodes, in topological order.
-        makes: maps the name of a tensor to the node that computes it.
-        reads: maps the `id` of a node to the names of the tensors that the node reads.
+        makes: the node that computes a tensor, by the tensor's name.
+        reads: names of the tensors that a node reads, by `id` of the node.
     """
 
     def __init__(self, model: onnx.ModelProto) -> None:
@@ -84,16 +83,10 @@ class Graph:
         taken: Container[str] = (),
         nodes: Sequence[onnx.NodeProto] | None = None,
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return a digest of how each tensor is computed; tensors with equal digests are equal.
+        """Return digests of all tensors as their readers see them, and of how the graph computes those in `taken`.
 
-        Args:
-            leaves: maps the names of inputs (of the graph, or of the part in `nodes`) to digests.
-            taken: tensors that count as equal in both models. Digests of their readers contain only their names.
-            nodes: the part of the graph to digest; None: the whole graph.
-
-        Returns:
-            Digests of all tensors as their readers see them; and digests of how the graph computes the tensors in
-            `taken`.
+        `leaves` are digests of inputs. Tensors in `taken` count as equal in both models: their readers' digests contain
+        only names. `nodes` is the part of the graph to digest (None: all).
         """
         seen = dict(leaves)
         own: dict[str, str] = {}
@@ -147,12 +140,7 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """Return the nodes that compute `outputs` from the tensors in `stop` and from graph inputs.
-
-        Returns:
-            The nodes in order; the names of the tensors in `stop` and of the graph inputs that these nodes read; and
-                the names of the constants that these nodes read.
-        """
+        """Return the nodes that compute `outputs`, the inputs and `stop` tensors that they read, and the constants."""
         todo = list(outputs)
         wanted = set(todo)
         seen: set[str] = set()

@@ -3,14 +3,13 @@
     long = ReduceMax(positions) > 4096                  one value for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
-If the result for a text depends on other texts of its batch, the model is refused. If the tokens of a step depend on
-each other (as with a mean over the step), sessions must not split prompts. To find the first, this module runs two
-batches that share one sequence. To find the second, it runs the same tokens in one step and one by one. The numbers of
-the shared sequence, and of each token, must be equal.
+Models that mix sequences are refused; two batches that share one sequence show this. If tokens of a step depend on each
+other (as with a mean over the step), sessions must not split prompts; the same tokens in one step and one by one show
+this.
 
 Regions with caches do not run, because the check compares them with the original row by row. Operators that compute
-each token separately do not run, either: products with large weights, lookups in large tables, and mixtures of experts.
-Their inputs are compared, and random numbers replace their results.
+each token separately do not run, either, but their inputs are compared: products with large weights, lookups in large
+tables, and mixtures of experts. Random numbers replace the results of both.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ _EXACT = 1e-5  # sums may be taken in another order
 
 
 def find_mixing(pair: ModelPair, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
-    """Return a verdict if the model mixes sequences, or tokens of a step, outside of the parts that read caches.
-
-    `load` returns a copy of a model with the data of its weights. The result is None if the model mixes nothing, or if
-    ONNX Runtime cannot run this part of the model.
-    """
+    """Return a verdict if the model mixes sequences, or tokens of a step, outside of regions with caches."""
 
     @lru_cache
     def outside(batch: int, length: int, **how: bool) -> _Outside:
@@ -105,7 +100,6 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
 
 
 def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict | None:
-    """Return the verdict "mixed" if a token's numbers depend on how many tokens its step has; otherwise None."""
     steps = read_limits(pair.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     rows = min((c.capacity for c in pair.plan.caches), default=0)
@@ -119,9 +113,9 @@ def _mixed_tokens(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdict 
 class _Outside:
     """The rewritten model without the changed parts that read caches (regions), as a model that can run.
 
-    A step has `batch` sequences with `length` new tokens each. If `inner` is true, all tensors are outputs. If `whole`
-    is true, the model contains the regions too: in a model with a fixed batch, all rows start at the same position, so
-    a comparison of regions cannot use sequences of different lengths.
+    A step has `batch` sequences with `length` new tokens each. With `inner`, all tensors are outputs. With `whole`, the
+    model contains the regions too, for models with a fixed batch: there, all rows start at the same position, so a
+    comparison of regions cannot use sequences of different lengths.
     """
 
     def __init__(
@@ -179,7 +173,7 @@ class _Outside:
         return True
 
     def why_it_ends(self, past: int) -> str:
-        """Return a text that names the operator that ONNX Runtime cannot run after `past` tokens."""
+        """Name, for a message, the operator that ONNX Runtime cannot run after `past` tokens."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
@@ -193,10 +187,7 @@ class _Outside:
         return "the model cannot compute later positions"
 
     def failing_past(self, last: int) -> int:
-        """Return the smallest number of past tokens, up to `last`, after which the model fails; 0 if it never fails.
-
-        ONNX Runtime fails beyond the end of a table, such as of positions; TensorRT would return arbitrary numbers.
-        """
+        """Return the fewest past tokens, up to `last`, after which ONNX Runtime fails (as at a table's end); or 0."""
         if self.runs(last):
             return 0
         runs, fails = 0, last
@@ -206,10 +197,10 @@ class _Outside:
         return fails
 
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
-        """Return the name of the first tensor in which sequence `row` differs between two batches; empty if none.
+        """Return the first tensor in which sequence `row` differs between two batches; empty if none.
 
-        In the first batch, all sequences have `own` tokens before the step. In the second batch, `row` has `own`
-        tokens, and all others have `other`.
+        Before the step, `row` has `own` tokens in both batches. All others have `own` in the first, `other` in the
+        second.
         """
         starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
         feeds = [self._feeds(s, seed) for seed, s in enumerate(starts)]
@@ -226,11 +217,7 @@ class _Outside:
         return self._same(a[both], b[both])
 
     def first_mixed_token(self, start: int) -> str:
-        """Return the name of the first tensor that changes if a step is split into single tokens; empty if none does.
-
-        Raises:
-            RunError: it is unknown which part of an input belongs to which token.
-        """
+        """Return the first tensor that changes if a step is split into single tokens; empty if none does."""
         feeds, short = self._feeds([start] * self._batch, 0), self._feeds([start] * self._batch, 0, 1)
         span = self._plan.logits_span
         fed = {*self._fed} - {*self._stops} - ({span.name} if span is not None else set())
@@ -249,7 +236,6 @@ class _Outside:
         return ""
 
     def _of_token(self, feeds: Mapping[str, Array], place: int) -> Feeds:
-        """Return the inputs for a step of one token, as a slice of the inputs of a longer step."""
         taken = {name: token(feeds[name], shape, place) for name, shape in self._stops.items()}
         for tensor in (t for t in self._plan.tensors if t.name in feeds and t.name not in taken):
             values = feeds[tensor.name]
@@ -332,12 +318,7 @@ def _caches_left_out(
 def _large_left_out(
     pair: ModelPair, read: list[str]
 ) -> tuple[dict[str, Shape], list[tuple[NodeProto, TensorProto]]]:  # fmt: skip
-    """Find operators with large weights that compute tokens separately; add the tensors that they read to `read`.
-
-    Returns:
-        A map from the operators' results to their shapes; and, for each lookup in a large table, a lookup in a table
-        with as many rows, but only one number in each row.
-    """
+    """Find operators with large weights that compute tokens separately, and small substitutes for table lookups."""
     graph, stops, lookups = pair.rewritten, dict[str, Shape](), []
     large = {name for name, t in graph.constants.items() if math.prod(t.dims) > _LARGE}
     for node in graph.nodes:
@@ -360,7 +341,6 @@ def _large_left_out(
 
 
 def _is_by_token(node: NodeProto, large: set[str]) -> bool:
-    """True if a node is an operator with a large weight that computes each token separately."""
     if is_op(node, "Gather"):
         return node.input[0] in large
     if node.op_type in ("MatMulNBits", "QMoE", "MoE"):
@@ -370,7 +350,6 @@ def _is_by_token(node: NodeProto, large: set[str]) -> bool:
 
 
 def _separates_tokens(shape: Sequence[Term]) -> bool:
-    """True if a shape has a separate axis for the tokens of a step, or does not depend on their number."""
     return sum(t.sequence > 0 for t in shape) == (sequence_axis(shape) is not None)
 
 

@@ -65,12 +65,10 @@ def pair_models(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Convert the model to operators that ONNX Runtime supports on the CPU."""
     return families.for_cpu(families.define(model))[0]
 
 
 def _same(plan: CachePlan) -> set[str]:
-    """Return the names of the inputs that have the same meaning in the original and in the rewritten model."""
     after = {t.name: t for t in plan.tensors if t.io == "input"}
     return {
         t.name
@@ -133,7 +131,6 @@ def _depends_on_text(pair: ModelPair, name: str) -> bool:
 
 
 def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
-    """True if a tensor's inferred type and shape agree with the plan. Unknown types and sizes always agree."""
     if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
         return False
     if kind.shape is None:

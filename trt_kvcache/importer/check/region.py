@@ -1,10 +1,9 @@
 """Cuts regions, the parts that the rewrite changed, out of the graphs of both models.
 
-A *join* is a tensor with the same name in both graphs, but computed differently. The region that ends at the join shows
-that both tensors are equal. Regions that read the join assume this. A region goes back from its join to *boundaries*,
-to other joins, and to graph inputs. Boundaries are tensors that depend on the tokens and are equal by construction; the
-check feeds them random numbers. Every other output of the graph must be equal by construction, or is the end of a
-region. So regions cover every path from an input to an output.
+A *join* is a tensor with the same name in both graphs, but computed differently. A region shows that both versions of
+its join are equal. Regions that read the join assume this. A region goes back from its join to other joins, graph
+inputs, and *boundaries*: tensors that depend on the tokens and are equal by construction, and that the check fills with
+random numbers. Every other graph output must be equal by construction, or end a region. So regions cover every path.
 """
 
 from __future__ import annotations
@@ -34,15 +33,13 @@ _FEW = 4  # the most numbers of a constant from which lengths are computed
 
 @dataclass(frozen=True)
 class Boundary:
-    """A tensor that both models of a changed part read: equal in both, and filled with random numbers in tests.
+    """A tensor that both versions of a region read: equal in both models, and filled with random numbers in tests.
 
     Attributes:
-        names: the tensor's names in the original and in the rewritten graph; several if a graph computes it more than
-            once.
+        names: the tensor's names in the original and the rewritten graph; several if a graph computes it repeatedly.
         elem_type: the tensor's element type in the original.
         shape: the tensor's shape, in terms of B and S.
-        in_span: True if the rewritten model has only the last positions of the tensor, for which the caller wants
-            logits.
+        in_span: True if the rewritten model has only the last positions, for which the caller wants logits.
     """
 
     names: tuple[tuple[str, ...], tuple[str, ...]]
@@ -56,16 +53,15 @@ class Region:
     """A changed part of the model. In both graphs, it computes the same outputs from the same inputs.
 
     Attributes:
-        joins: maps the computed tensors that have the same name in both graphs to their shapes.
+        joins: shapes of the computed tensors that have the same name in both graphs, by name.
         in_span: joins of which the rewritten graph computes only the last positions.
         presents: names of cache outputs that the region computes.
         models: the region in the original and in the rewritten graph. The outputs are `joins`, then `presents`.
         boundaries: tensors that both models take as inputs.
         key: regions with the same key get the same verdict.
         integers: integer constants from which one of the models computes lengths.
-        rows: for caches of fixed length in the original: maps the name of the past to its number of rows.
-        layer: index of the attention that reads the region's caches, from 0. None if the region has no cache, or the
-            model has only one attention.
+        rows: number of rows of the original's caches of fixed length, by name of the past.
+        layer: index of the attention that reads the region's caches; None without caches or with only one attention.
         is_end: True if the only join is a graph output that no other region reads.
         drawn: True if the weights are random numbers; then the results must vary.
     """
@@ -84,11 +80,7 @@ class Region:
 
 
 def find_regions(pair: ModelPair) -> list[Region]:
-    """Return all regions (parts of the model that the rewrite changed); those with caches come first.
-
-    Raises:
-        UnsupportedModelError: an output is computed differently, and no region can show that it is equal.
-    """
+    """Return all regions (changed parts of the model); those with caches come first."""
     original, rewritten = pair.sides
     plan = pair.plan
     present_of = {c.role.name: c.output for c in find_caches(plan) if c.output}
@@ -138,8 +130,8 @@ def find_regions(pair: ModelPair) -> list[Region]:
     ]
 
     # A guard against NaN hides numbers that are not finite. So a region with a guard goes back to products with
-    # weights,
-    # and through all tensors computed from positions. Then numbers that are not finite arise inside the region.
+    # weights, and through all tensors computed from positions. Then numbers that are not finite arise inside the
+    # region.
     products = [
         {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
         for stop, graph in zip(stops, pair.sides, strict=True)
@@ -165,11 +157,7 @@ def find_regions(pair: ModelPair) -> list[Region]:
 
 
 def _over_rows(pair: ModelPair) -> set[str]:
-    """Return tensors of the original that have an entry for every cache row, used or not, such as keys and scores.
-
-    Such tensors cannot be inputs or outputs of a region (changed part of the model), because rows without a token hold
-    garbage.
-    """
+    """Return tensors with an entry for every cache row. No region ends at one, because unused rows hold garbage."""
     graph = pair.original
     softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
     products = [node for node in graph.nodes if node.op_type in _PRODUCTS]
@@ -187,14 +175,7 @@ def _over_rows(pair: ModelPair) -> set[str]:
 def _ends(
     pair: ModelPair, differ: list[str], original: Mapping[str, str], leaves: Mapping[str, str], candidates: set[str]
 ) -> list[str]:
-    """Return the graph outputs that the two models compute differently, and that the check can compare.
-
-    If the rewritten model returns only the logits of the last positions, remove the Slice that selects these positions
-    before the comparison.
-
-    Raises:
-        UnsupportedModelError: the check cannot compare one of these outputs.
-    """
+    """Return the graph outputs that both models compute differently. A Slice to the last positions does not count."""
     span = pair.plan.logits_span
     if span is not None and span.output in differ:
         again, _ = _without_span(pair.rewritten, span.name).digests(leaves, candidates)
@@ -211,7 +192,6 @@ def _ends(
 
 
 def _without_span(graph: Graph, span: str) -> Graph:
-    """Return a graph without the Slice that selects the last positions of the logits."""
     below = graph.tainted([span])
     model = copied(graph.model)
     slices = [n for n in graph.nodes if n.op_type == "Slice" and not below.isdisjoint(n.input[1:])]
@@ -232,9 +212,8 @@ def _region(
 ) -> Region:
     """Return the region (changed part of the model) that computes the tensors `joins` and `presents`.
 
-    The region begins at the tensors in `stops`. If the region reads only the shape of a tensor in `equal` (both models
-    compute it in the same way), the region begins at this tensor, too. Otherwise most regions would contain the
-    embedding table, because exporters take batch and length from the embedded tokens.
+    It begins at the tensors in `stops`, and at tensors in `equal` of which it reads only the shape: else most regions
+    would contain the embedding table, because exporters take batch and length from the embedded tokens.
     """
     outputs = [*joins, *presents]
     stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
@@ -258,9 +237,8 @@ def _region(
         if not any(one_sided):
             break
         # A tensor at which only one side starts is no boundary, unless that side reads only its shape. If the tensor
-        # lies
-        # inside the other side's part (such as the sum that a fused norm returns), this side grows. Else both sides
-        # grow.
+        # lies inside the other side's part (such as the sum that a fused norm returns), this side grows. Else both
+        # sides grow.
         inside = [
             {same[o] for node in cone[0] for o in node.output if o in same and o not in outputs}
             for cone, same in zip(cones, equal, strict=True)
@@ -341,7 +319,6 @@ def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProt
 
 
 def _measured(graph: Graph, nodes: Sequence[onnx.NodeProto]) -> set[str]:
-    """Return the tensors that `nodes` read only for their shape."""
     read: set[str] = set()
     measured: set[str] = set()
     for node in nodes:
@@ -358,7 +335,6 @@ def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tu
 
 
 def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
-    """Return one version of a changed part as a model. Its input shapes are symbolic, because steps differ in size."""
     nodes, fed, used = cone
     inputs = []
     for name in fed:
@@ -374,7 +350,6 @@ def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping
 
 
 def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
-    """Return a node without the outputs in `fed`, because these tensors are inputs of the test model instead."""
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
@@ -447,7 +422,6 @@ def _leaves(
     leaves: Container[str],
     seen: Mapping[str, str],
 ) -> Iterator[str]:
-    """Yield the inputs of a changed part of the model, in the order in which its outputs depend on them."""
     makes = {name: node for node in nodes for name in node.output}
     todo = [*outputs][::-1]
     done = set()
@@ -486,7 +460,7 @@ def _reads_weight(graph: Graph, name: str) -> bool:
 
 
 def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> Iterable[int]:
-    """Yield the integer constants that may decide lengths in a changed part of the model, except sizes of heads."""
+    """Yield the integer constants that may decide lengths in a region, except sizes of heads."""
     divides: dict[str, bool] = {}
     for node in cone[0]:
         features = _divides_features(node, kinds, rows)

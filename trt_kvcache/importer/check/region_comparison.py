@@ -1,4 +1,4 @@
-"""Plan test steps for a region, run its original and its rewritten side, and describe the first difference."""
+"""Plans test steps for a region (changed part of the model), runs both versions, and describes the first difference."""
 
 from __future__ import annotations
 
@@ -37,9 +37,11 @@ from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 
 _GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
-"""Magnitudes of garbage in rows without a token. They are tried in this order until the original hides the garbage. At
-the last one, both sides must be equal even if the original reads garbage. Else the rewritten model might read these
-rows, and the original not."""
+"""Magnitudes of garbage in rows without a token, tried in this order until the original hides the garbage.
+
+At the last one, both sides must be equal even if the original reads garbage. Else only the rewritten model might read
+these rows.
+"""
 _HALF_GARBAGE = _GARBAGE[3:]
 """In float16, ONNX Runtime hides scores by adding the lowest number. Scores from larger garbage would exceed that."""
 _BATCH = 2
@@ -88,7 +90,6 @@ def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thor
 
 
 def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool) -> Iterator[_Run]:
-    """Yield the test runs for a changed part: on short and on full caches, in float32 and in the model's types."""
     capacities = [c.capacity for c in plan.caches]
     capacity = min((c.capacity for c in _caches(region, plan)), default=max(capacities, default=1))
     allowed = read_limits(plan, _BATCH)
@@ -122,7 +123,6 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: boo
 
 
 def _has_norm(region: Region) -> bool:
-    """True if a changed part of the model may normalize Q, K or V. Only small numbers show a wrong epsilon."""
     norms = ("Sqrt", "Reciprocal", "Pow", "GroupQueryAttention")
     operators = {node.op_type for model in region.models for node in model.graph.node}
     return any(op in norms or "Normalization" in op for op in operators)
@@ -132,13 +132,8 @@ class _Run:
     """A comparison of both versions of a region (changed part of the model) over several steps.
 
     Attributes:
-        runs, region: the object that runs both versions, and the region.
         compared: the steps that were compared so far.
         alive: outputs whose numbers vary. A comparison of other outputs would show nothing.
-
-    Args:
-        runs: the object that runs both versions.
-        steps: the steps to run.
     """
 
     def __init__(self, runs: RegionRuns, steps: Sequence[Step]) -> None:
@@ -173,11 +168,7 @@ class _Run:
         return alive is not None
 
     def judge(self, *, first: bool) -> str:
-        """Return a description of the first difference; empty if both versions of the changed part are equal.
-
-        Args:
-            first: True if no earlier run of the region has compared a step.
-        """
+        """Return a description of the first difference, or "". `first`: no earlier run has compared a step."""
         if self.has_verdict(first=first):
             return ""
         why = self.compare() or (self.multiplies_no_number() if first else "")
@@ -190,7 +181,7 @@ class _Run:
         return f"{self._key}-first" if first else self._key
 
     def opens(self) -> bool:
-        """True if ONNX Runtime can run a step of this changed part of the model, in both versions."""
+        """True if ONNX Runtime can run a step of the region, in both versions."""
         try:
             self.runs.open(self._steps)
         except RunError:
@@ -198,7 +189,7 @@ class _Run:
         return bool(self.runs.sessions)
 
     def compare(self) -> str:
-        """Return a description of the first difference; empty if both versions of the changed part are equal."""
+        """Return a description of the first difference; empty if both versions are equal."""
         if not self._steps:
             return ""
         if not self.runs.sessions:
@@ -214,11 +205,9 @@ class _Run:
         return why
 
     def _first_difference(self) -> tuple[str, bool]:
-        """Find the first difference between both versions of a changed part of the model, in all steps.
+        """Return the first difference in all steps, or "", and whether the original reads rows without a token.
 
-        Returns:
-            A description of the first difference, or an empty text; and a bool: True if the original reads garbage
-            (rows without a token), in the step that differs or, if no step differs, in any step.
+        The bool is about the step that differs or, if no step differs, about any step.
         """
         self.compared = []
         leaks = False
@@ -250,14 +239,7 @@ class _Run:
         return any(first_difference(clean[name], full[name], self._tolerance) is not None for name in self.region.joins)
 
     def multiplies_no_number(self) -> str:
-        """Find keys or values that are not finite in cache rows without a token, in the rewritten model.
-
-        Returns:
-            A text with the name of the operand, or an empty text.
-
-        The caches hold finite numbers in these rows. ONNX Runtime replaces masked scores, but a kernel may add the
-        mask, and NaN plus a mask stays NaN.
-        """
+        """Name a key or value of the rewritten model that is not finite in rows without a token; or ""."""
         if not self.compared:
             return ""
         step = self.compared[0]
@@ -301,7 +283,6 @@ class _Run:
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], span: int) -> str:
-        """Describe where both versions differ: the query, and a key that only one version sees, if any."""
         axis = sequence_axis(shape)
         query = None if axis is None else at[axis] + (step.length - span if name in self.region.in_span else 0)
         words = "" if query is None else f"; query {query} of the step"
@@ -325,7 +306,7 @@ class _Run:
 
 
 def _queries(region: Region) -> list[int]:
-    """Return indices of a changed part's float32 inputs that are not written to caches, which would round them."""
+    """Return indices of float32 inputs that are not written to caches, which would round them."""
     graph = Graph(region.models[1])
     updates = [node.input[1] for node in graph.nodes if is_op(node, "TensorScatter")]
     _, written, _ = graph.cone(updates, ())
@@ -339,13 +320,9 @@ def _queries(region: Region) -> list[int]:
 class _LargeRun(_Run):
     """A test with float32 numbers beyond the range of float16, because the rewrite must not cast them to float16.
 
-    The test looks only for overflows. With scores of millions, a softmax leaves only one key for each query, which
-    hides other differences. Results that overflow in the original do not count.
-
-    Args:
-        runs: runs both versions of the region (changed part of the model), in the model's own types.
-        steps: the steps to run.
-        large: indices of the float32 inputs. In each pass, one of these inputs holds large numbers.
+    The test looks only for overflows that the original does not have: with scores of millions, a softmax leaves only
+    one key for each query, which hides other differences. In each pass, one of the float32 inputs (indices `large`)
+    holds large numbers.
     """
 
     def __init__(self, runs: RegionRuns, steps: Sequence[Step], large: Sequence[int]) -> None:
@@ -377,7 +354,7 @@ class _LargeRun(_Run):
 
 
 def _depends_on_numbers(region: Region) -> bool:
-    """False if the outputs of a changed part depend only on shapes, so that they may be equal in all steps."""
+    """False if the outputs of a region depend only on shapes, so that they may be equal in all steps."""
     graph = Graph(region.models[0])
     return not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
 
@@ -411,19 +388,15 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:
-    """Return how many cache rows all test steps of a changed part need, except those at the end of the capacity."""
+    """Return how many cache rows all test steps of a region need, except those at the end of the capacity."""
     return max([*(past + length for past, length in _PLAIN), *(k + longest for k in integers)]) + 3
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
     """Return test steps: with lengths near every integer, at the end of caches and rings, and for unequal texts.
 
-    Args:
-        limits: limits of the model.
-        integers: integer constants from which the changed part of the model computes lengths. Only the eight smallest
-            are used.
-        capacity: rows of the linear caches.
-        thorough: if True, also plan steps after every number of past tokens up to 4,096.
+    Of the `integers` from which the region computes lengths, the eight smallest are used. With `thorough`, also plan
+    steps after every number of past tokens up to 4,096.
     """
     return _fitting(_all(limits, sorted(integers), capacity, thorough=thorough), limits, capacity)
 
@@ -435,7 +408,6 @@ def end_steps(limits: Limits, capacity: int) -> list[Step]:
 
 
 def _fitting(steps: Iterable[Step], limits: Limits, capacity: int) -> list[Step]:
-    """Return the test steps, adapted to the limits of the model and without duplicates."""
     return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
 
 

@@ -1,4 +1,4 @@
-"""Run the original and the rewritten side of a region: make the inputs of a step, and return the outputs."""
+"""Runs both versions of a region (changed part of the model): makes the inputs of a step, and returns the outputs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _LARGEST = 1 << 30  # the same for one sequence; longer caches are checked only 
 
 
 class StuckError(RunError):
-    """Raised if ONNX Runtime runs a changed part of the original, but not the rewritten version of this part."""
+    """Raised if ONNX Runtime runs a region of the original, but not its rewritten version."""
 
 
 class RegionRuns:
@@ -53,17 +53,14 @@ class RegionRuns:
 
     Attributes:
         caches: caches and states that one of the versions reads.
-        interface: translates inputs and outputs to the original's interface; None if both versions have the same
-            interface.
+        interface: translates inputs and outputs to the original's interface; None if both interfaces are the same.
         shows_garbage: True if caches of the original have rows without a token.
         garbage: magnitude of the numbers in cache rows without a token.
         settled: True if a step of the original wrote the past rows; needed for models that round cached rows.
-        sessions: sessions of the original and of the rewritten version, once they are open. Several runs of the same
-            models share these sessions.
+        sessions: open sessions of the original and the rewritten version, shared by several runs of the same models.
         wide: True if both versions compute in float32.
         large: index of the shared input with numbers beyond the range of float16; None: there is no such input.
-        small: if True, all shared inputs hold small numbers in every step; if False, only in the steps that `is_small`
-            names.
+        small: if True, all shared inputs hold small numbers in every step; else only in the steps of `is_small`.
     """
 
     def __init__(
@@ -117,7 +114,7 @@ class RegionRuns:
 
     @property
     def counts_tokens(self) -> bool:
-        """True if an input of a changed part of the model gives the number of tokens before a step."""
+        """True if an input of the region gives the number of tokens before a step."""
         fed = {name for b in self.region.boundaries for side in b.names for name in side}
         return not fed.issuperset(self._needed[0] | self._needed[1])
 
@@ -138,11 +135,7 @@ class RegionRuns:
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
 
     def open(self, steps: Iterable[Step]) -> None:
-        """Open sessions for both versions of a changed part of the model. Run the first step that the original can run.
-
-        Raises:
-            RunError: the original does not run. `StuckError`: only the rewritten region does not run.
-        """
+        """Open sessions of both versions. Raises `RunError`, or `StuckError` if only the rewritten one does not run."""
         refusals = []
         # Try steps with a past first: some originals cannot run with an empty one.
         for step in sorted(steps, key=lambda s: not all(s.starts))[:_TRIALS]:
@@ -209,11 +202,10 @@ class RegionRuns:
                 np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
     def originals(self, step: Step, feeds: Feeds) -> Iterator[Feeds]:
-        """Yield the original's outputs for a changed part: from a run per sequence; from a run for all, if possible.
+        """Yield the original's outputs: from one run per sequence and, if possible, from one run for all.
 
-        Raises:
-            RunError: the original does not run the step.
-            UnsupportedModelError: an output has fewer axes than shape inference says.
+        Raises `RunError` if the original does not run the step, and `UnsupportedModelError` if an output has fewer axes
+        than shape inference says.
         """
         yield self.original(step, feeds)
         groups = self.interface.groups if self.interface is not None else None
@@ -222,14 +214,7 @@ class RegionRuns:
                 yield self.original(step, feeds, together=True)
 
     def original(self, step: Step, feeds: Feeds, *, together: bool = False) -> Feeds:
-        """Run the original version of a changed part of the model, and return its outputs.
-
-        If `together` is true, one run takes as many sequences as possible.
-
-        Raises:
-            RunError: the original does not run the step.
-            UnsupportedModelError: an output has fewer axes than shape inference says.
-        """
+        """Run the original version, and return its outputs. With `together`, one run takes many sequences."""
         runs = self._of_original(step, feeds, together=together)
         ran = [(rows, self.sessions[0].run(one)) for rows, one in runs]
         outputs: Feeds = {}
@@ -245,7 +230,6 @@ class RegionRuns:
         return outputs | self.interface.outputs(feeds, [(rows, max(step.starts[rows]), out) for rows, out in ran])
 
     def _of_original(self, step: Step, feeds: Feeds, *, together: bool = False) -> list[tuple[slice, Feeds]]:
-        """Return the inputs for each run of the original. A run takes some sequences of the batch."""
         batch = len(step.starts)
 
         def boundaries(rows: slice) -> Feeds:
@@ -270,10 +254,9 @@ class RegionRuns:
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
     def rewritten(self, step: Step, feeds: Feeds, span: int) -> Feeds:
-        """Run the rewritten version of a changed part of the model, with caches as it stores them; return its outputs.
+        """Run the rewritten version, with caches as it stores them, and return its outputs.
 
-        Raises:
-            StuckError: the rewritten version does not run.
+        Raises `StuckError` if the rewritten version does not run.
         """
         try:
             return self.sessions[1].run(self._of_rewritten(step, feeds, span))
@@ -295,7 +278,7 @@ class RegionRuns:
         return inputs
 
     def products(self, step: Step) -> Feeds:
-        """Return the keys and values that the rewritten model multiplies, as a map from their names to arrays."""
+        """Return the keys and values that the rewritten model multiplies, by name."""
         names = products_of(self._models[1], [c.role.name for c in self.caches])
         if not names:
             return {}

@@ -1,14 +1,12 @@
-"""Shrink regions with large weights: the same computation with fewer rows and columns, and with random weights.
+"""Shrinks regions with large weights: the same computation with fewer rows and columns, and with random weights.
 
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias have 32 rows
     QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
 
-An operator treats all rows of a weight in the same way. So both sides of a region may shrink in the same way: a smaller
-size replaces a size everywhere, that is, in shapes of weights and boundaries, in attributes, and in small integer
-constants. If the smaller sizes contradict each other, ONNX Runtime refuses the model, and the check tries other sizes.
-
-Constants that are stored in the graph itself, such as zero points that the rewritten side adds, keep their contents. If
-such a constant has rows that differ from its first row, some of these rows are kept.
+An operator treats all rows of a weight in the same way. So a smaller size replaces a size everywhere: in shapes of
+weights and boundaries, attributes, and small integer constants. If sizes contradict each other, ONNX Runtime refuses
+the model, and the check tries other sizes. Constants in the graph itself, such as added zero points, keep their
+contents. If some of their rows differ from the first row, some of these rows are kept.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _NUMBERS = 4  # the most numbers of a constant from which shapes are computed
 
 @dataclass(frozen=True)
 class _Choice:
-    """The smaller sizes that replace the sizes of weights in a changed part of the model.
+    """The smaller sizes that replace the sizes of weights in a region (changed part of the model).
 
     Attributes:
         sizes: maps each size that shrinks to the smaller size.
@@ -66,12 +64,12 @@ class _Choice:
         return [d if not axis and d == self.experts else self.of(d) for axis, d in enumerate(dims)]
 
     def terms(self, shape: Sequence[Term]) -> tuple[Term, ...]:
-        """Return the smaller shape of an input or output of the region (a changed part of the model)."""
+        """Return the smaller shape of an input or output of the region."""
         return tuple(t if t.factor == self.experts else replace(t, factor=self.of(t.factor)) for t in shape)
 
 
 def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
-    """Return the bytes of constants that both models of a changed part read. Shared data count only once."""
+    """Return the bytes of constants that both models of a region read. Shared data count only once."""
     sizes: dict[str, int] = {}
     for number, model in enumerate(models):
         for tensor in model.graph.initializer:
@@ -83,10 +81,7 @@ def bytes_read(models: Sequence[onnx.ModelProto]) -> int:
 def shrunk(
     region: Region, plan: CachePlan, limits: IndexLimits, few: int, most: int
 ) -> Iterator[tuple[Region, CachePlan, IndexLimits]]:
-    """Yield variants of a changed model part with smaller weights: first at most `few` bytes, then at most `most`.
-
-    If the region itself has at most `few` bytes, it is the first variant.
-    """
+    """Yield variants of a region: first with weights of at most `few` bytes, then of at most `most`."""
     if bytes_read(region.models) <= few:
         yield region, plan, limits
     larger = []
@@ -147,7 +142,6 @@ def has_caches(region: Region, plan: CachePlan) -> bool:
 def _smaller(
     region: Region, plan: CachePlan, limits: IndexLimits, choice: _Choice
 ) -> tuple[Region, CachePlan, IndexLimits] | None:
-    """Return both versions of a changed model part with smaller weights; None if constants lose important rows."""
     rows = _rows(region, choice)
     if rows is None:
         return None
@@ -179,11 +173,7 @@ def _smaller(
 
 
 def _rows(region: Region, choice: _Choice) -> dict[int, npt.NDArray[np.int64]] | None:
-    """Return which row numbers the shrunk constants keep: a map from the size of an axis to row numbers.
-
-    Up to half of these rows differ from the first row. The result is None if some rows differ and more than one size
-    shrinks, because nobody knows which rows of several axes belong together.
-    """
+    """Return the row numbers that shrunk constants keep, by size of the axis; None if this is ambiguous."""
     rows = {size: np.arange(few) for size, few in choice.sizes.items()}
     both = [{t.name: t for t in model.graph.initializer if storage(t) is None} for model in region.models]
     for tensor in both[1].values():
@@ -235,7 +225,6 @@ def _is_whole(tensor: TensorProto) -> bool:
 
 
 def _draw(tensor: TensorProto, own: str) -> None:
-    """Fill a weight with random contents, in place. Weights that share their data get the same bytes."""
     rng = np.random.default_rng(zlib.crc32(own.encode()))
     count = math.prod(tensor.dims)
     if tensor.data_type in (*FLOATS, *_FLOATS8):

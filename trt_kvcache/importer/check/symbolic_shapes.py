@@ -1,4 +1,4 @@
-"""Find tensor shapes as terms such as ``2*B*S`` (batch B, new tokens S), from two steps with different B and S."""
+"""Finds tensor shapes as terms such as ``2*B*S`` (batch B, new tokens S), from two steps with different B and S."""
 
 from __future__ import annotations
 
@@ -35,13 +35,12 @@ class Term:
         return int(self.factor * batch**self.batch * sequence**self.sequence)
 
     def __str__(self) -> str:
-        """Return the term as text, such as ``2*B*S``."""
         return "*".join([*[str(self.factor)][: self.factor != 1], *"B" * self.batch, *"S" * self.sequence]) or "1"
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Element type and shape of a tensor; its shape is None if a size is not a `Term`."""
+    """Element type and shape of a tensor; the shape is None if a size is not a `Term`."""
 
     elem_type: int
     shape: tuple[Term, ...] | None
@@ -51,12 +50,9 @@ class Kind:
 
 
 class Kinds:
-    """Types and shapes of the tensors of a model.
+    """Types and shapes of the tensors of a model without functions, from sizes and meanings of its inputs' axes.
 
-    Args:
-        model: a model without functions.
-        shapes: sizes and meaning of the axes of each model input.
-        batch: the batch that the model fixes, or None.
+    `batch` is the batch that the model fixes, or None.
     """
 
     def __init__(self, model: onnx.ModelProto, shapes: Shapes, batch: int | None) -> None:
@@ -82,7 +78,6 @@ class Kinds:
 def _sizes(
     value: onnx.ValueInfoProto, dims: tuple[int | str, ...], axes: tuple[str, ...], point: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the shape of an input for the numbers of batch and new tokens in `point`."""
     sizes = []
     for place, dim in enumerate(value.type.tensor_type.shape.dim):
         known = dims[place] if place < len(dims) else "?"
@@ -93,7 +88,7 @@ def _sizes(
 
 
 def terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
-    """Return a shape as formulas in the dynamic sizes, from its sizes at both `POINTS`; None if a size has none."""
+    """Return a shape as terms, from its sizes at both `POINTS`; None if a size has no term."""
     if first is None or second is None or len(first) != len(second):
         return None
     terms = [_term(a, b) for a, b in zip(first, second, strict=True)]

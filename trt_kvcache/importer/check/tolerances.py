@@ -1,4 +1,4 @@
-"""Set the tolerances of the check, and find the first difference between the outputs of both sides of a region."""
+"""Sets the tolerances of the check, and finds the first difference between the outputs of both versions of a region."""
 
 from __future__ import annotations
 
@@ -33,14 +33,9 @@ FAR = 512  # tokens; after longer pasts, sums over keys and biases have ten time
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
-    """Return the largest allowed differences of outputs and cache rows, as shares of the largest number.
+    """Return the largest differences of outputs and cache rows, as shares of the largest number.
 
-    The differences depend only on the original, so that rounding in the rewritten model cannot enlarge them.
-
-    Args:
-        region: the changed part of the model that computes the outputs.
-        wide: True if both models compute in float32.
-        caches: True if the region reads caches.
+    They depend only on the original, so that rounding in the rewritten model cannot enlarge them.
     """
     original = region.models[0]
     kinds = all_types(original)
@@ -57,11 +52,10 @@ def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, floa
 
 
 def added_rounding(region: Region) -> str:
-    """Say where a changed part of the model rounds to a narrower type, unlike the original; empty if nowhere.
+    """Say where a region rounds to a narrower type, unlike the original; empty if nowhere.
 
-    A comparison of results cannot show this rounding, because it uses float32 or a tolerance. So this function reads
-    the graphs: a path from input to result without a narrowing cast in the original must have none in the rewritten
-    model.
+    Results cannot show this rounding, because the comparison uses float32 or a tolerance. So this function reads the
+    graphs: a path from input to result without a narrowing cast in the original must have none in the rewritten model.
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
@@ -102,14 +96,9 @@ def _type_name(kind: int) -> str:
 def cache_differs(
     cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
-    """Find the first difference of a cache between the original and the rewritten model.
+    """Describe the first difference of a cache, or "". Also return True if its row is from before the step.
 
-    `first` is the original's output, in the layout of the plan. The comparison covers only `rows` of the batch. The
-    original keeps at most `limit` cache rows of each sequence.
-
-    Returns:
-        A description of the difference, or an empty text; and a bool: True if the difference is in a row from before
-        the step.
+    Only `rows` of the batch are compared. The original keeps at most `limit` cache rows of each sequence.
     """
     assert cache.update is not None
     try:
@@ -170,7 +159,7 @@ def last(values: Array, shape: Sequence[Term], count: int, length: int) -> Array
 
 
 def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
-    """Concatenate results along the batch; each result is from a run with some of the sequences."""
+    """Concatenate the results of several runs along the batch."""
     axis = _batch_axis(shape)
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
 
@@ -181,10 +170,7 @@ def hidden(scores: Array) -> Array:
 
 
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
-    """Return the first index at which two arrays differ by more than `tolerance` times the largest number of `a`.
-
-    Integers and booleans must be equal, except if an operator of the compared part of the model rounds.
-    """
+    """Return the first index where arrays differ by more than `tolerance` times the largest number of `a`."""
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
         other = np.argwhere(a != b)
         return tuple(int(i) for i in other[0]) if len(other) else None

@@ -1,13 +1,10 @@
-"""Store the verdicts of the check, so that regions that were equal once are not compared again.
+"""Stores the verdicts of the check, so that regions that were equal once are not compared again.
 
     ~/.cache/trt-kvcache/verdicts/KEY       on Windows below %LOCALAPPDATA%
 
-A key is a digest of all inputs of a comparison: the models of both sides with their weights, the plan, the steps, and
-the versions and sources of the code that compares. If a region differs, no verdict is stored, and the region is
-compared again.
-
-The check trusts a stored verdict only if no other user (except root) can write to its folder or to any folder above.
-Verdicts are never stored beside a model or an export, where the author of the model could have written them.
+A key is a digest of all inputs of a comparison: both models with weights, plan, steps, and the code that compares. Only
+"equal" is stored. A stored verdict is trusted only if no other user (except root) can write to its folder or any folder
+above. Verdicts are never stored beside a model, where its author could have written them.
 """
 
 from __future__ import annotations
@@ -45,11 +42,9 @@ class _Entry:
 
 
 class Verdicts:
-    """The stored verdicts of the check in a folder.
+    """The stored verdicts of the check in a private folder.
 
-    Args:
-        folder: an existing folder for which `is_private` returns True.
-        again: if True, do not use stored verdicts, but store new verdicts.
+    With `again`, stored verdicts are not used, only replaced.
     """
 
     def __init__(self, folder: Path, *, again: bool = False) -> None:
@@ -151,12 +146,10 @@ def is_private(folder: Path) -> bool:
 
 
 def _is_own(status: os.stat_result) -> bool:
-    """True if a file belongs to this user, and other users have no rights to the file."""
     return sys.platform == "win32" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
 
 
 def _is_protected(parent: os.stat_result) -> bool:
-    """True if other users cannot rename this user's files in a folder: no write permission, or a sticky bit."""
     written = parent.st_mode & 0o022 and not parent.st_mode & stat.S_ISVTX
     return sys.platform == "win32" or (parent.st_uid in (0, os.geteuid()) and not written)
 

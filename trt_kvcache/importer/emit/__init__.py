@@ -1,11 +1,9 @@
-"""Edit a model into canonical form: TensorScatter nodes update caches, and Attention nodes read them.
+"""Edits a model into canonical form: TensorScatter nodes update caches, and Attention nodes read them.
 
-    canonical_nodes    emits the nodes of the canonical form, with masks and biases
-    computed_keys      emits keys and values that are computed from caches
-    past_lengths       replaces positions, and other tensors that depend on the length of the past
-    ring_windows       makes caches of windowed attention circular
-
-Models without caches, or with canonical caches, stay unchanged.
+canonical_nodes    emits the nodes of the canonical form, with masks and biases
+computed_keys      emits keys and values that are computed from caches
+past_lengths       replaces positions, and other tensors that depend on the length of the past
+ring_windows       makes caches of windowed attention circular
 """
 
 from __future__ import annotations
@@ -40,22 +38,11 @@ def normalize(
     usual: int,
     folder: Path | None,
 ) -> tuple[onnx.ModelProto, Findings | None]:
-    """Bring the caches of a model into canonical form.
+    """Return the model with caches in canonical form, and `Findings`; the same model and None if nothing changes.
 
-    Args:
-        model: one flat graph with named nodes, without functions; placeholders replace large inline weights. It is not
-            changed.
-        weights: the weights that have placeholders.
-        options: capacity, name patterns, and how to handle windows.
-        usual: the capacity to use if neither the options nor the model give a capacity.
-        folder: folder of the external data.
-
-    Returns:
-        The new model and `Findings`, facts for the plan. If the model needs no change: the same model and None.
-
-    Raises:
-        UnsupportedModelError: a cache or an attention is not supported.
-        OptionError: the capacity contradicts the model.
+    `model` is flat, with named nodes, and is not changed; `weights` are its detached weights. `usual` is the capacity
+    to use if neither the options nor the model give one. Raises `UnsupportedModelError` for an unsupported cache or
+    attention, and `OptionError` if the capacity contradicts the model.
     """
     if any(node.op_type in ("TensorScatter", "TRT_KVCacheUpdate") for node in model.graph.node):
         return slide(model, options, usual) if options.sliding is Sliding.CIRCULAR else (model, None)
@@ -117,7 +104,6 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
 
 
 def _own_masks(attentions: Sequence[Attention]) -> list[str]:
-    """Return notes for the plan on masks that the caller must provide."""
     own = [a.mask.own for a in attentions if not a.key.shifted]
     names = dict.fromkeys(mask.name for mask in own if mask is not None)
     return [

@@ -1,4 +1,4 @@
-"""Emit the nodes of the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
+"""Emits the nodes of the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
 
     write_indices [B]        the first row that this step writes in each sequence
     nonpad_kv_seqlen [B]     the number of rows that hold tokens after this step: write_indices + S
@@ -9,11 +9,9 @@
     y, scores = Attention(..., qk_matmul_output_mode=2)
     output    = y * Sigmoid(ReduceLogSumExp(scores) - sinks)
 
-mobius-onnx exports static caches in this form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
-https://onnx.ai/onnx/operators/onnx__Attention.html), and the importer can plan it. The form is standard ONNX.
-
-This module also emits masks and biases that the attributes of Attention cannot express, and changes layouts of tensors.
-`Findings` holds facts about this rewrite for the plan.
+mobius-onnx exports static caches in this standard ONNX form (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
+https://onnx.ai/onnx/operators/onnx__Attention.html). Masks and biases replace what Attention's attributes cannot
+express.
 """
 
 from __future__ import annotations
@@ -38,13 +36,9 @@ _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
 
 
 class Canonical:
-    """Emits cache updates and attentions into one graph. It adds an input when the first node needs this input.
+    """Emits cache updates and attentions into one graph, in place, with the inputs that these nodes need.
 
-    Args:
-        graph: the graph to edit in place.
-        tokens: the graph input ``[B, S, ...]`` of the new tokens, whose shape gives B and S.
-        cache: one of the caches; its first dimension is the batch.
-        capacity: tokens per sequence.
+    `tokens` is the graph input ``[B, S, ...]`` of the new tokens, `cache` one of the caches: their shapes give B and S.
 
     Attributes:
         added: roles of the inputs that were added.
@@ -170,7 +164,6 @@ class Canonical:
         return [plain, nothing, nothing, scores]
 
     def _mask(self, attention: Attention, kind: int) -> gs.Tensor | None:
-        """Return the mask input of an attention (bool, or in the type of the queries); None if the node needs none."""
         emit, seen, mask = self.emit, attention.mask, attention.mask.own
         if attention.key.shifted and (rows := attention.key.window_rows) is not None:
             mask = emit_visible(emit, self.write_indices, None, self.tokens, rows, rows)
@@ -186,7 +179,6 @@ class Canonical:
         return own_mask
 
     def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
-        """Return a present cache as keys or values ``[B, N, L, D]``, in float32 if attention computes in float32."""
         tensor = self._heads_major(write, size)
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
@@ -196,7 +188,6 @@ class Canonical:
         return wide
 
     def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
-        """Return a present cache as ``[B, N, L, D]``. A later stage changes the layout of the cache itself."""
         if write.axis == 2 and len(write.perm) == 4:
             return write.present
         tensor = write.present
@@ -225,13 +216,8 @@ def emit_visible(
 ) -> gs.Variable:
     """Emit a bool mask ``[B, 1, S, R]`` of the rows of a circular cache (ring) that each query sees.
 
-    Args:
-        emit: emitter of the graph.
-        write_indices: int64 ``[B]``, the number of tokens before the step.
-        lengths: int64 ``[B]``, 0 for a batch row without tokens in this step; None: all batch rows have tokens.
-        query: ``[B, H, S, D]``, or a tensor whose axis 1 is S. Queries with the same symbol for S share a mask.
-        window: the number of keys that a query sees, including its own.
-        rows: R, the number of rows of the ring.
+    `write_indices` ``[B]`` are the tokens before the step. `lengths` ``[B]`` are 0 for batch rows without tokens in
+    this step. `query` is ``[B, H, S, D]``, or has S as axis 1. `window` counts the query's own key; `rows` is R.
     """
     length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
 
@@ -265,12 +251,8 @@ def emit_visible(
 def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
     """Emit a float32 bias ``[B, H, S, L]`` that depends on the distance of query and key. Equal layers share it.
 
-    The rewrite later slices the bias to the cache rows in use.
-
-    Args:
-        emit: emitter of the graph.
-        bias: float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``.
-        positions: int64 ``[B, S]``, positions of the new tokens.
+    `bias` is float32 ``[L, H]``, for key minus query positions ``-(L - 1) .. 0``. `positions` are those of the new
+    tokens, int64 ``[B, S]``. The rewrite later slices the result to the cache rows in use.
     """
     rows = len(bias)
 
@@ -285,14 +267,7 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
 
 
 def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
-    """Emit the ALiBi bias, slopes times distances, float32 ``[B, H, S, L]``. Equal layers share it.
-
-    Args:
-        emit: emitter of the graph.
-        slopes: float32 ``[H]``.
-        positions: int64 ``[B, S]``, positions of the new tokens.
-        rows: L, the number of rows of the caches.
-    """
+    """Emit the ALiBi bias, slopes ``[H]`` times distances, float32 ``[B, H, S, L]``. Equal layers share it."""
 
     def make() -> gs.Variable:
         distance = emit.op("Unsqueeze", [_distance(emit, positions, rows), emit.ints([1])], "slope_distance", INT64)
@@ -304,7 +279,6 @@ def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -
 
 
 def _distance(emit: Emitter, positions: gs.Tensor, rows: int) -> gs.Variable:
-    """Emit key position minus query position for all rows of the caches, int64 ``[B, S, L]``."""
     query = emit.op("Unsqueeze", [positions, emit.ints([2])], "bias_query", INT64)
     keys = emit_row_slice(emit, emit.constant(np.arange(rows, dtype=np.int64)), 0, rows)
     keys.dtype = np.int64
@@ -325,16 +299,7 @@ def is_plain(layout: Layout) -> bool:
 def relaid(
     emit: Emitter, tokens: gs.Tensor, tensor: gs.Tensor, old: Layout, new: Layout, sizes: Mapping[str, int]
 ) -> gs.Tensor:
-    """Reshape and transpose a tensor into another layout.
-
-    Args:
-        emit: emitter of the graph.
-        tokens: the input of the new tokens, whose shape gives B and S.
-        tensor: the tensor to change.
-        old: its layout.
-        new: the layout of the result.
-        sizes: the numbers of key heads (n), of query heads for each key head (g), and of elements of a head (d).
-    """
+    """Reshape and transpose a tensor from one layout to another; `sizes` are the sizes n, g and d."""
     named: dict[str, Dim] = {"b": "batch", "n": sizes["n"], "g": sizes["g"], "s": "sequence", "d": sizes["d"]}
     both = set(order_of(old)).intersection(order_of(new))  # a layout has no sizes of 1
     before, after = ([n for n in order_of(layout) if n in both] for layout in (old, new))
@@ -381,9 +346,9 @@ class Findings:
         changes: changes of inputs and outputs.
         original: inputs and outputs of the exported model; empty if the model already was canonical.
         roles: roles of the inputs and outputs, and of added inputs.
-        states: states: tensors that go from step to step, but are no caches.
+        states: tensors that go from step to step, but are no caches.
         notes: notes for the reader of the plan.
-        longest: for each cache that became circular, maps its input name to the most tokens of one update.
+        longest: the most tokens of one update of each cache that became circular, by input name.
         capacity: tokens per sequence if the model does not fix the capacity; else None.
     """
 

@@ -1,14 +1,11 @@
-"""Emit keys and values that a graph computes from caches row by row, as in multi-head latent attention.
+"""Emits keys and values that a graph computes from caches row by row, as in multi-head latent attention.
 
     latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
-After caches have a fixed capacity, the graph computes keys and values only from constants and the cache rows in use. A
-plain Attention reads these keys and values.
-
-This module follows tensors forward from the caches, node by node, and reads no values. Samples (steps of the model that
-were run) show the axis of rows by its length. An operator may still mix rows, such as a softmax over rows. The check
-refuses such models.
+In the result, a plain Attention reads keys and values that are computed only from constants and the cache rows in use.
+This module follows tensors forward from the caches. Sample steps show the axis of rows by its length. If an operator
+still mixes rows, such as a softmax over rows, the check refuses the model.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """Raised if a node mixes cache rows. The message gives the reason; it is empty if no reason is known."""
+    """Raised if a node mixes cache rows; the message may be empty."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +38,6 @@ class RowFunction:
     """A tensor that is computed from caches, and whose rows each depend on one cache row only.
 
     Attributes:
-        tensor: the tensor in the exported graph.
         axes: the axis of the batch, and the axis of the rows.
         caches: the caches from which the tensor is computed.
         node: the node whose output the tensor is; None if the tensor is a cache.
@@ -56,13 +52,7 @@ class RowFunction:
 
 
 class Computed:
-    """Emits keys and values that are computed from canonical caches.
-
-    Args:
-        graph: the exported graph, sorted.
-        caches: the caches from which keys and values are computed.
-        samples: makes steps of the model.
-    """
+    """Emits keys and values that are computed from canonical caches of a sorted graph."""
 
     def __init__(self, graph: gs.Graph, caches: Sequence[Cache], samples: Samples) -> None:
         self._broken = ""
@@ -80,11 +70,7 @@ class Computed:
                     self._broken = self._broken or str(error)
 
     def place(self, attention: Attention, canonical: Canonical) -> Attention:
-        """Emit an attention's keys and values from the cache rows in use. Return the attention that reads them.
-
-        Raises:
-            UnsupportedModelError: keys or values are not computed row by row from the caches.
-        """
+        """Emit an attention's keys and values from the cache rows in use; return the attention that reads them."""
         emitted: dict[str, gs.Tensor] = {}
         key, value = (
             self._placed(cache, attention, size, emitted, canonical)
@@ -112,7 +98,6 @@ class Computed:
         return replace(cache, past=tensor, present=tensor, axis=2)
 
     def _emit(self, name: str, emitted: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
-        """Emit a tensor computed from the used rows of canonical caches. `emitted` holds earlier results."""
         if name in emitted:
             return emitted[name]
         function, emit = self._known[name], canonical.emit
@@ -140,11 +125,7 @@ class Computed:
         return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
 
     def _functions(self, node: gs.Node) -> list[RowFunction]:
-        """Return the outputs of a node as `RowFunction` objects, derived from those of its inputs.
-
-        Raises:
-            MixedError: the node mixes rows.
-        """
+        """Return a node's outputs that depend on caches. Raise `MixedError` if the node mixes rows."""
         sources = [self._known[t.name] for t in node.inputs if t.name in self._known]
         shaped = is_op(node, "Reshape", "Expand")
         for tensor in node.inputs[:1] if shaped else node.inputs:
@@ -173,11 +154,7 @@ class Computed:
         return True
 
     def _axes(self, node: gs.Node, tensor: gs.Tensor, before: RowFunction) -> Axes:
-        """Find the axes of the batch and of the rows in an output of a node.
-
-        Raises:
-            MixedError: no axis has the length of the rows.
-        """
+        """Find the axes of batch and rows in an output. Raise `MixedError` if no axis has the length of the rows."""
         rank = len(self._shapes(before.tensor)[0])
         if is_op(node, "Transpose"):  # the shapes do not show where axes of size 1 go
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
@@ -194,7 +171,6 @@ class Computed:
         return batch[0], row
 
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
-        """Return a shape tensor for a Reshape or Expand that is correct for every batch and length."""
         shape = list(self._shapes(tensor)[0])
         for i, axis in enumerate(after):  # 0: this axis keeps its size
             if is_op(node, "Expand"):
@@ -204,11 +180,6 @@ class Computed:
         return tuple(shape)
 
     def _shapes(self, tensor: gs.Tensor) -> list[Axes]:
-        """Return the shapes that a tensor has in the sample runs of the model.
-
-        Raises:
-            MixedError: a shape is unknown.
-        """
         shapes = [sample.probe.shape(tensor.name) for sample in self._samples]
         known = [shape for shape in shapes if shape is not None]
         if len(known) < len(shapes) or len(set(map(len, known))) > 1:

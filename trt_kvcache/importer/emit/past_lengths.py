@@ -1,20 +1,15 @@
-"""Change a graph so that nothing depends on P, the length of the past, except positions of new tokens.
+"""Changes a graph so that nothing depends on P, the length of the past, except positions of new tokens.
 
-After caches have a fixed capacity and attention is canonical, only the positions of the new tokens may depend on the
-length of the text. Some exporters compute positions from the length of a cache, and may add a constant:
+Some exporters compute positions from the length of a cache, and may add a constant:
 
     Range(P, P + S) -> Unsqueeze -> [1, S]          becomes         write_indices + arange(S)  [B, S]
     Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
-The exports of Whisper by onnxruntime-genai have the second form: they slice a table. The export of M2M-100 has the
-third form: positions do not count padding. torch's export of Marian looks up the rows once for all sequences. If
-another tensor still depends on the length, the import fails and names the tensor. Samples (steps that were run) differ
-only in P, and show which tensors depend on P.
-
-This module also removes outputs that return an input unchanged (caches of cross-attention). If the graph reads the
-shape of an input that will be removed, it reads the shape of the tokens instead (``Shape(attention_mask)`` becomes
-``Shape(tokens)``).
+The second form is Whisper's by onnxruntime-genai, the third M2M-100's: positions do not count padding. torch's export
+of Marian looks up the rows once for all sequences. If another tensor still depends on P, the import fails and names it.
+Sample steps that differ only in P show this. This module also removes outputs that return an input unchanged (caches of
+cross-attention), and lets ``Shape`` of a removed input read the tokens.
 """
 
 from __future__ import annotations
@@ -60,19 +55,10 @@ _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
-    """Compute positions from write indices, and refuse all other tensors that depend on the length of the past.
+    """Compute positions from write indices. Return True if the model itself computes positions from a step's tokens.
 
-    Args:
-        graph: a graph with canonical caches and attention, without dead nodes.
-        canonical: emits canonical nodes into this graph.
-        interface: inputs and outputs of the exported model.
-        samples: makes sample steps of the exported model.
-
-    Returns:
-        True if the model itself computes positions from the tokens of a step.
-
-    Raises:
-        UnsupportedModelError: a node uses the length of the past for something else than positions.
+    The graph has canonical caches and attention, and no dead nodes. Raises `UnsupportedModelError` if a node uses the
+    length of the past for something else than positions.
     """
     sources = {t.name for t in interface.of(*_COUNTED, OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)}
     queue = [t for t in graph.inputs if t.name in sources]
@@ -110,14 +96,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
 
 
 def check_readers(graph: gs.Graph) -> None:
-    """Refuse a model in which a node reads a cache, but is neither a cache update nor an attention.
-
-    Args:
-        graph: a canonical graph without dead nodes.
-
-    Raises:
-        UnsupportedModelError: another node reads a cache; the message names it.
-    """
+    """Raise `UnsupportedModelError` if a node reads a cache, but is neither a cache update nor an attention."""
     for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor, update)
@@ -142,7 +121,6 @@ def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Nod
 
 
 def _is_view(node: gs.Node) -> bool:
-    """True if a node only changes the layout of a cache, or casts it to float32."""
     return is_op(node, "Transpose", "Reshape") or (is_op(node, "Cast") and node.attrs["to"] == FLOAT)
 
 
@@ -182,7 +160,6 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: S
 
 
 def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None:
-    """Replace a Shape node with a Concat of the given sizes, each int64 ``[1]``."""
     taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
     if taken:
         shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
@@ -192,7 +169,6 @@ def _replace_shape(node: gs.Node, sizes: list[gs.Tensor], emit: Emitter) -> None
 def _sizes(
     emit: Emitter, tokens: gs.Tensor, shapes: Sequence[tuple[Sample, tuple[int, ...]]]
 ) -> list[gs.Tensor | None]:
-    """Emit the sizes of a tensor, int64 ``[1]`` each, from the shape of the tokens; None for other sizes."""
     sizes = []
     for axis in range(len(shapes[0][1]) if shapes else 0):
         found = [(s, shape[axis]) for s, shape in shapes if len(shape) == len(shapes[0][1])]
@@ -217,10 +193,7 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a tensor that depends on P (the length of the past) if it gives positions; otherwise refuse it.
-
-    Return True if the caller must handle the tensors computed from `output`, too.
-    """
+    """Replace a tensor that depends on P if it gives positions; else refuse it. Return True to handle its readers."""
     if any(s.probe.value(output.name) is None for s in samples.twins):
         if _gather_rows(graph, node, canonical, samples):
             return False
@@ -237,8 +210,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
     place = _place(output, samples)
     if place is not None:
         # Replace the last tensor that holds positions. Nodes before it may repeat [1, S] for the batch, and would
-        # repeat
-        # positions [B, S] once more.
+        # repeat positions [B, S] once more.
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
@@ -255,10 +227,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor has the same value after every sampled length of the past, up to the longest one.
-
-    Short pasts are not enough, because floor(P / 16), for example, is the same for many short pasts.
-    """
+    """True if a tensor has the same value after every sampled past, up to the longest: floor(P / 16) changes rarely."""
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
         if before is None or not all(value is not None and np.array_equal(before, value) for value in after):
@@ -278,9 +247,7 @@ def _numbers_of(graph: gs.Graph, names: set[str]) -> set[str]:
 def _fill(graph: gs.Graph, output: gs.Tensor, emit: Emitter, interface: Interface, samples: Samples) -> None:
     """Replace a tensor computed from a padding mask with a constant, if all its numbers in all samples are equal.
 
-    For example, some models multiply inputs of states by the last columns of the mask, which belong to the new tokens.
-    In the rewritten model, the mask covers caches of fixed capacity, and its last columns do not belong to the new
-    tokens.
+    Some models multiply by the mask's last columns, the new tokens. The rewritten mask covers the capacity instead.
     """
     values = [(s, s.probe.value(output.name)) for s in (*samples.plain, *samples.twins)]
     first = values[0][1]
@@ -316,7 +283,6 @@ def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
 
 
 def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, samples: Samples) -> gs.Variable:
-    """Emit the positions of each sequence plus `offset`, with the rank and type of the tensor `output`."""
     emit, positions = canonical.emit, _shifted(canonical, offset)
     others = [i for i in range(1, len(samples.twins[0].probe.shape(output.name) or ())) if i != axis]
     if others:
@@ -328,7 +294,6 @@ def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, 
 
 
 def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
-    """Emit the position of each new token plus `offset`, int64 ``[B, S]``."""
     positions, emit = canonical.positions(), canonical.emit
     if not offset:
         return positions
@@ -339,10 +304,7 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Replace a node that slices new tokens' rows from a table by a Gather by position; return True if replaced.
-
-    The Gather keeps a constant offset of the rows, because a table may begin with other rows (BART).
-    """
+    """Replace a node that slices new tokens' rows from a table by a Gather by position; return True if replaced."""
     rows = node.outputs[0]
     taken = is_op(node, "Slice", "Gather") and is_constant(node.inputs[0])
     offsets = {_rows_taken(node, sample) for sample in samples.twins} if taken else {None}
@@ -394,10 +356,9 @@ _Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
 def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
     """Find the nodes that combine table rows ``[S, H]`` with tensors of a batch; None if rows cannot get a batch axis.
 
-    Returns:
-        First, the nodes between the rows and the nodes that combine them, which compute row by row, each with the shape
-        of its output (-1 for the rows). Second, for each found node: the node, its operand, the number of axes of its
-        result between batch and tokens, and the sizes of the operand after the axis of tokens.
+    Return the row-wise nodes before these nodes, each with its output's shape (-1 for the rows); and for each found
+    node: the node, its operand, the number of the result's axes between batch and tokens, and the operand's sizes after
+    the tokens.
     """
     chain: _Chain = []
     readers: _Readers = []

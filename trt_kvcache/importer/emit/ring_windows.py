@@ -1,4 +1,4 @@
-"""Turn caches of windowed attention into circular buffers (``--sliding circular``).
+"""Turns caches of windowed attention into circular buffers (``--sliding circular``).
 
     present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
     output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
@@ -8,19 +8,16 @@
     present = TensorScatter(past [B, N, R, D], update, w, mode=circular)
     output  = Attention(q, k, v, visible [B, 1, S, R])
 
-A ring has ``R = W + C - 1`` rows for updates of up to C tokens. So the first token of an update still finds its W keys
-after the last token is written. Row ``j`` then holds the newest token whose position is ``j`` modulo R. If ``w`` is the
-position of the first new token, and the step has S new tokens:
+For updates of up to C tokens, a ring has ``R = W + C - 1`` rows, so that the first token of an update still finds its W
+keys after the last token is written. With S new tokens, the first at position ``w``:
 
-    newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
+    newest(j)     = w + S - 1 - (w + S - 1 - j) mod R        the position of the token in row j
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
 
-If a model has an input for lengths, each sequence has w + S valid tokens, or 0. With 0, its queries see nothing. Other
-lengths are not allowed, because the ring may have overwritten rows that the first queries of such a step need.
-
-With rings, memory and step time do not grow with the number of tokens. A cache stays linear if any attention sees all
-its rows. The check refuses a model that uses the length of a cache in other places, and a model that computes lengths
-or the positions of new rows in the graph instead of getting them as inputs.
+If a model has an input for lengths, each sequence has w + S valid tokens, or 0 (its queries see nothing). Other lengths
+are not allowed: the ring may have overwritten rows that the first queries need. A cache stays linear if any attention
+sees all its rows. The check refuses models that use the length of a cache elsewhere, or that compute lengths or write
+positions in the graph.
 """
 
 from __future__ import annotations
@@ -66,7 +63,7 @@ class Rings:
     """The caches that became circular.
 
     Attributes:
-        longest: maps the name of a cache input to the most tokens of one update.
+        longest: the most tokens of one update, by name of the cache input.
         notes: notes for the plan about what the change saves, or why a cache stays linear.
     """
 
@@ -75,13 +72,7 @@ class Rings:
 
 
 def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onnx.ModelProto, Findings | None]:
-    """Make the caches of windowed attention circular. Return the new model, and facts for the plan.
-
-    Args:
-        model: a canonical model; it is not changed.
-        options: capacity, and the largest number of tokens of an update.
-        usual: the capacity to use if neither the options nor the model give a capacity.
-    """
+    """Return a canonical model with circular caches for windowed attention, and facts for the plan."""
     graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     fold_identities(graph)
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
@@ -99,14 +90,9 @@ def slide(model: onnx.ModelProto, options: PlanOptions, usual: int) -> tuple[onn
 
 
 def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, idle: bool = False) -> Rings:
-    """Make every windowed cache of a canonical graph circular.
+    """Make every windowed cache of a canonical graph circular, in place, for updates of `chunk` tokens.
 
-    Args:
-        graph: the graph to edit in place.
-        emit: emitter of the graph.
-        capacity: the number of rows of linear caches.
-        chunk: the largest number of tokens of an update.
-        idle: True if the model has an input for lengths. A length of 0 then means that the row has no tokens in a step.
+    With `idle`, the model has an input for lengths: 0 means that a row has no tokens in a step.
     """
     longest: dict[str, int] = {}
     notes: list[str] = []
@@ -195,7 +181,6 @@ def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor) -> list[gs.Node]:
-    """Return the nodes that read a cache after its update, directly or through a view."""
     readers: dict[int, gs.Node] = {}
     for node in consumers(present):
         if is_op(node, *VIEWS) and node.inputs[0] is present:

@@ -1,18 +1,14 @@
-"""Support for rare families of models. Each family has its own module, which is loaded only for a model of that family.
-
-The stages of the importer call these functions. Each function tests whether a model belongs to a family, and loads the
-family's module only then.
+"""Support for rare families of models: these functions load a family's module only for a model of that family.
 
     read           edits a model when it is read, before checks             tool_repairs, quantizers
-    choose         takes one branch of a merged decoder, before inlining       tool_repairs
-    standardize    refuses operators of quantizers for CPUs, after inlining      quantizers
-    define         adds ONNX functions that define nodes outside ONNX   plugin_route
-    rewrite        edits a decoder before recognition                   tool_repairs, kept_logits
-    for_cpu        replaces operators that ONNX Runtime does not run    quantizers
+    choose         takes one branch of a merged decoder, before inlining    tool_repairs
+    standardize    refuses operators of quantizers for CPUs, after inlining quantizers
+    define         adds ONNX functions that define nodes outside ONNX       plugin_route
+    rewrite        edits a decoder before recognition                       tool_repairs, kept_logits
+    for_cpu        replaces operators that ONNX Runtime does not run        quantizers
 
-A `Finish` is a function that adds facts to the plan. The rewrite loads `plugin_route` if a cache takes the plugin's
-route. The pipeline loads `quantized_caches` for ``--cache-dtype``, and `adapters` for ``--lora-rank``. Builds and
-sessions load `encoders` if there is an encoder beside the decoder. All modules load as attributes of this package.
+Other stages load `plugin_route` for caches on the plugin's route, `quantized_caches` for ``--cache-dtype``, `adapters`
+for ``--lora-rank``, and `encoders` for an encoder beside the decoder.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Return the module of a family. The first access loads the module."""
         try:
             return import_module(f"{__name__}.{name}")
         except ModuleNotFoundError as error:
@@ -59,12 +54,7 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Repair a model in place after reading it. Return True if this changed which tensors operators read.
-
-    Raises:
-        ModelError: the model belongs to a family, but the family's module does not support it. The other functions of
-            this module raise this error, too.
-    """
+    """Repair a model in place after reading it. Return True if this changed which tensors operators read."""
     edited: bool = _family("tool_repairs").read(model)
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
         edited |= _family("quantizers").read(model)

@@ -1,11 +1,10 @@
-"""Support models with an input that says for how many last positions to return logits (``logits_to_keep``).
+"""Supports models with an input that says for how many last positions to return logits (``logits_to_keep``).
 
     logits_to_keep -- Neg --.
     hidden states ------- Slice(.., -K, end) -- MatMul -- logits [B, K, V]
 
-In transformers, 0 keeps all positions. So this module replaces the input with the constant 0. The rewrite adds its own
-input (`LogitsSpan`) for the number of positions, because TensorRT cannot build a shape that depends on an input's
-values.
+This module replaces the input with 0 (in transformers: all positions). The rewrite adds its own input (`LogitsSpan`),
+because TensorRT cannot build a shape that depends on an input's values.
 """
 
 from __future__ import annotations
@@ -28,10 +27,7 @@ _END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least thi
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
-    """Make a model return logits of all positions; replace the input that limits the number of logits with a constant.
-
-    A model that uses this input in another way, such as for indices, stays unchanged.
-    """
+    """Replace an input that limits the number of logits by 0: all positions. Other uses of it stay."""
     edited = copied(model)
     graph = edited.graph
     value = next(v for v in graph.input if v.name.endswith("logits_to_keep"))
@@ -55,7 +51,6 @@ def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
 
 
 def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
-    """True if a Slice takes a whole axis, from beginning to end with step 1."""
     bounds = [
         numpy_helper.to_array(constants[n]) if n in constants else None for n in (*node.input[1:3], *node.input[4:])
     ]
@@ -65,7 +60,6 @@ def _takes_all(node: NodeProto, constants: Mapping[str, TensorProto]) -> bool:
 
 
 def _finish(exported: OriginalTensor, plan: CachePlan) -> CachePlan:
-    """Add the removed input to the plan, as an input of the exported model with the value 0."""
     old = f"{exported.name} [{', '.join(map(str, exported.shape))}]"
     why = (
         f"the length of {plan.logits_span.name} replaces it"

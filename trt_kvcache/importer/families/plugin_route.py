@@ -1,21 +1,19 @@
-"""Replace cache updates on the plugin's route with nodes of the project's own plugin, for TensorRT.
+"""Replaces cache updates on the plugin's route with nodes of the project's own plugin, for TensorRT.
 
-TensorScatter(past, update, write_indices, mode="circular")
-    -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
-TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
-    -> trt_kvcache::KVCacheUpdateQuantized(past, update, write_indices, scale)
-two updates of one layer, at the same write indices
-    -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
+    TensorScatter(past, update, write_indices, mode="circular")
+        -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
+    TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
+        -> trt_kvcache::KVCacheUpdateQuantized(past, update, write_indices, scale)
+    two updates of one layer, at the same write indices
+        -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
 
-`define` adds an ONNX function for each of these operators, and for TensorRT's own update, so that ONNX Runtime can run
-the model. TensorRT's parser prefers a registered plugin to a model-local function of the same name (its source,
-ModelImporter.cpp: ``isNodeInPluginRegistry``).
+`define` adds ONNX functions that define these operators, so that ONNX Runtime can run the model. TensorRT's parser
+prefers a registered plugin to a model-local function of the same name (ModelImporter.cpp: ``isNodeInPluginRegistry``).
 
-The functions define the plugin's operators with plain operators. Sequence ``b`` has the tokens ``start[b] .. end[b]``
-of the update (padded: 0 to S_new; packed: ``lengths[b]`` to ``lengths[b + 1]``). Token ``t`` goes to row
-``write_indices[b] + t - start[b]``; in a circular cache, modulo the capacity, and the last of several tokens for one
-row wins. A sequence writes nothing if its bounds lie outside the update, or if the cache is linear and the tokens do
-not fit into it. If packed lengths do not ascend, no sequence writes anything.
+Sequence ``b`` has the tokens ``start[b] .. end[b]`` of the update (padded: 0 to S_new; packed: ``lengths[b]`` to
+``lengths[b + 1]``). Token ``t`` goes to row ``write_indices[b] + t - start[b]``; in a circular cache, modulo the
+capacity, and the last of several tokens for one row wins. A sequence writes nothing if its bounds lie outside the
+update, or if its tokens do not fit into a linear cache. If packed lengths do not ascend, no sequence writes anything.
 """
 
 from __future__ import annotations
@@ -79,12 +77,7 @@ class _Update:
 
 
 def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Replace every cache update that the plan gives to the plugin with a node of the plugin. Caches must be 4-D.
-
-    Raises:
-        UnsupportedModelError: rows of 4-bit elements do not fill whole bytes, or caches have different types, because
-            the ONNX function that defines the node has only one type.
-    """
+    """Replace every 4-D cache update on the plugin's route with a node of the plugin."""
     nodes = {node.name: node for node in graph.nodes}
     planned = [c for c in plan.caches if c.route is Route.PLUGIN]
     _check_rows(planned)
@@ -101,9 +94,8 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
     """Add an ONNX function for each cache-update operator that ONNX lacks and the model does not define.
 
-    TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts the operator
-    in any domain, and prefers its own layer to a model-local function of the same name (measured on TensorRT for RTX
-    1.7.1).
+    TensorRT's own update moves to this project's domain, and gets write indices. TensorRT's parser accepts it in any
+    domain, and prefers its own layer to a model-local function (measured on TensorRT for RTX 1.7.1).
     """
     defined = {(f.domain, f.name) for f in model.functions}
     unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
@@ -132,7 +124,6 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
-    """Return the operator of the plugin with the same meaning as a cache update of TensorRT."""
     attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     form = UpdateForm.PACKED_NHD if "update_form" in attributes else UpdateForm.PADDED
     return Operator(form, UpdateMode(attributes.get("mode", b"linear").decode()))
@@ -185,11 +176,7 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """Let the plugin quantize, if a suitable QuantizeLinear computes the update. Return the scales and their number.
-
-    The QuantizeLinear must have float32 scales (so that the division is in float32), zero point 0, and one scale or one
-    per head.
-    """
+    """Let the plugin quantize, if a suitable QuantizeLinear computes the update. Return its scales and number."""
     between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
     while update.name != cache.update:
@@ -227,7 +214,6 @@ def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> t
 
 
 def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
-    """True if a QuantizeLinear has one scale, or one for each head of the physical cache."""
     shape = dims(scale)
     if shape is None or len(shape) > 1 or any(not isinstance(d, int) for d in shape):
         return False
@@ -241,11 +227,7 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """True if one plugin node can do both cache updates: they use the same kernel and indices, and are independent.
-
-    The attention that reads the caches is not considered, because the plan does not list attentions that read caches
-    through DequantizeLinear.
-    """
+    """True if one plugin node can do both cache updates: same kernel and indices, and independent."""
     one, other = a.cache, b.cache
     return (
         one.readers == other.readers
@@ -275,7 +257,6 @@ def _depends(node: gs.Node, on: gs.Node) -> bool:
 
 
 def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
-    """Emit one plugin node for one update, or for a pair of updates."""
     first = updates[0]
     operator = replace(first.operator, caches=len(updates))
     inputs = [u.node.inputs[0] for u in updates] + [u.node.inputs[1] for u in updates] + first.shared
@@ -296,12 +277,8 @@ _OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # attributes tha
 def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
     """Return the ONNX function that defines one operator, for a model of opset `opset`.
 
-    Args:
-        operator: the plugin's operator.
-        opset: opset of the model.
-        through_float: cast values to float32 and back. ONNX's GatherND and ScatterND do not support 8-bit and 4-bit
-            floats and 4-bit integers. float32 holds all numbers of these types exactly, but not all numbers of int32
-            and int64.
+    With `through_float`, values are cast to float32 and back: ONNX's GatherND and ScatterND do not support 8-bit and
+    4-bit floats and 4-bit integers. float32 holds all numbers of these types exactly, but not all of int32 and int64.
     """
     nodes, numbers = parse(_body(operator, "_float" if through_float else ""))
     constants = [helper.make_node("Constant", [], [name], value=number) for name, number in numbers.items()]
@@ -312,11 +289,11 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 
 
 def _body(operator: Operator, wide: str) -> str:
-    """Return the text of the ONNX function for an operator. Names of values that are cast to float32 end in `wide`.
+    """Return the text of the ONNX function. Names of values that are cast to float32 end in `wide`.
 
     ``first``, ``start``, ``end`` and ``count`` are [B]; ``length`` and ``capacity`` are [1]. ``accepted`` [B] is True
-    for sequences that the operator writes. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row
-    of ``targets`` [K, 2] is sequence and row of the cache.
+    for sequences that are written. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row of
+    ``targets`` [K, 2] is sequence and row of the cache.
     """
     packed, circular = operator.packed, operator.mode is UpdateMode.CIRCULAR
     given = [name for name in operator.inputs if name.startswith(("cache", "update"))] if wide else []

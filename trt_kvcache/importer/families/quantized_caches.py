@@ -1,37 +1,32 @@
-"""Quantize caches for ``--cache-dtype``, so that their numbers have fewer bits than those of the model.
+"""Quantizes caches for ``--cache-dtype``, after the rewrite and the check.
 
-Each row of a head [H] is rotated, and stored as codes and one float32 scale. Each row is quantized once, when it is
-written, and no calibration is needed:
+Each row of a head [H] is rotated, and stored as codes and one float32 scale, without calibration:
 
-    turned = row R                              R: an orthonormal Hadamard matrix
+    turned = row R                              R: an orthonormal Hadamard matrix, its own inverse
     scale = max(|turned|) / M                   M: 127 for int8, 7 for int4, 448 for fp8
     codes = round(turned / scale)
 
 Rows of trained models have a few large numbers; R spreads these over the whole row (QuaRot,
-https://arxiv.org/abs/2404.00456). R is its own inverse. Attention gives the same numbers if its queries are rotated,
-too, and its result is rotated back:
+https://arxiv.org/abs/2404.00456). Attention gives the same numbers with rotated queries and a result that is rotated
+back; for other readers of a cache, the graph rotates the rows back:
 
     softmax(Q K') V = softmax((Q R) (K R)') (V R) R
 
-For other readers of a cache, the graph rotates the rows back.
-
 With `PlanOptions.cache_ranges`, each cache has one constant scale: range / M. Codes saturate as in QuantizeLinear;
 integer codes are limited to -M - 1 .. M.
-
-This module edits a model after the rewrite and the check. Both work on the unquantized caches:
 
     past [B, N, S_max, H]  -- update(new rows) -- present  -- Slice(rows in use) -- reader
 becomes
     past [B, N, S_max, L]  -- update(quantize(new rows)) -- present  -- Slice(rows in use) -- dequantize -- reader
 
 TensorRT for RTX has no plugins, and its cache layer supports only floats. So each float32 of a cache holds an integer
-of 24 bits, which float32 stores exactly: three codes of 8 bits, or six codes of 4 bits. The last number of a row is the
-scale. Arithmetic separates the codes exactly, because a float32 times a power of two, and its Floor, are exact.
+of 24 bits exactly: three codes of 8 bits, or six of 4 bits. The last number of a row is the scale. Multiplications by
+powers of two and Floor separate the codes exactly.
 
-On TensorRT, the plugin writes codes into a cache of int8 or float8 (for 4 bits, an int8 holds two codes). A separate
-cache [B, N, S_max, 1] holds the scales. The builder allows no Slice of float8. So float8 codes are converted to float32
-before the Slice (measured on TensorRT for RTX 1.7.1: "datatype FP8 but is not consumed by IPluginLayer, ...,
-IDequantizeLayer, IConcatenationLayer, IShuffleLayer, IShapeLayer").
+On TensorRT, the plugin writes codes into a cache of int8 (one or two codes) or float8. A separate cache [B, N, S_max,
+1] holds the scales. The builder allows no Slice of float8, so float8 codes become float32 before the Slice (measured on
+TensorRT for RTX 1.7.1: "datatype FP8 but is not consumed by IPluginLayer, ..., IDequantizeLayer, IConcatenationLayer,
+IShuffleLayer, IShapeLayer").
 """
 
 from __future__ import annotations
@@ -89,8 +84,7 @@ class _Form:
         codes: how many codes one number of type `dtype` holds.
         bits: bits of each code; 0 for fp8.
         scale_inside: True if the scale is the last number of the row.
-        ranges: for constant scales: maps the name of a past to the largest magnitude in the cache. None: each row has
-            its own scale, inside the row or in a separate cache.
+        ranges: for constant scales, the largest magnitude in each cache, by past. None: each row has its own scale.
         route: update route of the caches that hold codes.
     """
 
@@ -117,11 +111,7 @@ class _Form:
 
 
 def rotation(size: int) -> npt.NDArray[np.float32]:
-    """Return the rotation R ``[size, size]`` of rows. R is its own inverse.
-
-    R is block-diagonal. Each block is an orthonormal Hadamard matrix, whose size is the largest power of two that
-    divides `size`.
-    """
+    """Return the rotation R ``[size, size]``: Hadamard blocks, of the largest power of two that divides `size`."""
     block = size & -size
     at = np.arange(block)
     signs = 1 - 2 * (np.bitwise_count(at[:, None] & at) & 1).astype(np.float32)
@@ -132,14 +122,9 @@ def rotation(size: int) -> npt.NDArray[np.float32]:
 def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CachePlan:
     """Quantize the caches of a rewritten model in place, as the plan's options say. Return the new plan.
 
-    Args:
-        graph: the rewritten model. With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and
-            attention.
-        plan: the model's plan, with unquantized caches.
-        plain: if True, the model is for ONNX Runtime, so that standard operators write integers.
-
-    Raises:
-        OptionError: a cache cannot be quantized to this type.
+    With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and attention. With `plain`, the model
+    is for ONNX Runtime, so that standard operators write integers. Raises `OptionError` if a cache cannot be quantized
+    to this type.
     """
     form = _form(plan, plain=plain)
     for cache in plan.caches:
@@ -212,14 +197,7 @@ def _check(cache: CacheUpdate, plan: CachePlan, form: _Form) -> None:
 
 
 class _Quantized:
-    """Quantizes one cache.
-
-    Args:
-        emitter: adds nodes.
-        form: layout of the codes (quantized numbers).
-        cache: the unquantized cache in the plan.
-        node: the update, or the attention that contains it.
-    """
+    """Quantizes one unquantized cache of the plan; `node` is the update, or the attention that contains the update."""
 
     def __init__(self, emitter: Emitter, form: _Form, cache: CacheUpdate, node: gs.Node) -> None:
         self._emitter = emitter
@@ -227,8 +205,7 @@ class _Quantized:
         self._cache = cache
         self._node = node
         # An update has the past as first input and the present as first output. GroupQueryAttention has Q, K and V
-        # before the
-        # pasts, and the result before the presents.
+        # before the pasts, and the result before the presents.
         self._at = next(i for i, tensor in enumerate(node.inputs) if tensor.name == cache.past)
         self._past, self._present = node.inputs[self._at], node.outputs[max(0, self._at - 2)]
         shape = cache.physical_shape
@@ -428,7 +405,6 @@ class _Quantized:
         return True
 
     def _turn_result(self, node: gs.Node, turn: Callable[[gs.Tensor], gs.Variable]) -> None:
-        """Rotate the first output of an attention back, after rotated values."""
         (result, *others), inner = node.outputs, gs.Variable(self._emitter.name("rotated"), dtype=node.outputs[0].dtype)
         node.outputs = [inner, *others]
         (maker,) = turn(inner).inputs
@@ -449,7 +425,6 @@ class _Quantized:
         return self._op("Reshape", [self._turn(heads, FLOAT), self._emitter.ints([0, 0, -1])], "merged")
 
     def _dequantize(self, rows: gs.Tensor, reader: gs.Node | None) -> gs.Variable:
-        """Dequantize all rows of a cache, or only the rows that the Slice `reader` takes."""
         codes, scale = rows if rows.dtype == FLOAT else self._codes(rows), self._scale
         if self._form.scale_inside:
             codes, scale = self._slice(rows, 0, self._numbers), self._slice(rows, self._numbers, self._numbers + 1)
@@ -468,7 +443,6 @@ class _Quantized:
         return self._op("DequantizeLinear", [numbers, self._unit, self._zero(int(numbers.dtype))], "codes_held")
 
     def _add_scales(self, scale: gs.Variable) -> None:
-        """Add a cache for the scales, with an update next to the update of the quantized numbers."""
         graph, node, past, present = self._emitter.graph, self._node, self._past, self._present
         taken = set(graph.tensors())
         names = []
@@ -487,12 +461,7 @@ class _Quantized:
         self._scales = scales[0], scales[1], update
 
     def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
-        """Make Shape nodes that read a cache return the sizes of the unquantized cache.
-
-        Args:
-            tensor: the cache, or a view of the cache that only Shape nodes read.
-            shape: the shape that Shape nodes return.
-        """
+        """Make Shape nodes that read the cache `tensor`, or a view for Shape nodes alone, return sizes of `shape`."""
         for reader in consumers(tensor):
             if is_op(reader, "Shape"):
                 seen = shape[slice(reader.attrs.get("start", 0), reader.attrs.get("end"))]

@@ -1,23 +1,21 @@
-"""Replace or refuse operators that quantizers write into models, except those for weights of 4 and 8 bits (`lower`).
+"""Replaces or refuses operators that quantizers write into models, except those for weights of 4 and 8 bits (`lower`).
 
-`refuse_integers` refuses models that ONNX Runtime's quantizers made for CPUs: TensorRT lacks their operators or types.
+`refuse_integers` refuses models that ONNX Runtime's quantizers made for CPUs, because TensorRT lacks their operators or
+types. TensorRT for RTX 1.7.1 reads uint8 as int8 without a message.
 
-    quantize_dynamic    DynamicQuantizeLinear, MatMulInteger, ONNX Runtime's fusions of both; tables of 8 bits
+    quantize_dynamic    DynamicQuantizeLinear, MatMulInteger, ONNX Runtime's fusions of both; tables of 8 bits; its
+                        scales come from the whole batch, so sequences change each other's numbers
     quantize_static     QLinear operators; rounding to uint8, to 16 bits, or with a zero point; int32 biases
 
-`quantize_dynamic` computes scales from the whole batch, so sequences change each other's numbers. TensorRT for RTX
-1.7.1 reads uint8 as int8 without a message. Rounding to int8 or float8 with zero point 0, as NVIDIA ModelOpt writes it,
-is not refused.
-
-`read` renames operators that NVIDIA ModelOpt writes in the domain ``trt``.
+`read` renames operators that NVIDIA ModelOpt (0.47) writes in the domain ``trt``, which TensorRT's parser ignores
+(measured on TensorRT for RTX 1.7.1):
 
     TRT_FP8QuantizeLinear(x, scale)           ->  QuantizeLinear(x, scale, 0 of float8e4m3fn)
     TRT_FP8DequantizeLinear(q, scale)         ->  DequantizeLinear(q, scale)
     QuantizeLinear, DequantizeLinear          ->  the operators of the same name
 
-TensorRT's parser ignores the domain of operators, so both forms are the same for it (measured on TensorRT for RTX
-1.7.1). ONNX and ONNX Runtime have no operators in this domain. ModelOpt 0.47 converts its exports from torch to ONNX's
-operators, but some operators keep the domain. Operators that quantize in blocks (NVFP4 and MXFP8) stay unchanged:
+Operators that quantize in blocks (NVFP4 and MXFP8) stay, because ONNX cannot express them. TensorRT's parser knows
+them. This module registers them with ONNX on import, so that ONNX infers shapes:
 
     q, s = TRT_FP4DynamicQuantize(x, scale, axis, block_size)     float4 numbers, a float8 scale for each block
     y = DequantizeLinear(q, DequantizeLinear(s, scale), axis, block_size)
@@ -25,19 +23,14 @@ operators, but some operators keep the domain. Operators that quantize in blocks
     q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
     y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         also for weights
 
-ONNX has no operator that computes scales at run time for float4 or float8, and no uint8 exponents as scales. TensorRT's
-parser knows these operators (measured on TensorRT for RTX 1.7.1). This module registers them with ONNX when it is
-imported, so that ONNX infers the shapes of their outputs. No package that runs without a GPU has kernels for them.
-
-`for_cpu` replaces operators that quantize in blocks, so that ONNX Runtime can run the model on the CPU.
+`for_cpu` replaces them, because no package runs them without a GPU, and ONNX Runtime 1.31.1 does not support float4:
 
     float4 weights          numbers  -> doubled, in int8, by a table of 16; scales -> halved
     MXFP8 weights           y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
     activations             y        -> x, in the type of y
 
-ONNX Runtime 1.31.1 does not support float4, and only TensorRT runs TensorRT's operators. Replaced weights are exact. In
-comparisons, activations of both models are not rounded: their scales depend on the numbers of each block, so a tiny
-difference could change many numbers by up to a quarter.
+Replaced weights are exact. Activations are not rounded in comparisons: their scales depend on each block's numbers, so
+a tiny difference could change many numbers by up to a quarter.
 """
 
 from __future__ import annotations
@@ -71,11 +64,7 @@ __all__ = ["for_cpu", "read", "refuse_integers"]
 
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Return a copy of the model for ONNX Runtime on the CPU, with plain operators instead of block operators.
-
-    Raises:
-        UnsupportedModelError: operators that quantize in blocks are not connected as in models of ModelOpt.
-    """
+    """Return a copy of the model for ONNX Runtime on the CPU, with plain operators instead of block operators."""
     notes = list[str]()
     if steps := block_steps(model):
         notes.append(
@@ -131,11 +120,7 @@ _ADVICE = (
 
 
 def refuse_integers(model: ModelProto) -> None:
-    """Refuse a model with operators that ONNX Runtime's quantizers write for CPUs.
-
-    Raises:
-        UnsupportedModelError: the model has an operator of this kind; the message names the first one.
-    """
+    """Raise `UnsupportedModelError` for a model with operators that ONNX Runtime's quantizers write for CPUs."""
     for scope in iter_scopes(model):
         constants = constants_of(scope)
         dequantized = {node.input[0] for node in scope.node if is_op(node, "DequantizeLinear")}
@@ -186,11 +171,7 @@ def is_block_operator(node: NodeProto) -> bool:
 
 
 def read(model: ModelProto) -> bool:
-    """Replace ModelOpt's operators of the domain ``trt`` with those of ONNX, in place; return True if any existed.
-
-    Raises:
-        UnsupportedModelError: the model's opset does not have ONNX's operator, or a scale is not a single number.
-    """
+    """Replace ModelOpt's operators of the domain ``trt`` with those of ONNX, in place; return True if any existed."""
     operators = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
     version = opset_version(model) or 0
     for scope, node in operators:
@@ -220,7 +201,6 @@ def _check_scale(scope: Scope, node: NodeProto) -> None:
 
 
 def _register() -> None:
-    """Register the block operators with ONNX, for the whole process."""
     for name, (reads, makes, infer) in _OPERATORS.items():
         if defs.has(name, 1, DOMAIN):
             continue
@@ -243,10 +223,7 @@ def _register() -> None:
 
 
 def _infer_blocks(numbers: int, scales: int, block: int, context: InferenceContext) -> None:
-    """Infer types and shapes of an operator that quantizes in blocks.
-
-    Numbers have the shape of the input. Scales have the same shape, but one entry for each block along the block axis.
-    """
+    """Infer types and shapes: numbers like the input, and one scale for each block along the block axis."""
     source = context.get_input_type(0)
     context.set_output_type(0, _of(source, numbers))
     result = _of(source, scales)
@@ -266,7 +243,6 @@ def _infer_dequantized(context: InferenceContext) -> None:
 
 
 def _of(source: TypeProto | None, kind: int) -> TypeProto:
-    """Return a tensor type with the shape of `source`, if known, and the element type `kind`."""
     result = TypeProto()
     if source is not None:
         result.CopyFrom(source)
@@ -301,11 +277,7 @@ def block_steps(model: ModelProto) -> int:
 
 
 def with_plain_blocks(model: ModelProto) -> ModelProto:
-    """Return a copy of the model with plain operators instead of block operators, for ONNX Runtime.
-
-    Raises:
-        UnsupportedModelError: the block operators are not connected as in models of ModelOpt.
-    """
+    """Return a copy of the model with plain operators instead of block operators, for ONNX Runtime."""
     if (opset_version(model) or 0) < _CPU_OPSET:
         model = raise_opset(model)
     inferred = shape_inference.infer_shapes(model)
@@ -314,8 +286,6 @@ def with_plain_blocks(model: ModelProto) -> ModelProto:
 
 
 class _Editor:
-    """Replaces the operators that quantize in blocks, in one model, in place."""
-
     def __init__(self, model: ModelProto) -> None:
         self._graph = model.graph
         self._weights = {t.name: t for t in model.graph.initializer}
@@ -358,7 +328,6 @@ class _Editor:
             self._write.nodes.append(node)
 
     def _exponents(self, node: NodeProto) -> None:
-        """Emit the dequantization of a weight whose scales are stored as exponents."""
         write, result = self._write, node.output[0]
         wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
         power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
@@ -368,7 +337,6 @@ class _Editor:
         write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
     def _doubles(self, weight: TensorProto) -> str:
-        """Emit the numbers of a float4 weight times two, in int8. Return the name of the result."""
         write, name = self._write, weight.name
         if name not in self._scaled:
             bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)

@@ -1,35 +1,27 @@
-"""Repair models of tools that break rules of ONNX, or write models that ONNX Runtime cannot load later.
+"""Repairs models of tools that break rules of ONNX, or write models that ONNX Runtime cannot load later.
 
-nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
-the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
-no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without the import
-shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which its optimizer makes an initializer
-values that are stated twice    ONNX Runtime's float16 converter states outputs twice, the second time without shapes
-names of its own casts          ONNX Runtime's optimizer saves casts, and uses the same names again when it loads the
-                                model: "Duplicate definition of name" (1.32)
-scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX requires lists
-two steps in one model          optimum merges the first step and all later steps
-slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
+    nodes in any order              ONNX Runtime's float16 converter appends Casts of inputs and of float32 operators
+    the domain ai.onnx              another name of ONNX's own domain ""; ONNX's checker finds no operator there
+    no import of com.microsoft      ONNX Runtime's quantizers add operators of this domain without the import
+    shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which becomes an initializer
+    values that are stated twice    ONNX Runtime's float16 converter states outputs again, without shapes
+    names of its own casts          ONNX Runtime's optimizer saves casts, and uses the same names again when it
+                                    loads the model: "Duplicate definition of name" (1.32)
+    scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX requires lists
+    two steps in one model          optimum merges the first step and all later steps
+    slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
 
-Merged exports: one model contains the first step and all later steps, and an input chooses between both.
+Merged exports: with a past of no tokens, the branch with a past (the one that reads inputs of rank 4, caches) also
+computes the first step. So the condition becomes a constant, and inputs and outputs that only the other branch needs
+disappear, such as keys and values of an encoder.
 
     use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
 
-With a past of no tokens, the branch with a past also computes the first step, so the other branch is not needed. The
-condition becomes a constant, and its input disappears. Two more kinds of inputs and outputs disappear: inputs that only
-the other branch reads; and outputs that the branch with a past leaves empty, such as keys and values of an encoder.
-optimum computes these only in the other branch.
-
-The branch with a past reads inputs of rank 4 (caches), and the other branch reads no such input.
-
-Assignments to slices: ScatterND writes parts side by side into a tensor of zeros. They become one Concat.
+Assignments to slices (``k[..., :16] = a; k[..., 16:] = b``, as in transformers' latent attention) become one Concat if
+the parts cover the whole tensor:
 
     zeros [B, H, T, 24] -- Transpose -> ScatterND(rows 0..15 of axis 0: Transpose(a)) -> Transpose, Transpose ->
         ScatterND(rows 16..23: Transpose(b))                      becomes           Transpose(Concat(a, b, axis=-1))
-
-torch.onnx exports assignments to slices in this form (``k[..., :16] = a; k[..., 16:] = b``), as in transformers' latent
-attention. If the parts cover the whole tensor, the zeros are not needed. The shape of the zeros depends on the number
-of tokens.
 """
 
 from __future__ import annotations
@@ -78,10 +70,7 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def read(model: ModelProto) -> bool:
-    """Repair a model in place. Return True if a repair changed which tensors the operators read.
-
-    Faults without a known repair stay in the model; ONNX's checker reports them later.
-    """
+    """Repair known faults in place. Return True if a repair changed which tensors the operators read."""
     _unalias(model)
     for scope in iter_scopes(model):
         _sort(scope)
@@ -94,10 +83,7 @@ def read(model: ModelProto) -> bool:
 
 
 def _unalias(model: ModelProto) -> None:
-    """Replace the domain "ai.onnx" with "", ONNX's own name of this domain.
-
-    A model that imports both domains in different versions stays unchanged; ONNX's checker refuses this model.
-    """
+    """Replace the domain "ai.onnx" with "", ONNX's own name, unless a model imports both in different versions."""
     for owner in (model, *model.functions):
         versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
         if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
@@ -212,7 +198,6 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
 def _finish(
     inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
 ) -> CachePlan:
-    """Add the inputs and outputs that `choose` removed from the model to the plan's list of changes."""
     original = (*plan.original, *tensors) if plan.original else ()
     return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
@@ -229,7 +214,6 @@ def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
 
 
 def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
-    """Replace If nodes with the chosen branches. Return the names of the replaced nodes."""
     inputs = {v.name: v for v in graph.input}
     values = {name: np.full(_size(inputs[name]), value) for name, value in chosen.items()}
     inlined = take_branches(graph, values)

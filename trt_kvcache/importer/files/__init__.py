@@ -1,1 +1,1 @@
-"""Read, check and write model files and the files beside them."""
+"""Reads, checks and writes model files and the files beside them."""

@@ -1,10 +1,7 @@
-"""Check that a graph follows those rules of ONNX that the importer needs.
+"""Checks that a graph follows those rules of ONNX that the importer needs, without reading weights.
 
-No check reads weights, because typed inputs replace large initializers, so the time depends only on the size of the
-graph. Shapes come from ONNX's own shape inference, also in If and Loop bodies and model-local functions.
-
-`drop_defaults` removes default values of inputs, that is, initializers with the name of an input. Old exporters list
-all weights as inputs, too; these stay constants. But positions or a past must not become constants.
+`drop_defaults` removes default values of inputs (initializers with the name of an input). Old exporters list all
+weights as inputs, too; these stay constants. But positions or a past must not become constants.
 """
 
 from __future__ import annotations
@@ -44,9 +41,10 @@ _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _SIZES = 1 << 31
 _MOST_NODES, _MOST_CALLS = 1 << 20, 100
 _MOST_NUMBERS, _MOST_LISTED = 1 << 22, 1 << 20
-"""The most numbers of a rank-1 tensor of which the file states only the size, and of a list. ONNX's shape inference
-allocates 80 bytes or more for each number of the tensor (measured, 1.23.2). Python makes an object for each number of
-the list."""
+"""The most numbers of a rank-1 tensor of which the file states only the size, and of a list.
+
+ONNX's shape inference allocates 80 bytes or more for each number of the tensor (measured, 1.23.2).
+"""
 _SMALL_BYTES = 1024  # constants up to this size stay: shape inference reads shapes from them
 _UNNATURAL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")  # Unicode's categories Cc, Zl and Zp
 _NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
@@ -68,10 +66,7 @@ _FUSED: dict[str, tuple[int, ...]] = {
     "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
     "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
 }  # fmt: skip
-"""Indices of operands of ONNX Runtime's operators that must have the same type.
-
-Optimizers may mix float32 and float16.
-"""
+"""Indices of operands of ONNX Runtime's operators that must have the same type. Optimizers may mix float types."""
 _ONNX_ERRORS = (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, RuntimeError, ValueError)
 
 _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
@@ -79,11 +74,7 @@ _RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?
 
 
 def check_graph(model: ModelProto, source: str) -> None:
-    """Check a model whose external data may be missing. Messages name the file `source`.
-
-    Raises:
-        InvalidModelError: the graph breaks a rule; the message names the node.
-    """
+    """Raise `InvalidModelError` if a model breaks a rule. Its external data may be missing; messages name `source`."""
     _check_are_tensors(model.graph, source)
     _check_types(model, source)
     _check_sizes(model, source)
@@ -221,7 +212,6 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
 
 
 def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> None:
-    """Refuse an initializer whose type or shape contradicts the input with the same name."""
     shape, elem_type = shape_of(info), elem_type_of(info)
     fits = shape is None or (
         len(shape) == len(tensor.dims)
@@ -236,7 +226,6 @@ def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> No
 
 
 def _is_small(tensor: TensorProto) -> bool:
-    """True if the data are small and stored inside the model."""
     try:
         size = byte_size(tensor)
     except ValueError:
@@ -245,12 +234,7 @@ def _is_small(tensor: TensorProto) -> bool:
 
 
 def _move_foreign_ops(skeleton: ModelProto) -> None:
-    """Move operators that ONNX does not define to a separate domain, which the checker ignores.
-
-    TensorRT's parser and ONNX Runtime look up some of their own operators in ONNX's domain (``TRT_KVCacheUpdate``,
-    ``SimplifiedLayerNormalization``), so exporters write them in this domain. An operator that TensorRT or ONNX Runtime
-    does not know fails later, with an error.
-    """
+    """Move operators that ONNX lacks, but exporters write in its domain, to a domain that the checker ignores."""
     for owner, top in [(skeleton, skeleton.graph), *((function, function) for function in skeleton.functions)]:
         nodes = [node for scope in nested_scopes(top) for node in scope.node]
         foreign = [n for n in nodes if n.domain in DEFAULT_DOMAINS and not onnx.defs.has(n.op_type)]
@@ -261,10 +245,7 @@ def _move_foreign_ops(skeleton: ModelProto) -> None:
 
 
 def _without_stated_shapes(model: ModelProto) -> ModelProto:
-    """Return the model without the shapes that the exporter stored for inner tensors, because some of these are wrong.
-
-    Shapes of outputs of operators from other domains stay, because ONNX cannot infer them.
-    """
+    """Drop the shapes that the exporter stored for inner tensors, because some of these are wrong."""
     stated = {info.name: info for info in model.graph.value_info}
     foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
     replace_field(model.graph.value_info, [stated[name] for name in foreign if name in stated])
@@ -357,10 +338,10 @@ def _check_types(model: ModelProto, source: str) -> None:
 
 
 def _check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
-    """Refuse element types that contradict each other. ONNX's checker accepts them, but ONNX Runtime cannot load them.
+    """Refuse element types that contradict each other: ONNX's checker accepts them, ONNX Runtime cannot load them.
 
-    Converters to float16 leave such models: onnxconverter-common (1.16) and tools built on it keep a Cast to float32
-    but state a result of float16, or add float32 to float16.
+    onnxconverter-common (1.16) and tools built on it keep a Cast to float32 but state a result of float16, or add
+    float32 to float16.
     """
     is_quantized = any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node)
     advice = _QUANTIZED_ADVICE if is_quantized else _TYPE_ADVICE
@@ -386,7 +367,6 @@ def _check_element_types(graph: GraphProto, version: int | None, source: str) ->
 
 
 def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
-    """Yield pairs of a node's operands that must have the same element type."""
     if node.domain == "com.microsoft":
         names = [node.input[i] for i in _FUSED.get(node.op_type, ()) if i < len(node.input) and node.input[i]]
         yield from ((names[0], name) for name in names[1:])
@@ -412,17 +392,10 @@ _BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
-    """Remove the default values of those inputs that the caller gives in each step, in place.
+    """Remove, in place, default values of inputs that the caller gives in each step; True if one was removed.
 
-    The caller gives inputs with a symbolic dimension, inputs whose name shows their role, caches, write indices and
-    lengths.
-
-    Args:
-        graph: the graph to edit.
-        named: name patterns of the caller, in addition to the shipped patterns.
-
-    Returns:
-        True if a default value was removed.
+    These are caches, write indices, lengths, and inputs with a symbolic dimension or whose name shows their role.
+    `named` are name patterns of the caller, in addition to the shipped ones.
     """
     patterns = (*named, *shipped_patterns())
     brought = {

@@ -1,4 +1,4 @@
-"""Read unsigned weights as the signed ones that TensorRT takes, by flipping bits. Needs neither ONNX nor numpy."""
+"""Reads unsigned weights as the signed ones that TensorRT takes, by flipping bits. Needs neither ONNX nor numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class Flipped:
     """External data of an unsigned weight whose numbers still need one bit flipped.
 
     Attributes:
-        name: name of the initializer.
         location: path of the file, relative to the model's folder.
         offset, length: first byte of the weight in the file, and its number of bytes.
         mask: each byte is combined with this number by xor.
@@ -29,11 +28,7 @@ class Flipped:
     mask: int
 
     def read(self, folder: Path) -> Iterator[bytes]:
-        """Yield the flipped bytes in blocks.
-
-        Raises:
-            OSError: the file cannot be read, or is too short.
-        """
+        """Yield the flipped bytes in blocks. Raises `OSError` if the file cannot be read, or is too short."""
         with (folder / self.location).open("rb") as file:
             file.seek(self.offset)
             left = self.length

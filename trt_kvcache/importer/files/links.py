@@ -1,8 +1,7 @@
-"""Read external data through links, which some libraries refuse. `load_source` has already checked the links.
+"""Reads external data through links, which some libraries refuse. `load_source` has already checked the links.
 
-If ONNX Runtime (1.31.1) gets a model as bytes, it reads data only from inside a given folder, but symbolic links of the
-Hugging Face cache lead out of the folder. ONNX's own loader (1.23) also refuses such links, and files with several
-names (hard links), which deduplication, DVC and ``cp -al`` make. So this package never loads data with ONNX's loader.
+ONNX Runtime (1.31.1) reads data of a model in memory only inside one folder, but links of the Hugging Face cache lead
+out of it. ONNX's loader (1.23) refuses such links, and hard links, which deduplication, DVC and ``cp -al`` make.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ __all__ = ["for_session", "held", "read_data", "without_links"]
 
 
 def read_data(tensor: TensorProto, folder: Path) -> None:
-    """Read external data into a tensor, in place. Tensors without external data stay unchanged.
-
-    Raises:
-        OSError: the data cannot be read.
-        ValueError: the file is shorter than when it was checked.
-    """
+    """Read external data into a tensor, in place. Raises `OSError`, or `ValueError` if the file became shorter."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return
     entries = {entry.key: entry.value for entry in tensor.external_data}
@@ -50,10 +44,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
 
 
 def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
-    """Return the model with the real paths of external data behind links, and the folder that contains all of them.
-
-    If no link leads out of the model's folder, return model and folder unchanged. Otherwise the model is a copy.
-    """
+    """Return a model whose external data have real paths, and a folder that contains all of them."""
     files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
     if all(file.is_relative_to(folder.resolve()) for file in files.values()):
         return model, folder

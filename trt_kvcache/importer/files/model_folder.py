@@ -1,13 +1,11 @@
-"""Find the decoder in an export. Exporters write prefill and decoding to one, two or three files.
+"""Finds the decoder in an export. Exporters write prefill and decoding to one, two or three files.
 
-    decoder_model.onnx              only the first step: it has caches as outputs, and no past
-    decoder_with_past_model.onnx    every step; with an empty past, also the first step
-    decoder_model_merged.onnx       both, and an input that chooses one; see the family `tool_repairs`
-    decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
-    encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
-                                    models whose outputs the decoder reads
-
-The file with a past can compute all steps. So this module prefers this file.
+decoder_model.onnx              only the first step: it has caches as outputs, and no past
+decoder_with_past_model.onnx    every step; with an empty past, also the first step: preferred
+decoder_model_merged.onnx       both, and an input that chooses one; see the family `tool_repairs`
+decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
+encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
+                                models whose outputs the decoder reads
 """
 
 from __future__ import annotations
@@ -34,11 +32,7 @@ _CACHE_RANK = 4
 
 
 def find_model(folder: Path) -> Path:
-    """Return the decoder in the folder of an export. Ignore encoders, embeddings and files that `rewrite` wrote.
-
-    Raises:
-        InvalidModelError: the folder has no decoder, or several files may be the decoder.
-    """
+    """Return the decoder of an export's folder; raises `InvalidModelError` for none, or several."""
     files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
     if not files and (folder / "decoder").is_dir():
         return find_model(folder / "decoder")
@@ -59,12 +53,7 @@ def find_model(folder: Path) -> Path:
 
 
 def check_takes_past(graph: GraphProto, path: Path) -> None:
-    """Refuse an export of only the first step, which has caches as outputs, but not as inputs.
-
-    Raises:
-        UnsupportedModelError: the model is such an export. If the right file is in the same folder, the message names
-            it.
-    """
+    """Raise `UnsupportedModelError` for an export of only the first step: caches are outputs, but not inputs."""
     if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
         return  # an input with more axes holds the caches of several layers
     floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]

@@ -1,6 +1,6 @@
-"""Write a rewritten model: either all of its files, or none.
+"""Writes a rewritten model: either all of its files, or none.
 
-Weights stay in their files, or the operating system copies these files. This module itself writes only changed weights.
+Weights stay in their files, or the operating system copies these files. Only changed weights are written here.
 """
 
 from __future__ import annotations
@@ -34,21 +34,14 @@ _BLOCK = 1 << 25  # bytes read at a time
 def save_model(
     proto: ModelProto, output: str | os.PathLike[str], source: SourceModel, flipped: Sequence[Flipped] = ()
 ) -> None:
-    """Write a model that was made from `source`. The source and its data files are never changed.
+    """Write a model that was made from `source`, whose files are never changed; an existing `output` is replaced.
 
-    In the folder of the source, references to external data stay the same. In other folders, the operating system
-    copies the data files to the new model. An existing file with the same content is kept.
-
-    Args:
-        proto: the model. Its references to external data are relative to ``source.path.parent``. The references of
-            weights in `flipped` are changed to the new file.
-        output: path of the ``.onnx`` file. An existing file is replaced.
-        source: the source of the model.
-        flipped: weights whose bits change. They are written to a new file, ``<output>.signed``.
+    In the folder of the source, references to external data stay the same. Otherwise the data files are copied; an
+    existing file with the same content is kept. Weights in `flipped` are written to ``<output>.signed``, and `proto`
+    then refers to it. No new file is left after an error.
 
     Raises:
-        OutputError: the file cannot be written, belongs to the source, or another file has the name of a data file that
-            must be copied. No new file is left.
+        OutputError: the file cannot be written, belongs to the source, or a needed data file's name is taken.
         InvalidModelError: a file of the source changed after it was read, so a copy may mix two states.
     """
     target = check_output(output)
@@ -97,10 +90,7 @@ class _Data:
 
 
 def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
-    """Return the data files that must be copied to the target's folder, as a map from the copy's path to the data.
-
-    The copy of a file leaves out weights in `flipped`.
-    """
+    """Return the data files to copy to the target's folder, by path of the copy, without weights in `flipped`."""
     moved, emptied = {weight.name for weight in flipped}, {weight.location for weight in flipped}
     used: dict[str, list[tuple[int, int]]] = {}
     for tensor in iter_tensors(proto):
@@ -124,7 +114,6 @@ def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: S
 
 
 def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Sort byte ranges, merge overlapping ones, and return them."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(ranges):
         if joined and start <= joined[-1][1]:
@@ -177,7 +166,6 @@ def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]
 
 
 def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """Yield the bytes that these ranges of an open file contain, in pieces."""
     for start, stop in ranges:
         file.seek(start)
         while (left := stop - file.tell()) > 0:
@@ -188,7 +176,6 @@ def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
-    """Make each weight in `flipped` (4-bit weights with changed signs) refer to its bytes in a new file."""
     weights, offset = {t.name: t for t in proto.graph.initializer}, 0
     for weight in flipped:
         tensor = weights[weight.name]
@@ -210,10 +197,7 @@ Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
 
 @contextmanager
 def _placing() -> Iterator[Place]:
-    """Yield a function that creates a new file under a temporary name.
-
-    At the end of the ``with`` block, all files get their real names; after an error, all are removed.
-    """
+    """Yield a function that creates files under temporary names. At the end they get their names, or are removed."""
     folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []
     with ExitStack() as stack:

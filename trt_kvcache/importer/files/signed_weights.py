@@ -1,4 +1,4 @@
-"""Move the zero point of quantized weights from the middle of their range to 0, as TensorRT requires.
+"""Moves the zero point of quantized weights from the middle of their range to 0, as TensorRT requires.
 
     DequantizeLinear(uint4 W, scale, 8)      ->    DequantizeLinear(int4 W - 8, scale)
     DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
@@ -31,16 +31,10 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, mi
 
 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Make unsigned weights of a rewritten model signed, in place, as TensorRT needs them.
+    """Make unsigned weights that only DequantizeLinear reads signed, in place, as TensorRT needs them.
 
-    This applies to weights that only DequantizeLinear nodes read.
-
-    Returns:
-        Weights in external data that the model now declares signed, but whose bytes in `folder` are still unsigned.
-
-    Raises:
-        UnsupportedModelError: TensorRT does not support the quantized weights: a scale of 8-bit weights is not
-            positive, or a zero point is not the middle of the range.
+    Return external weights that the model now declares signed, but whose bytes in `folder` are still unsigned. Raises
+    `UnsupportedModelError` if a scale of 8-bit weights is not positive, or a zero point is not the middle of the range.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers = readers_of(all_nodes(model.graph))
@@ -94,13 +88,7 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
 
 
 def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
-    """Refuse scales of 8-bit weights that are not positive.
-
-    TensorRT for RTX 1.7.1 accepts these scales only for 4-bit weights.
-
-    TensorRT checks only scales in initializers. Nobody knows if TensorRT's kernels are correct for other scales that
-    are negative.
-    """
+    """Refuse scales of 8-bit weights that are not positive: TensorRT for RTX 1.7.1 accepts them only for 4 bits."""
     scales = weights.get(node.input[1])
     if scales is None or bool(np.all(numpy_helper.to_array(held(scales, folder)) > 0)):
         return

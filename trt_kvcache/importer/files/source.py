@@ -1,7 +1,7 @@
-"""Read a model file without its weights, and check the file and its external data.
+"""Reads a model file without its weights, and checks the file and its external data.
 
-For external data, this module checks that the file exists, lies inside the folder, and is long enough. It never reads
-weights. So the time to load a model depends only on the graph, not on the size of the external data.
+External data must exist, lie inside the folder, and be long enough. They are never read, so the time to load a model
+depends only on the graph.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the model with sorted nodes. Weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        stamps: maps the model file and each external file to its state (size, time) when it was checked.
+        stamps: state (size, time) of the model file and each external file when it was checked.
         is_edited: True if the importer repaired the graph, so that it differs from the file.
     """
 
@@ -76,11 +76,7 @@ class SourceModel:
     is_edited: bool = False
 
     def check_unchanged(self) -> None:
-        """Check that nobody changed or replaced a file since the importer read it.
-
-        Raises:
-            InvalidModelError: a file changed; the message names the first one.
-        """
+        """Raise `InvalidModelError` if a file changed or was replaced since the importer read it."""
         for path, before in self.stamps.items():
             try:
                 same = stamp(path) == before
@@ -96,11 +92,9 @@ class SourceModel:
 def load_source(path: str | os.PathLike[str], *, first_step: bool = False, config: str | None = None) -> SourceModel:
     """Read a model without its external data, and check files and graph.
 
-    Args:
-        path: path of a file, path of an export's folder with one decoder, or name of a model in the local hub cache.
-        first_step: also accept an export of only the first step, which has caches as outputs but not as inputs.
-        config: a YAML file with name patterns for roles. If an input has a name from this file, its default value is
-            dropped.
+    `path` is a file, an export's folder with one decoder, or the name of a model in the local hub cache. With
+    `first_step`, also accept an export of only the first step (caches are outputs, but not inputs). `config` is a YAML
+    file with name patterns for roles; inputs with such names lose their default values.
 
     Raises:
         OptionError: `config` cannot be read.
@@ -130,11 +124,10 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
-    """Load small constants from external data into the model, but no weights. The caller has already checked the files.
+    """Load small constants from checked external data into the model, but no weights.
 
-    The importer evaluates positions, masks and biases. Exporters of large models also store their constants in external
-    data: torch.onnx.export stores shapes, axes and row numbers there, and optimum-onnx all Constant nodes of 100 bytes
-    or more.
+    The importer evaluates positions, masks and biases. torch.onnx.export stores shapes, axes and row numbers in
+    external data, and optimum-onnx all Constant nodes of 100 bytes or more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
         masks = sliced_squares(graph)
@@ -162,7 +155,6 @@ def _limit(tensor: TensorProto) -> int:
 
 
 def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
-    """Return the model in a file, and the file's stamp (size and time)."""
     if not path.exists():
         raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
     if not path.is_file():
@@ -230,7 +222,7 @@ def _is_text(start: bytes) -> bool:
 
 
 def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, ...]]:
-    """Check that the data of every tensor are complete. Return a map from external files to their stamps."""
+    """Check that the data of every tensor are complete. Return the stamps of external files."""
     files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
         is_outside = tensor.data_location == TensorProto.EXTERNAL
@@ -253,10 +245,7 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, .
 def _check_external(
     tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, tuple[int, ...]]]
 ) -> None:
-    """Check a tensor's reference to external data; add its file to `files`, a map from locations to path and stamp.
-
-    Keys and meaning of the reference: https://onnx.ai/onnx/repo-docs/ExternalData.html
-    """
+    """Check a reference to external data (https://onnx.ai/onnx/repo-docs/ExternalData.html)."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     location = entries.get("location", "")
     where = f"{path}: the data of tensor '{tensor.name}'"
@@ -285,10 +274,7 @@ def _check_external(
 
 
 def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
-    """Return the file at a location, and its stamp. After resolving links, the file must lie in the model's folder.
-
-    If the model file is a symbolic link (as in the Hugging Face cache), its data may also lie beside the real file.
-    """
+    """Return a file and its stamp. The file must lie in the folder of the model, or of the model's link target."""
     move = f"move the file into {path.parent}, and refer to it by a relative path in the model"
     if Path(location).is_absolute() or "\\" in location or ".." in Path(location).parts:
         raise InvalidModelError(f"{where} lie outside the model's folder ('{location}'); {move}")

@@ -1,12 +1,11 @@
-"""Write and read bug reports: files with a model without weights and names, small enough to send.
+"""Writes and reads bug reports: files with a model without weights and names, small enough to send.
 
     report.zip
     ├── model.onnx      weights are references to missing files; names are numbers
     ├── config.json     numbers and booleans of the export's config, without any text
     └── report.json     the results of this package for the model
 
-`unpacked` makes files of random numbers for the weights. Weights of one type share a file, but have different offsets,
-so that no two weights are equal.
+`unpacked` makes files of random numbers for the weights, at different offsets so that no two weights are equal.
 """
 
 from __future__ import annotations
@@ -49,12 +48,8 @@ _TEXTS = ("model_type",)
 def strip(source: SourceModel, *, keep_tables: bool = False) -> tuple[ModelProto, dict[str, str], int]:
     """Return a copy without weights and names, a map from old to new names, and the number of float tables kept.
 
-    Names of inputs and outputs stay, because they show roles. Names of functions and custom operators stay, too.
-
-    Args:
-        source: the model as read; it is not changed.
-        keep_tables: True if small tables of floats, and masks, keep their contents, because the importer reads rotary
-            factors and biases.
+    Names of inputs, outputs, functions and custom operators stay. With `keep_tables`, small float tables and masks keep
+    their contents, because the importer reads rotary factors and biases.
     """
     model = copied(source.proto)
     tables, count = sliced_squares(model.graph) if keep_tables else frozenset(), 0
@@ -128,17 +123,7 @@ def _rename_node(node: NodeProto, name: str, names: dict[str, str], new: Any) ->
 
 
 def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any]) -> None:
-    """Write a report: a zip file with a model without weights and names, and with facts about this model.
-
-    Args:
-        path: path of the zip file.
-        model: the result of `strip`.
-        folder: folder of the export. It may have a ``config.json``.
-        report: values for ``report.json``.
-
-    Raises:
-        OutputError: the file cannot be written.
-    """
+    """Write a zip file with a model from `strip`, the numbers in `folder`'s config.json, and `report` as JSON."""
     try:
         config = _plain(read_object(folder / _CONFIG))
     except (OSError, ValueError):
@@ -169,11 +154,7 @@ def is_report(path: Path) -> bool:
 
 
 def recorded_options(path: Path) -> PlanOptions:
-    """Return the options with which the model of a report was planned.
-
-    Raises:
-        InvalidModelError: the file cannot be read.
-    """
+    """Return the options with which a report's model was planned. Raises `InvalidModelError` for an unreadable file."""
     try:
         with zipfile.ZipFile(path) as archive:
             return msgspec.json.decode(_read(archive, _REPORT), type=_Recorded).options
@@ -193,11 +174,7 @@ class _Recorded(msgspec.Struct):
 
 @contextmanager
 def unpacked(path: Path) -> Iterator[Path]:
-    """Unpack a report, with random weights, into a temporary folder, and yield the path of its model.
-
-    Raises:
-        InvalidModelError: the report cannot be read.
-    """
+    """Unpack a report, with random weights, into a temporary folder, and yield the path of its model."""
     with tempfile.TemporaryDirectory(prefix="trt-kvcache-report-") as name:
         folder = Path(name)
         try:
@@ -212,11 +189,7 @@ def unpacked(path: Path) -> Iterator[Path]:
 
 
 def write_stand_ins(model: ModelProto, folder: Path, path: Path) -> None:
-    """Write files of random numbers that are as large as the weights of a stripped model need.
-
-    Raises:
-        InvalidModelError: the model refers to files of other names.
-    """
+    """Write files of random numbers as large as the weights of a stripped model."""
     sizes: dict[str, tuple[int, int]] = {}
     for tensor in iter_tensors(model):
         if tensor.data_location != TensorProto.EXTERNAL:

@@ -1,14 +1,9 @@
-"""Find the role of every graph input and output in a decode loop, and the meaning of each dynamic size.
+"""Finds the role of every graph input and output in a decode loop, and the meaning of each dynamic size.
 
 The graph shows which inputs and outputs are caches. The roles of all others come from three sources, in this order:
-
-1. name patterns of the user (``--config``), which override all other evidence;
-2. certain facts of the graph (`role_evidence`): the input that looks up the embedding table, and inputs of cache
-   updates and attention;
-3. the shipped name patterns (``configs/*.yaml``).
-
-It is an error if a tensor fits several roles, or if several tensors claim a role that only one can have. A wrong guess
-would feed the model wrong values, and its answers would be nonsense without any error.
+name patterns of the user (``--config``), certain facts of the graph (`role_evidence`), shipped name patterns
+(``configs/*.yaml``). Ambiguous roles are an error: after a wrong guess, the model's answers would be nonsense without
+any error.
 """
 
 from __future__ import annotations
@@ -43,19 +38,12 @@ def find_roles(
 ) -> tuple[TensorRole, ...]:
     """Find the role of every graph input and output, inputs first, in the order of the graph.
 
-    Args:
-        model: a model without functions, with inferred shapes; external data may be missing.
-        known: the caches and states of the model.
-        config: a YAML file with name patterns. For names that they match, the patterns override the graph, but they
-            cannot add or remove caches.
-        tokens: name of the input of the new tokens, used if neither the graph nor a name shows this input.
-
-    Returns:
-        Roles with names for all axes, even for axes of fixed size; see `open_axes`.
+    Roles have names for all axes, even for axes of fixed size; see `open_axes`. The name patterns in the YAML file
+    `config` override the graph, but cannot add or remove caches. `tokens` is the input of the new tokens, used if
+    neither the graph nor a name shows it.
 
     Raises:
-        AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
-            have. The message lists the candidates.
+        AmbiguousRoleError: a tensor fits several roles, or several tensors fit a role that only one can have.
         OptionError: the config is unreadable, contradicts itself, or names a cache.
         UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
     """
@@ -88,12 +76,7 @@ def find_roles(
 
 
 def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
-    """Return the roles of inputs and outputs of an edited model, with the new shapes.
-
-    Args:
-        roles: roles of inputs and outputs before the edit, and of added inputs. Roles of removed tensors are dropped.
-        model: the edited model, with inferred shapes.
-    """
+    """Return the roles of inputs and outputs of an edited model, with the new shapes, without removed tensors."""
     before = {(r.io, r.name): r for r in roles}
     carried = []
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
@@ -108,7 +91,6 @@ def carry_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorR
 
 
 def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Finding | None:
-    """Return the role of a cache or state, or the role from a pattern of the user; None in other cases."""
     is_cache = name in (known.caches if io == "input" else known.caches.values())
     is_state = name in (known.states if io == "input" else known.states.values())
     if named is not None and (is_cache or is_state):
@@ -129,7 +111,6 @@ def _carried(name: str, io: str, known: Known, named: NamePattern | None) -> _Fi
 
 
 def _decide(name: str, io: str, said: list[Fact], shipped: NamePattern | None) -> _Finding:
-    """Return the role of an input or output that is not a cache, from the graph or a shipped name pattern."""
     certain = [fact for fact in said if fact.certain]
     if len(certain) > 1:
         raise AmbiguousRoleError(
@@ -158,11 +139,7 @@ def _masks_of_encoders(tensors: list[tuple[ValueInfoProto, str]], findings: list
 
 
 def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern | None:
-    """Return the pattern that matches a name; None if no pattern does.
-
-    Raises:
-        OptionError: patterns of several roles match.
-    """
+    """Return the pattern that matches a name, or None. Raise `OptionError` if patterns of several roles match."""
     rules = [pattern for pattern in patterns if pattern.matches(name, io)]
     for other in rules[1:]:
         if other.role is not rules[0].role:

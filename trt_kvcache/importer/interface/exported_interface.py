@@ -1,4 +1,4 @@
-"""Describe the inputs and outputs of an exported model, and how they change in canonical form."""
+"""Describes the inputs and outputs of an exported model, and how they change in canonical form."""
 
 from __future__ import annotations
 
@@ -27,23 +27,16 @@ _AXES = {"encoder": "?", "keys": "?"}
 
 
 class Interface:
-    """The inputs and outputs of an exported model.
+    """The inputs and outputs of an exported model, which has no functions and has inferred shapes.
+
+    Raises `UnsupportedModelError` if no input is known to hold the new tokens, and `AmbiguousRoleError` if a tensor
+    fits several roles.
 
     Attributes:
         tokens: name of the input for the new tokens.
         roles: the roles of all inputs and outputs.
         tensors: all inputs and outputs as `OriginalTensor`.
         states: the states of the model, which are no caches.
-
-    Args:
-        model: a model without functions, with inferred shapes.
-        updates: the caches of the model.
-        config: path of a file with name patterns of the user.
-        states: the states of the model, which are no caches.
-
-    Raises:
-        UnsupportedModelError: no input is known to hold the new tokens.
-        AmbiguousRoleError: a tensor fits several roles.
     """
 
     def __init__(
@@ -92,13 +85,7 @@ class Interface:
         return [t for t in self.inputs.values() if t.role in roles]
 
     def fixed_capacity(self, asked: int | None) -> int | None:
-        """Return the capacity that the model fixes; None if the caller can choose the capacity.
-
-        Shifted caches (always full, newest token in the last row) fix the capacity only if all caches are shifted.
-
-        Raises:
-            OptionError: `asked` contradicts the model.
-        """
+        """Return the capacity that the model fixes, or None; raises `OptionError` if `asked` contradicts it."""
         shifted = {
             f.past.name: f.window_rows for f in self._updates.values() if f.shifted and f.window_rows is not None
         }
@@ -148,11 +135,7 @@ class Interface:
         return OriginalRole.CONSTANT if role.dtype in _FLOATS and not by_step else OriginalRole.OTHER
 
     def _check_names(self) -> None:
-        """Refuse inputs that look like positions or masks, but whose role neither a name nor the graph shows.
-
-        Raises:
-            AmbiguousRoleError: such an input exists. The message suggests a config, with roles guessed from shapes.
-        """
+        """Refuse inputs that look like positions or masks, but whose role neither a name nor the graph shows."""
         tokens = self._inputs[self.tokens]
         suggested: dict[Role, list[str]] = {}
         for role in self._inputs.values():
@@ -229,14 +212,7 @@ _SIZES = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacit
 def find_changes(
     exported: Sequence[OriginalTensor], model: onnx.ModelProto, counts: set[str], copies: set[str]
 ) -> tuple[InterfaceChange, ...]:
-    """Return the differences between the inputs and outputs of an exported model and of its canonical form.
-
-    Args:
-        exported: inputs and outputs of the exported model.
-        model: the canonical form.
-        counts: outputs that were dropped because they count tokens.
-        copies: outputs that were dropped because they return an input unchanged.
-    """
+    """Return how the inputs and outputs of the canonical `model` differ from those of the exported model."""
     changes: list[InterfaceChange] = []
     known = {t.name for t in exported}
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
@@ -264,7 +240,6 @@ def find_changes(
 
 
 def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
-    """Return the sizes of an exported tensor, with the names of their meanings in place of symbols."""
     is_present = tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE
     names = {**_SIZES, "past": "P + S"} if is_present else _SIZES
     return [d if isinstance(d, int) else names.get(a, d) for a, d in zip(tensor.axes, tensor.shape, strict=True)]

@@ -1,8 +1,8 @@
-"""Find the roles of inputs and outputs, and the meaning of their axes, from the graph alone, without names.
+"""Finds the roles of inputs and outputs, and the meaning of their axes, from the graph alone, without names.
 
 The input that looks up the embedding table holds the tokens. If an operand of a cache update or an Attention is an
-unchanged input, the input has the role of this operand. Axes are the batch, the tokens of the step, keys and so on.
-Positions of text and image models (M-RoPE) have several planes per token, such as time, height and width.
+unchanged input, the input has the role of this operand. Positions of text and image models (M-RoPE) have several planes
+per token, such as time, height and width.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Known:
         states: maps past to present in the same way for states, which are not caches.
         write_indices: names of tensors that are write indices of TensorScatter.
         update_lengths: names of cumulative lengths ``[B + 1]`` of packed updates.
-        updates: maps the name of a tensor that is written into a cache to the meaning of each axis, as in
-            `TensorRole.axes`.
+        updates: meaning of each axis (as in `TensorRole.axes`) of the tensors written into caches, by name.
     """
 
     caches: dict[str, str]
@@ -53,11 +52,7 @@ class Known:
 
 @dataclass(frozen=True)
 class Fact:
-    """A role that the graph shows for an input or output, with the evidence.
-
-    Attributes:
-        certain: True if this role overrides shipped name patterns.
-    """
+    """A role that the graph shows, with the evidence; `certain` if the role overrides shipped name patterns."""
 
     role: Role
     reason: str
@@ -125,7 +120,7 @@ class GraphIndex:
 
 
 def facts(index: GraphIndex, known: Known) -> dict[str, list[Fact]]:
-    """Return a map from inputs and outputs to the roles that the graph shows, without caches and states."""
+    """Return the roles that the graph shows, by name of input or output, without caches and states."""
     found: dict[str, list[Fact]] = {}
     for tensor, fact in (*_named_by_operators(index, known), *_tokens(index, known)):
         name = tensor if tensor in index.outputs else index.source(tensor)
@@ -191,14 +186,7 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh
 
 
 def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:
-    """Return roles with `TensorRole.axes` filled in, even for fixed sizes.
-
-    A symbol has the same meaning everywhere in the model. If the role of a tensor implies a layout, the layout gives
-    its symbols their meanings. The layout also names axes of fixed size.
-
-    Raises:
-        UnsupportedModelError: the axes of positions or of a mask have an unsupported order.
-    """
+    """Return roles with `TensorRole.axes` filled in, even for fixed sizes; refuse unsupported orders of axes."""
     roles = [_with_all_logits(role, roles, index) for role in roles]
     batches = {r.shape[0] for r in roles if r.role is Role.CACHE and r.shape}
     batches |= {r.shape[0] for r in roles if r.role is Role.TOKENS and len(r.shape) > 1}
@@ -237,11 +225,7 @@ def open_axes(role: TensorRole) -> TensorRole:
 
 
 def _check_order(role: TensorRole) -> None:
-    """Refuse positions and masks whose axes have an unsupported order.
-
-    Raises:
-        UnsupportedModelError: the order is unsupported; the message names the tensor.
-    """
+    """Raise `UnsupportedModelError` for positions and masks whose axes have an unsupported order."""
     axes = open_axes(role).axes
     if role.role is Role.POSITIONS and len(axes) > 1:
         rows, last = axes[:-1], axes[-1]
@@ -277,15 +261,9 @@ def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: Graph
 def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
     """True if the logits have an axis for all tokens, along which the embeddings of the tokens reach them.
 
-    Exporters that trace one decode step may declare ``[batch, 1, vocab]``, or a new symbol, for logits that the graph
-    computes as ``[batch, S, vocab]``. The graph shows the truth: element-wise operators, norms and products with
-    weights keep the sequence axis. On the residual stream, such operators lead from the token embeddings to the logits,
-    unless an operator picks a single token on the way.
-
-    Args:
-        index: index of the model's graph.
-        logits: name of the output ``[B, ?, V]``.
-        tokens: name of the input ``[B, S]`` or ``[B, S, H]``.
+    Exporters that trace one decode step may declare ``[batch, 1, vocab]`` for logits that the graph computes as
+    ``[batch, S, vocab]``. This follows the operators that keep the sequence axis from the token embeddings to the
+    logits: element-wise operators, norms and products with weights.
     """
     seen: set[tuple[str, int]] = set()
     stack = [(logits, 1)]
@@ -318,7 +296,6 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
 def _layout(
     role: TensorRole, index: GraphIndex, known: Known, symbols: dict[str, str], batches: Collection[Dim]
 ) -> list[str]:
-    """Return the meaning of each axis of a tensor, from its role; ``"?"`` if unknown."""
     rank = len(role.shape)
     packed = bool(known.update_lengths)
     first = symbols.get(str(role.shape[0])) if rank else None
@@ -356,16 +333,7 @@ Array = npt.NDArray[Any]
 
 
 def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) -> tuple[str, str, str]:
-    """Return the axes of positions of rank 3: ``[K, B, S]``, or ``[B, K, S]``.
-
-    Args:
-        name: name of the input of positions.
-        shape: the shape of this input.
-        batches: symbols and numbers that mean the batch.
-
-    Raises:
-        UnsupportedModelError: the shape does not show which axis is the batch.
-    """
+    """Return the axes of positions of rank 3: ``[K, B, S]`` or ``[B, K, S]``, where `batches` mean the batch."""
     fits = [axis for axis in (0, 1) if shape[axis] in batches and shape[axis] != "?"]
     fits = fits or [axis for axis in (0, 1) if isinstance(shape[1 - axis], int)]
     if len(fits) > 1:
@@ -382,15 +350,10 @@ def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) ->
 
 
 def place_positions(rows: Array, shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Return positions in the shape of a model's input, for proofs (recorded decodes) and verification.
+    """Return positions ``[B, S]`` in the shape of a model's input, for proofs (recorded decodes) and verification.
 
-    If a token has several positions (planes), the first plane has the positions of the tokens, and the other planes
-    have other numbers. So the results also hold for image tokens, which have a different position in each plane.
-
-    Args:
-        rows: int64 ``[B, S]``.
-        shape: shape of the model's input. An input with a batch of 1 gets the first row.
-        axes: meaning of each axis of the shape.
+    With several planes per token, only the first has these positions; others have other numbers. So results also hold
+    for image tokens, whose positions differ by plane. An input with a batch of 1 gets the first row.
     """
     batch = axes.index("batch") if "batch" in axes else None
     values = rows if batch is not None and shape[batch] == len(rows) else rows[:1]

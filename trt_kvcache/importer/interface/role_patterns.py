@@ -1,7 +1,6 @@
-"""Read name patterns for roles from YAML: those in ``configs/``, and those of the user (``--config``).
+"""Reads name patterns for roles from YAML: those in ``configs/``, and those of the user (``--config``).
 
-An example of a file follows. Every pattern is a regular expression of RE2, which matches in time linear in the length
-of a name. A pattern must match the whole name::
+Every pattern is a regular expression of RE2 (linear time), and must match the whole name::
 
     roles:
       tokens: input_ids
@@ -38,11 +37,7 @@ _QUIET.log_errors = False
 
 @dataclass(frozen=True)
 class NamePattern:
-    """One pattern for one role.
-
-    Attributes:
-        source: name of the file, for messages.
-    """
+    """One pattern for one role, with the name of its file (`source`) for messages."""
 
     role: Role
     regex: re2._Regexp
@@ -75,11 +70,7 @@ def shipped_patterns() -> tuple[NamePattern, ...]:
 
 
 def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
-    """Read the name patterns in one config file.
-
-    Raises:
-        OptionError: the file is missing, is not YAML, or does not have the form that the module's docstring describes.
-    """
+    """Read the name patterns in one config file. Raises `OptionError` for missing, invalid or wrong YAML."""
     path = Path(path)
     try:
         content = yaml.safe_load(read_file(path, 1 << 20).decode())
@@ -95,7 +86,6 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
 
 
 def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
-    """Return the name patterns that a config gives for one role."""
     if key not in [role.value for role in NAMED_ROLES]:
         in_graph = key in (Role.CACHE.value, Role.STATE.value)
         what = f"the graph shows each {key}, so names cannot" if in_graph else "there is no such role"

@@ -1,21 +1,12 @@
-"""Replace fused operators of ONNX Runtime with bodies: standard operators of opset 23 that compute the same.
+"""Replaces fused operators of ONNX Runtime with bodies: standard operators of opset 23 that compute the same.
 
-`_OPERATORS` names the inputs and outputs of each operator, and the function that writes its body (a text, see `body`).
-This happens before caches are searched, so later stages know only ONNX's operators.
-
-Measured: bodies give the same bits as ONNX Runtime's own kernels, with two exceptions. ONNX Runtime's float16 kernels
-compute Gelu, and sums before a normalization, in float32: the difference is one unit in the last place of float16.
-
-Operators of other domains, and other operators of ONNX Runtime, stay unchanged. Semantics:
+Later stages know only ONNX's operators. `_OPERATORS` names each operator's inputs and outputs, and the function that
+writes its body (a text, see `body`). Operators without a body stay. Semantics:
 https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 
-This module has the bodies of normalizations, activations, products, convolutions and rotary embeddings. If a rotary
-embedding gets a single position, it is the position of the first token. With three planes of positions (M-RoPE: time,
-height, width), each column of the cos and sin tables belongs to one plane, and the position of this plane selects its
-row. Measured: ONNX Runtime gives the same bits in float32 and float16.
-
-TensorRT for RTX 1.7.1 crashes (SIGFPE) at a RotaryEmbedding with a 3-D input and without num_heads. So the body states
-num_heads, which ONNX Runtime derives from the width of the tables.
+Measured: bodies give the same bits as ONNX Runtime's kernels, except that its float16 kernels compute Gelu, and sums
+before a normalization, in float32 (one unit in the last place of float16). TensorRT for RTX 1.7.1 crashes (SIGFPE) at a
+RotaryEmbedding with a 3-D input and without num_heads, so the body states num_heads.
 """
 
 from __future__ import annotations
@@ -175,11 +166,7 @@ def scaled(result: str, name: str, factor: float) -> str:
 
 
 def _transposed(call: Call, name: str, letter: str) -> str:
-    """Return lines of ONNX text that transpose an operand as the node's attributes (FusedMatMul) say.
-
-    The attributes may swap the last two axes, and move the first axis after the other batch axes. Vectors stay
-    unchanged (measured).
-    """
+    """Return ONNX text that swaps and moves an operand's axes as FusedMatMul's attributes say."""
     swap, batch = call.integer(f"trans{letter}"), call.integer(f"transBatch{letter}")
     if not swap and not batch:
         return ""
@@ -246,12 +233,7 @@ def mrotary_embedding(call: Call) -> str:
 
 
 def _attributes(call: Call, x: Sequence[int | str]) -> str:
-    """Return the attributes of ONNX's RotaryEmbedding, as text in a body.
-
-    Args:
-        call: the node; its input `cos` has a known shape.
-        x: shape of the tensor to rotate.
-    """
+    """Return the attributes of ONNX's RotaryEmbedding for a tensor of shape `x`, as text in a body."""
     part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
     stated = f"interleaved = {call.integer('interleaved')}"
     if len(x) == 4:  # 4-D inputs need no num_heads; rotating whole heads needs no attribute
@@ -352,17 +334,7 @@ _REFUSED = {
 
 
 def lower(model: ModelProto) -> ModelProto:
-    """Replace every operator of ONNX Runtime that has a body here, and infer shapes.
-
-    Args:
-        model: a model without functions, of opset 23 or later, with inferred shapes. It is changed.
-
-    Returns:
-        A model with inferred shapes, also for tensors of the bodies. If no operator has a body, the same object.
-
-    Raises:
-        UnsupportedModelError: a node uses an option that its body does not support.
-    """
+    """Replace every operator of ONNX Runtime that has a body here, in place, and infer shapes."""
     while True:
         changed, waiting = _lower(model)
         if not changed and waiting:
@@ -376,10 +348,7 @@ def lower(model: ModelProto) -> ModelProto:
 
 
 def _lower(model: ModelProto) -> tuple[bool, list[str]]:
-    """Replace nodes by their bodies (plain operators), in place, if all shapes that a body needs are known.
-
-    Return True if a node was replaced, and the reasons why other nodes must wait.
-    """
+    """Replace nodes by their bodies, in place. Return True if one was replaced, and why other nodes must wait."""
     if not any(map(_operator, model.graph.node)):
         return False, []
     tensors, waiting = Tensors(model), list[str]()

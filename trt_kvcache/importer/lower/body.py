@@ -69,12 +69,7 @@ class Tensors:
 
 
 class Call:
-    """A node whose operator is replaced. Functions that write bodies read the node through this object.
-
-    Attributes:
-        node: the node.
-        attributes: the attributes that the node has; maps names to values.
-    """
+    """A node whose operator is replaced, as read by functions that write bodies; `attributes` by name."""
 
     def __init__(self, tensors: Tensors, node: NodeProto, signature: str) -> None:
         inputs, outputs = ([name.strip() for name in part.split(",")] for part in signature.split("->"))
@@ -151,22 +146,14 @@ class Call:
         return self._tensors.shapes.get(self._names.get(name, ""))
 
     def known_shape(self, name: str) -> Shape:
-        """Return the shape of an input.
-
-        Raises:
-            UnknownShapeError: the rank is not known yet.
-        """
+        """Return the shape of an input. Raises `UnknownShapeError` if its rank is not known yet."""
         shape = self.shape(name)
         if shape is None:
             raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose rank is unknown")
         return shape
 
     def width(self, name: str) -> int:
-        """Return the last dimension of an input.
-
-        Raises:
-            UnknownShapeError: the dimension is not known yet.
-        """
+        """Return the last dimension of an input. Raises `UnknownShapeError` if it is not known yet."""
         last = self.known_shape(name)[-1:]
         if not last or not isinstance(last[0], int):
             raise UnknownShapeError(f"{self.label()} reads '{self._names[name]}', whose last dimension is unknown")
@@ -177,11 +164,7 @@ class Call:
         return self._tensors.dtypes.get(self._names[name], 0)
 
     def weight(self, name: str, types: Collection[int]) -> TensorProto:
-        """Return the initializer that gives an input, directly or through Reshape and Identity nodes.
-
-        Raises:
-            UnsupportedModelError: the input is computed, or its element type is not in `types`.
-        """
+        """Return the initializer that gives an input, directly or through Reshape and Identity nodes."""
         tensor = self._names[name]
         while (maker := self._tensors.makers.get(tensor)) is not None and maker.op_type in ("Reshape", "Identity"):
             tensor = maker.input[0]
@@ -194,11 +177,7 @@ class Call:
         return weight
 
     def view(self, local: str, name: str, shape: Sequence[int], types: Collection[int], to: int | None = None) -> None:
-        """Define `local`, a tensor of the body with the bytes of the weight `name` in another shape and element type.
-
-        Raises:
-            UnsupportedModelError: the input is no initializer, or its bytes do not fit the shape and type.
-        """
+        """Define `local`, a tensor of the body with the bytes of the weight `name`, but another shape and type."""
         weight = self.weight(name, types)
         kind = weight.data_type if to is None else to
         if (kind, *shape) == (weight.data_type, *weight.dims):
@@ -220,15 +199,7 @@ class Call:
         return f"{self.node.domain or 'ai.onnx'}::{self.node.op_type} '{self.node.name}'"
 
     def refuse(self, what: str, advice: str) -> NoReturn:
-        """Raise an error that refuses the node.
-
-        Args:
-            what: what the node has, and what the importer supports.
-            advice: what the user can do.
-
-        Raises:
-            UnsupportedModelError: always.
-        """
+        """Raise `UnsupportedModelError` that says `what` the node has and gives `advice`."""
         raise UnsupportedModelError(f"{self.label()} {what}: {advice}")
 
     def nodes(self, text: str) -> Iterator[NodeProto]:
@@ -257,7 +228,7 @@ class Call:
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> tuple[tuple[NodeProto, ...], dict[str, TensorProto]]:
-    """Parse the text of a body. Return its nodes, and a map from names to the constants of its numbers."""
+    """Parse the text of a body. Return its nodes, and the constants of its numbers by name."""
     literals: dict[str, TensorProto] = {}
 
     def named(match: re.Match[str]) -> str:

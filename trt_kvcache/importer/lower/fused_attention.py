@@ -1,4 +1,4 @@
-"""Replace ONNX Runtime's attention operators, and Attention over ``[B, S, N*D]``, with Attention over split heads.
+"""Replaces ONNX Runtime's attention operators, and Attention over ``[B, S, N*D]``, with Attention over split heads.
 
     com.microsoft::GroupQueryAttention(qkv, -, -, past_k, past_v, seqlens_k, total, cos, sin; do_rotary=1)
         q, k, v   = Split(qkv), heads split [B, N, S, D]
@@ -21,17 +21,16 @@
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
         heads are split; without a past, presents are the keys and values
 
-Windows become masks, and attention with sinks becomes plain operators. So ONNX Runtime can run the result.
+Windows become masks, and attention with sinks becomes plain operators, so that ONNX Runtime can run the result.
 
-Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: in each row of the batch, new rows go to the row ``seqlens_k
-+ 1 - S``, which is also the first position. With a local window of W, a query sees its own key and W - 1 keys before
-it. The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With
-position_ids, the first prompt uses only the first id and counts from there; later steps use all ids. These rules agree
-only if the ids are contiguous. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from
-the operator's page. With keys and values of length 0 (1.32.0), the operator writes nothing: its past already holds the
-new rows, and its presents are copies. mobius-onnx uses this form for layers that share the cache of another layer.
-Without inputs for key and value, the query is packed, whatever its width. MultiHeadAttention: `unidirectional` counts
-the past, as ONNX's is_causal does; its masks are added to scores.
+Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to the row ``seqlens_k + 1 - S``, which is also
+the first position. With a local window of W, a query sees its own key and W - 1 keys before it. The softcap is applied
+before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With position_ids, the first
+prompt counts from the first id; later steps use all ids (equal only if ids are contiguous). The CPU kernel refuses
+q_norm_weight and k_norm_weight; their meaning is from the operator's page. With keys and values of length 0 (1.32.0;
+mobius-onnx), the operator writes nothing: its past already holds the new rows. Without inputs for key and value, the
+query is packed. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks are added to
+scores.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ def _check_shared(call: Call) -> None:
 
 
 def _seen_of_shared(call: Call, window: int) -> str:
-    """Return lines of ONNX text for a mask over another layer's cache, which already contains the new rows."""
+    """Return ONNX text for a mask over another layer's cache, which already contains the new rows."""
     near = f"""
         far = Sub (own, {window})
         near = Greater (rows, far)
@@ -175,7 +174,6 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
-    """Return lines of ONNX text for attention over the cache of another layer."""
     settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
@@ -185,7 +183,7 @@ def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
 
 
 def _counted(name: str) -> str:
-    """Return lines of ONNX text for the positions of the new tokens ``[B, S]``."""
+    """Return ONNX text for the positions of the new tokens ``[B, S]``."""
     return f"""
         length = Shape <start = 1, end = 2> (query)
         count = Squeeze (length, [0])
@@ -199,7 +197,7 @@ def _counted(name: str) -> str:
 
 
 def _rotated(call: Call, name: str, size: int) -> str:
-    """Return a line of ONNX text that applies rotary embedding to heads of this size, or to a part of each head."""
+    """Return ONNX text that applies rotary embedding to heads of this size, or to a part of each head."""
     part = 2 * call.width("cos")
     some = "" if part == size else f", rotary_embedding_dim = {part}"
     attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
@@ -239,7 +237,7 @@ def multi_head_attention(call: Call) -> str:
 
 
 def _biased(call: Call, heads: int, ranks: list[int]) -> str:
-    """Return lines of ONNX text that add the bias to ``[B, S, N*D]`` inputs, but not to inputs with split heads."""
+    """Return ONNX text that adds the bias to ``[B, S, N*D]`` inputs, but not to inputs with split heads."""
     if not call.has("bias"):
         return ""
     size = (call.shape("past_key") or ("?",))[-1]
@@ -286,7 +284,7 @@ def attention(call: Call) -> str:
 
 
 def _masked_attention(call: Call) -> str:
-    """Return lines of ONNX text for an attention with a padding mask ``[B, P + S]`` and a bias."""
+    """Return ONNX text for an attention with a padding mask ``[B, P + S]`` and a bias."""
     past = call.has("past_key")
     presents = [name for name in ("present_key", "present_value") if call.is_read(name)]
     if presents and not past:
@@ -370,7 +368,7 @@ def onnx_attention(call: Call) -> str | None:
 
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
-    """Return lines of ONNX text for the Attention node. `mask` names a bool mask or a bias; empty: no mask."""
+    """Return ONNX text for the Attention node. `mask` names a bool mask or a bias; empty: no mask."""
     past = call.has("past_key")
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
@@ -399,7 +397,7 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
 
 
 def _seen(name: str, window: int, *, causal: bool = False) -> str:
-    """Return lines of ONNX text for a mask ``[S, P + S]`` of visible keys. A negative `window` means no window."""
+    """Return ONNX text for a mask ``[S, P + S]`` of visible keys. A negative `window` means no window."""
     return f"""
         rows_past = Shape <start = 2, end = 3> (past_key)
         rows_new = Shape <start = 2, end = 3> (key)
@@ -417,11 +415,7 @@ def _seen(name: str, window: int, *, causal: bool = False) -> str:
 
 
 def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[str, float], *, ring: bool) -> str:
-    """Return lines of ONNX text for attention with sinks (extra logits in the softmax), in standard operators.
-
-    If `ring` is true, past and present are buffers of the same length, in which new rows follow the rows of earlier
-    tokens.
-    """
+    """Return ONNX text for attention with sinks (extra logits). With `ring`, past and present have one length."""
     repeated = [head * kv_heads // heads for head in range(heads)]
     cap = attributes.get("softcap", 0.0)
     causal, window = bool(attributes["is_causal"]), int(attributes.get("left_window_size", -1))
@@ -517,7 +511,7 @@ def _stated(attributes: list[str]) -> str:
 
 
 def _split(name: str, heads: int) -> str:
-    """Return lines of ONNX text that split heads: ``[B, S, N*D] -> [B, N, S, D]``."""
+    """Return ONNX text that splits heads: ``[B, S, N*D] -> [B, N, S, D]``."""
     return f"""
         {name} = Reshape ({name}, [0, 0, {heads}, -1])
         {name} = Transpose <perm = [0, 2, 1, 3]> ({name})
@@ -525,7 +519,7 @@ def _split(name: str, heads: int) -> str:
 
 
 def _merged() -> str:
-    """Return lines of ONNX text that bring `y` from ``[B, N, S, D]`` to ``[B, S, N*D]``."""
+    """Return ONNX text that brings `y` from ``[B, N, S, D]`` to ``[B, S, N*D]``."""
     return """
         y = Transpose <perm = [0, 2, 1, 3]> (y)
         y = Reshape (y, [0, 0, -1])

@@ -1,4 +1,4 @@
-"""Replace products with weights of 4 or 8 bits, and lookups in tables of 4 or 8 bits, with ONNX's own operators.
+"""Replaces products with weights of 4 or 8 bits, and lookups in tables of 4 or 8 bits, with ONNX's own operators.
 
     MatMulNBits(a [.., K], b uint8, scales, zero_points, bias)
         w = DequantizeLinear(uint4 [N, K], scales [N, K / block], zero point 8, axis=1, block_size=block)
@@ -12,16 +12,14 @@
         y = (numbers - zero_points) * Gather(scales, ids)
 
 TensorRT's parser accepts weights in blocks only if they are signed, with the zero point 0 (measured on TensorRT for RTX
-1.7.1: other zero points are "not supported", and uint4 initializers fail to import). These weights keep their 4 bits in
-the engine. So here the zero point of all weights becomes the middle of their range, 8. Later, `signed_weights` moves it
-to 0 for TensorRT. A second product, with a matrix as small as the scales, corrects the result for other zero points.
-8-bit weights are handled in the same way, with uint8 and 128.
+1.7.1: other zero points are "not supported", and uint4 initializers fail to import). So the zero point becomes the
+middle of the range (8, or 128 for 8 bits), which `signed_weights` later moves to 0. A second product, with a matrix as
+small as the scales, corrects the result for other zero points. A table is gathered as words, because DequantizeLinear
+before a Gather would dequantize the whole table in every step.
 
-A table is gathered as words, because DequantizeLinear before a Gather would dequantize the whole table in every step.
-
-This module never reads the numbers of weights, scales and zero points: it gives their bytes another type and shape. It
-ignores `accuracy_level`, which lets ONNX Runtime round `a` to 8 bits: here the product is exact. The order of bits, the
-meaning of absent zero points and the padding of rows of zero points are measured on ONNX Runtime 1.31.1.
+The numbers of weights are never read, only given another type and shape. `accuracy_level`, which lets ONNX Runtime
+round `a` to 8 bits, is ignored. The order of bits, the meaning of absent zero points and the padding of their rows are
+measured on ONNX Runtime 1.31.1.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ def matmul(call: Call) -> str | None:
 
 
 def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
-    """Return lines of ONNX text that correct the result `y` for other zero points. `axis` is the axis of blocks."""
+    """Return ONNX text that corrects the result `y` for other zero points. `axis` is the axis of blocks."""
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
@@ -190,15 +188,7 @@ def gather_block_quantized(call: Call) -> str:
 
 
 def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
-    """Return lines of ONNX text that convert zero points to floats. For unsigned ones, subtract the middle.
-
-    Args:
-        call: the node.
-        name: name of the input with the zero points, and of the result.
-        bits: bits of each number.
-        shape: shape of the zero points; in uint8, each row starts with a new byte.
-        scales: name of the scales. The result gets their type.
-    """
+    """Return ONNX text that converts packed zero points to floats of the scales' type, minus the middle."""
     stored = call.dtype(name)
     if stored not in _TABLES:
         call.view(name, name, shape, FLOATS)

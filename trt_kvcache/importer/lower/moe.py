@@ -1,4 +1,4 @@
-"""Replace MoE and QMoE by standard operators: tokens are sorted by chosen experts into blocks of equal size.
+"""Replaces MoE and QMoE by standard operators: tokens are sorted by chosen experts into blocks of equal size.
 
     scores, chosen = TopK(logits [T, E], k)          MoE without normalize_routing_weights: TopK(Softmax(logits), k),
     shares = Softmax(scores)                         and then shares = scores
@@ -11,8 +11,8 @@
     QMoE:   fc[e] = (numbers - zero_points) * scales, for each row or each block of columns; numbers have 4 bits (the
             lower half of a byte first) or 8 bits; the default zero point is the middle, 8 or 128
 
-T tokens choose k of E experts each. This gives P = T * k pairs. They fill n = min(P, E + E // 2) blocks of b = min(T, P
-// (E // 2 + 1) + 1) rows; each block belongs to one expert:
+T tokens choose k of E experts each: P = T * k pairs. They fill n = min(P, E + E // 2) blocks of b = min(T, P // (E // 2
++ 1) + 1) rows; each block belongs to one expert:
 
     expert 0: [t0 t3 t4] [t7 -- --]      expert 2: [t1 t3 --]      ...      unused: [-- -- --]
 
@@ -20,26 +20,20 @@ T tokens choose k of E experts each. This gives P = T * k pairs. They fill n = m
     result  = rows @ Gather(weights, experts [n])  two batched products
     y       = sum over k of shares * Gather(result, places [T, k])
 
-n blocks always suffice: an expert with c pairs needs Ceil(c / b) blocks. All experts together need at most P // b + E
-blocks, where P // b <= E // 2, and never more than P. Results of unfilled places are never read, so tokens do not
-influence each other. The same form is used for prefill and decoding. A step of one token has k blocks of one row, and
-reads the weights of k experts. Larger steps read each weight at most 1.5 times, and compute at most three times as many
-products as the chosen pairs need.
-
-n and b never decrease when T grows, because TensorRT for RTX 1.7.1 reserves memory for the largest shapes.
-
-Rejected alternatives: To gather weights for each pair needs P copies of an expert: 102 GB in a layer of gpt-oss-20b,
-float16, for 512 tokens. To compute all experts for all tokens takes E / k times the products.
+n blocks suffice: an expert with c pairs needs Ceil(c / b), so all need at most P // b + E, where P // b <= E // 2, and
+never more than P. A step of one token reads the weights of k experts; larger steps read each weight at most 1.5 times,
+and compute at most three times the needed products. n and b never decrease when T grows, because TensorRT for RTX 1.7.1
+reserves memory for the largest shapes. Gathering weights for each pair would need P copies of an expert (102 GB in a
+layer of gpt-oss-20b, float16, 512 tokens); computing all experts for all tokens takes E / k times the products.
 
 Scores and shares are float32, as in ONNX Runtime's kernels. Quantized weights become DequantizeLinear with a scale of
-1, followed by a Gather of the chosen experts. Scales and zero points are applied to the gathered weights. TensorRT for
-RTX 1.7.1 fuses this into one kernel, which reads only the bits of the chosen experts. TensorRT refuses 8-bit weights
-with negative scales in DequantizeLinear; a scale of 1 avoids this, too. The importer
-never reads the values of weights, scales and zero points.
+1, then a Gather of the chosen experts, to which scales and zero points are applied. TensorRT for RTX 1.7.1 fuses this
+into one kernel, which reads only the chosen experts. It refuses 8-bit weights with negative scales in DequantizeLinear;
+a scale of 1 avoids this. Values of weights are never read.
 
-Routing, activations, the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always computes
-shares as with normalize_routing_weights. Options that ONNX Runtime's CPU kernels do not have or ignore (fc3,
-swiglu_fusion of 0 or 2, the sparse mixer) are refused, because no reference could show that the result is right.
+Routing, activations, and the order of columns and bits are measured on ONNX Runtime 1.31.1 (CPU). QMoE always computes
+shares as with normalize_routing_weights. Options that its CPU kernels lack or ignore (fc3, swiglu_fusion of 0 or 2, the
+sparse mixer) are refused, because no reference could show that the result is right.
 """
 
 from __future__ import annotations
@@ -119,10 +113,10 @@ def moe(call: Call) -> str:
 
 
 def _route(k: int, experts: int, normalized: bool) -> str:
-    """Return lines of ONNX text that choose experts, and assign the rows of blocks to tokens.
+    """Return ONNX text that chooses experts, and assigns the rows of blocks to tokens.
 
-    The lines compute: shares, float32 ``[T, k, 1]``; places in the blocks, ``[T, k]``; row_tokens ``[n * b]``;
-    block_experts ``[n]``; block_count ``[1]``, which is n; and block_rows ``[1]``, which is b.
+    It computes: shares, float32 ``[T, k, 1]``; places in the blocks, ``[T, k]``; row_tokens ``[n * b]``; block_experts
+    ``[n]``; block_count ``[1]``, which is n; and block_rows ``[1]``, which is b.
     """
     spare = experts // 2
     return f"""
@@ -178,7 +172,7 @@ def _route(k: int, experts: int, normalized: bool) -> str:
 
 
 def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result: str) -> str:
-    """Return lines of ONNX text for a layer of experts: ``result [n, b, rows] = x @ weights + bias``."""
+    """Return ONNX text for a layer of experts: ``result [n, b, rows] = x @ weights + bias``."""
     bias = f"bias{number}"
     shapes = {bias: call.shape(bias)}
     expected: dict[str, Shape] = {bias: shape[:2]}
@@ -199,7 +193,7 @@ def _linear(call: Call, number: int, shape: tuple[int, int, int], x: str, result
 
 
 def _dequantized(call: Call, number: int, shape: tuple[int, int, int]) -> str:
-    """Return lines of ONNX text that dequantize the experts of the blocks to ``weight [n, rows, columns]``."""
+    """Return ONNX text that dequantizes the experts of the blocks to ``weight [n, rows, columns]``."""
     experts, rows, columns = shape
     bits, block = call.integer("expert_weight_bits", 4), call.integer("block_size")
     width = block or columns

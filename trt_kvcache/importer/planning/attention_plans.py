@@ -1,10 +1,10 @@
-"""Find every Attention node of a prepared graph, and plan how to compute it. This module does not change the graph.
+"""Finds every Attention node of a prepared graph, and plans how to compute it.
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. Facts about TensorRT were measured on TensorRT for RTX
 1.7.1 without a GPU; tests/facts and tests/grid test them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window
-attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. The builder
-has fused kernels only for some attentions. If a build finds no kernel although the plan expects one, it builds again
-with every attention decomposable (`trt_kvcache.engine.builder`).
+attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. If a build
+finds no fused kernel although the plan expects one, it builds again with every attention decomposable
+(`trt_kvcache.engine.builder`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,13 @@ from trt_kvcache.importer.planning.rows_in_use import row_slices
 from trt_kvcache.importer.protos import FLOATS
 
 _MOST_READERS = 5
-"""The most attentions with the same query.
-
-The rewrite scales it by 1, 4, 1/4, 16 or 1/16, which float16 can still hold.
-"""
+"""The most attentions with the same query, which the rewrite scales by 1, 4, 1/4, 16 or 1/16 (exact in float16)."""
 
 _FUSED_REACH = 24_576
-"""A fused kernel for one masked float16 or bfloat16 query needs keys plus head size of at most this (48 KiB).
+"""Most keys plus head size for a fused kernel of one masked float16 or bfloat16 query (48 KiB).
 
-For several queries, there is a fused kernel at any length."""
+For several queries, there is a fused kernel at any length.
+"""
 
 _BOUNDED = (*RESHAPES, "Cast", "Expand", "Min")
 """Operators that keep or lower lengths."""
@@ -64,7 +62,7 @@ class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans (ranges of cache rows to read) that they share.
 
     Attributes:
-        relaxed: maps each mask input that may be shorter than the cache to the symbol of its last dimension.
+        relaxed: for each mask input that may be shorter than the cache, the symbol of its last dimension.
     """
 
     attention: tuple[AttentionPlan, ...]
@@ -75,11 +73,7 @@ class AttentionAnalysis:
 
 
 def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> AttentionAnalysis:
-    """Plan every Attention node of the graph, in graph order.
-
-    Raises:
-        UnsupportedModelError, InvalidModelError: a node is not supported, or breaks a rule of the operator.
-    """
+    """Plan every Attention node of the graph, in graph order; refuse unsupported and invalid nodes."""
     planner = _Planner(graph, caches, options)
     plans = tuple(planner.plan(node) for node in graph.nodes if is_op(node, "Attention"))
     masks, spans = tuple(planner.masks.values()), tuple(planner.spans.values())
@@ -102,7 +96,6 @@ class _Planner:
         self.relaxed: dict[str, str] = {}
 
     def plan(self, node: gs.Node) -> AttentionPlan:
-        """Plan one Attention node."""
         self._check_query(node)
         graph, facts = self._graph, read_attention(self._graph, node)
         for extra in node.outputs[1:3]:
@@ -162,12 +155,10 @@ class _Planner:
         return [self._present[tensor.name]]
 
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
-        """Return the span input of an Attention node, whose length says how many cache rows the node reads.
+        """Return the span input of an Attention, whose length says how many cache rows the node reads.
 
-        Return None if the options turn spans off, or if reading fewer rows is unsafe. Nodes with equal capacity and
-        lengths share one input.
-
-        The masks of all queries hide rows at and after the longest valid length. So attention need not read these rows.
+        Return None if the options turn spans off, or if reading fewer rows is unsafe. The masks of all queries hide
+        rows at and after the longest valid length. Nodes with equal capacity and lengths share one input.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
@@ -215,7 +206,6 @@ class _Planner:
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> Mask | None:
-        """Return the plan of an attention's mask, shared by equal masks; None if the attention needs no mask."""
         if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
             return None
         lengths, mask = (t.name if t is not None else None for t in (facts.lengths, facts.mask))
@@ -256,11 +246,7 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
 
 
 def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
-    """True if the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
-
-    ONNX hides the keys after the end of a short mask. So a mask that is cut to the rows in use has the same meaning,
-    and a step reads only these rows.
-    """
+    """True if the caller may give a shorter mask: it is an input that only Attention nodes over caches read."""
     mask = facts.mask
     if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
         return False
@@ -280,7 +266,6 @@ def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
-    """Return the number of queries, or a graph input's name and axis of this size; None if unknown."""
     if isinstance(facts.queries, int):
         return facts.queries
     places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
@@ -307,7 +292,7 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
 
     Measured on TensorRT for RTX 1.7.1: if such a Scan depends on an IAttention, the builder crashes (SIGSEGV); if it
     depends on repeats, the build fails (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention
-    also builds if it comes after or beside a Scan, or before a Scan with a fixed number of steps.
+    builds after or beside a Scan, and before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -330,7 +315,7 @@ def _is_widened(tensor: gs.Tensor) -> bool:
     """True if a Cast lies between a cache and the keys or values.
 
     Measured on TensorRT for RTX 1.7.1: a build with IAttention over such keys or values fails ("Fusing attention ops
-    must leave the graph in a well-formed state"). The build works with attention in plain operators.
+    must leave the graph in a well-formed state"). Attention in plain operators builds.
     """
     node = producer(tensor)
     while node is not None and is_op(node, *PASSES):
@@ -377,8 +362,7 @@ class AttentionFacts:
 
     Attributes:
         qk_output: True if the graph reads the node's fourth output, the scores.
-        columns: True if the graph selects columns of the scores. Then the scores need a column for every key, so
-            attention must read all keys, not only the rows in use.
+        columns: True if the graph selects columns of the scores, so that attention must read all keys.
         keys: the number of keys, which is the size of K's sequence axis.
         queries: the number of queries, which is the size of Q's sequence axis.
     """
@@ -415,12 +399,7 @@ class AttentionFacts:
 
 
 def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
-    """Read one Attention node.
-
-    Raises:
-        UnsupportedModelError: the operator contains the cache, or shapes are missing.
-        InvalidModelError: the node breaks a rule of the operator.
-    """
+    """Read one Attention node; refuse nodes that contain the cache, lack shapes or break the operator's rules."""
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
         raise UnsupportedModelError(
             f"Attention '{node.name}' contains its cache (past_key, past_value), which TensorRT does not support; only "
@@ -509,10 +488,7 @@ def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
 
 
 def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads single scores of an Attention (its fourth output), not only a sum over keys.
-
-    A ReduceLogSumExp over keys after the mask counts as a sum, to which hidden keys add nothing.
-    """
+    """True if the graph reads single scores of an Attention (its fourth output), not only a sum over visible keys."""
     scores = node.outputs[3] if len(node.outputs) > 3 else None
     if scores is None or not is_used(graph, scores):
         return False

@@ -1,8 +1,7 @@
-"""Find every cache update of a prepared graph, and plan it. This module does not change the graph.
+"""Finds every cache update of a prepared graph, and plans it.
 
-`decide` chooses the route of each cache update into the engine, with a reason. It uses only the facts in a
-`CacheUpdate`, not the graph. The facts about TensorRT were measured on TensorRT for RTX 1.7.1, which has the parser of
-TensorRT 11; tests/facts tests them.
+`decide` chooses the route of each update into the engine, only from the facts in a `CacheUpdate`. The facts about
+TensorRT were measured on TensorRT for RTX 1.7.1, which has the parser of TensorRT 11; tests/facts tests them.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ def is_update(node: gs.Node) -> bool:
 
 
 def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, ...]:
-    """Plan every cache update of the graph, in the order of the graph's inputs. Updates of other tensors come last.
-
-    Raises:
-        InvalidModelError: an update breaks a rule of its operator.
-        UnsupportedModelError: no route supports an update on the target.
-    """
+    """Plan every cache update, in the order of the graph's inputs; refuse invalid and unsupported updates."""
     for node in graph.nodes:
         if node.domain == NAMESPACE and node.op in OPERATORS:
             raise UnsupportedModelError(
@@ -231,11 +225,7 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
-    """Return the names of the Attention nodes that read this cache as K or V.
-
-    Between the cache and the attention, operators may move values, or compute keys or values from rows in use. The
-    operators in `through` are allowed, too.
-    """
+    """Return the Attention nodes that read this cache as K or V, also through operators that move or compute rows."""
     readers: list[str] = []
     seen: set[int] = set()
     queue = [(present, False)]
@@ -254,7 +244,6 @@ def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
 
 
 def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> CacheUpdate:
-    """Return the update with the layout that its cache has in the engine."""
     shape, axis = update.logical_shape, update.sequence_axis
     native = len(shape) == 4 and axis == 2
     if native or update.route is Route.FUNCTIONAL or update.form is UpdateForm.PACKED_NHD:
@@ -268,10 +257,7 @@ def _laid_out(update: CacheUpdate, present: gs.Tensor, options: PlanOptions) -> 
 
 
 def _heads_of(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
-    """Return the number of heads of a sequence-major cache if its readers read ``[B, N, S_max, H]``; else None.
-
-    A reader is a ``Transpose(0, 2, 1, 3)``, or a Reshape to ``[B, S_max, N, H]`` that only such Transposes read.
-    """
+    """Return the heads of a sequence-major cache if its readers transpose it to ``[B, N, S_max, H]``; else None."""
     if len(shape) not in (3, 4):
         return None
     heads: set[int] = set()
@@ -322,16 +308,7 @@ PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4
 
 
 def decide(facts: CacheUpdate, obstacle: str, options: PlanOptions) -> CacheUpdate:
-    """Return the update with its route (how the engine writes the cache), and why, and the caller's contract.
-
-    Args:
-        facts: the cache update, without a route.
-        obstacle: the reason why past and present cannot share a buffer on any route; empty if they can.
-        options: target and fallback.
-
-    Raises:
-        UnsupportedModelError: no route on this target keeps the meaning of the update.
-    """
+    """Return the update with its route, the reason, and its contract. `obstacle`: why two buffers are needed."""
     if obstacle:
         _check_dtype(facts, PLAIN_DTYPES)
         if facts.form is UpdateForm.PACKED_NHD:
@@ -438,8 +415,8 @@ def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
 def check_dtypes(tensors: Iterable[TensorRole]) -> None:
     """Refuse inputs and outputs of dtypes that TensorRT engines do not support.
 
-    TensorRT converts double to float32 without a message. For other types, TensorRT's error names no tensor (measured
-    on TensorRT for RTX 1.7.1).
+    TensorRT converts double to float32 without a message; for other types, its error names no tensor (measured on
+    TensorRT for RTX 1.7.1).
     """
     for tensor in tensors:
         if tensor.dtype not in TENSORRT_DTYPES:

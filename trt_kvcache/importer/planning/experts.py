@@ -1,4 +1,4 @@
-"""Give advice on mixtures of experts that TensorRT cannot build, and make ONNX Runtime compute them exactly."""
+"""Gives advice on mixtures of experts that TensorRT cannot build, and makes ONNX Runtime compute them exactly."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _before: list[str | None] = []
 def exact_experts() -> Iterator[None]:
     """Within the ``with`` block, open sessions in which ONNX Runtime's QMoE keeps activations in float32.
 
-    With blocks of 8 bits, ONNX Runtime 1.31.1 always rounds activations to 8 bits. With 4 bits, it does so if the
-    node's ``accuracy_level`` requests it. This function sets an environment variable that overrides this behaviour.
+    Otherwise ONNX Runtime 1.31.1 rounds activations to 8 bits: with blocks of 8 bits always, with 4 bits if the node's
+    ``accuracy_level`` requests it. An environment variable overrides this.
     """
     with _lock:
         _before.append(os.environ.get(ROUNDING) if not _before else None)

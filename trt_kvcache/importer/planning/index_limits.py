@@ -1,4 +1,4 @@
-"""Find upper bounds of token ids and positions: the numbers of rows of their lookup tables."""
+"""Finds upper bounds of token ids and positions: the numbers of rows of their lookup tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SHIFTING = {"Add": 1, "Sub": -1}
 
 @dataclass(frozen=True)
 class IndexLimits:
-    """Exclusive upper bounds of token ids and positions, as maps from inputs. Inputs without a bound are absent."""
+    """Exclusive upper bounds of token ids and positions, by input. Inputs without a bound are absent."""
 
     tokens: dict[str, int]
     positions: dict[str, int]
@@ -40,11 +40,7 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 
 
 def table_rows(model: ModelProto, name: str) -> int | None:
-    """Return the number of rows of the smallest table that this input indexes; None if there is no table.
-
-    Casts, reshapes and additions of a constant may lie between input and table. If a constant is added, the
-    rows before it do not count, because no index selects them.
-    """
+    """Return the rows of the smallest table that this input indexes, without rows before an added constant; or None."""
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant
     for node in model.graph.node:  # in topological order
@@ -63,7 +59,6 @@ def table_rows(model: ModelProto, name: str) -> int | None:
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:
-    """Record an offset for a node's output, if the node adds a constant integer to a model input."""
     pairs = [(node.input[0], node.input[1])]
     pairs += [(node.input[1], node.input[0])] * (node.op_type == "Add")
     for source, other in pairs:

@@ -1,11 +1,10 @@
-"""Plan to compute logits only for the last positions of a step, with a Slice before the last product.
+"""Plans to compute logits only for the last positions of a step, with a Slice before the last product.
 
     attention -> Add -> norm -> x [B, S, H] -> MatMul -> softcap -> logits [B, S, V]
                                 `- becomes x[:, S - K :]
 
-A prefill needs only the logits of one position. V is large: 128,256 for H of 2,048. Logits of all positions would take
-7 to 60 % of the products (counted in weights), and gigabytes. The check compares the model without the Slice. The nodes
-after the Slice are the *tail*. If the tail has operators that this module does not know, the model computes all logits.
+A prefill needs only the logits of one position. Logits of all positions would take 7 to 60 % of the products (counted
+in weights), and gigabytes. If operators after the Slice are unknown here, the model computes all logits.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
 
 def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptions) -> tuple[LogitsSpan | None, str]:
-    """Return the plan of the logits span (tensor to cut to the last positions), or None and the reason.
-
-    Return None and an empty text if the options keep all logits, or if the model returns logits of only one position.
-    """
+    """Return the plan of the logits span (tensor to cut to the last positions), or None and the reason."""
     logits = _only(roles, Role.LOGITS, "output")
     tokens = _only(roles, Role.TOKENS, "input")
     if options.logits is LogitPositions.ALL or logits is None or not _several(logits, tokens):
@@ -153,12 +149,7 @@ def _before_factor(
 
 
 def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
-    """True if a node after the cut to the last positions surely computes each position separately.
-
-    Args:
-        node: a node between the cut and the logits.
-        fixed: inputs of the node that are constants, or are computed from constants.
-    """
+    """True if a node between cut and logits surely computes each position separately; `fixed` are constant inputs."""
     if is_op(node, *_ELEMENTWISE):  # constants must not have different numbers for different positions
         rank = len(dims(node.outputs[0]) or ())
         shapes = [() if t.is_empty() else dims(t) for t in fixed]

@@ -1,10 +1,9 @@
-"""Cut caches to the rows in use if a graph computes keys or values from caches before attention.
+"""Cuts caches to the rows in use if a graph computes keys or values from caches before attention.
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-The canonical form has a Slice of all L rows after a cache if all operators from there to the attention work row by row.
-It also has such a Slice after the row numbers from which a bias is computed. The rewrite later ends the Slice at the
-span, so that the graph computes only the rows in use.
+The canonical form has this Slice of all L rows if all operators from the cache to the attention work row by row, and
+after the row numbers from which a bias is computed. The rewrite later ends the Slice at the span.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """Return the Slices of rows that compute a tensor, in order; empty if it depends on a whole cache.
-
-    K and V may share Slices. So some Slices may already end at row `end`.
-    """
+    """Return the Slices of rows that compute a tensor, in order; empty if it depends on a whole cache."""
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
     while pending:

@@ -1,4 +1,4 @@
-"""Count the bytes of weights that a step of one token reads. Only the shapes of weights are needed."""
+"""Counts the bytes of weights that a step of one token reads. Only the shapes of weights are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ _SAME = ("Cast", "DequantizeLinear", "Identity")
 
 
 def weights_read(model: ModelProto) -> int:
-    """Return the bytes of constants that a model without functions reads in a step of one token.
-
-    Each constant except a table counts in full. A table (such as embeddings) counts with one row, or with as many rows
-    as TopK chooses experts.
-    """
+    """Return the bytes of weights that a step of one token reads. Tables count with the rows that are looked up."""
     constants = constants_of(model.graph)
     readers = readers_of(model.graph.node)
     makers = {name: node for node in model.graph.node for name in node.output}

@@ -1,4 +1,4 @@
-"""Recognize the caches of an exported model, and the attentions over them, by running parts of the model.
+"""Recognizes the caches of an exported model, and the attentions over them, by running parts of the model.
 
     carried             guesses from shapes which input and output are one cache; finds other state
     sample_steps        makes sample steps: a shape and a value for each input
@@ -65,8 +65,6 @@ class Recognized:
     Attributes:
         model: the exported model, without functions, with shapes.
         graph: the same model; the owner of this object may edit it.
-        interface: inputs and outputs of the model.
-        samples: makes sample steps of the model.
         caches: all caches, in the order of the inputs.
         attentions: all attentions, in the order of the graph.
     """
@@ -86,22 +84,11 @@ def recognize(
     usual: int,
     folder: Path | None,
 ) -> Recognized | None:
-    """Find the caches and attentions of an exported model, by running parts of the model.
+    """Find caches and attentions by running parts of the model; None if no input may be a cache.
 
-    Args:
-        model: one flat graph with named nodes, without functions; placeholders replace large inline weights. It is not
-            changed.
-        weights: the weights that have placeholders.
-        options: capacity and name patterns.
-        usual: the capacity to use if neither the options nor the model give a capacity.
-        folder: folder of the external data.
-
-    Returns:
-        The caches and attentions; None if the model has no input that may be a cache.
-
-    Raises:
-        UnsupportedModelError: a cache or an attention is not supported; the message says what was seen.
-        OptionError: the capacity contradicts the model.
+    `model` is flat, with named nodes, and is not changed; `weights` are its detached weights. `usual` is the capacity
+    to use if neither the options nor the model give one. Raises `UnsupportedModelError` for an unsupported cache or
+    attention, and `OptionError` if the capacity contradicts the model.
     """
     graph = gs.import_onnx(model)
     fold_identities(graph)
@@ -142,10 +129,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Run the model once; return the guessed caches whose present contains rows of the past.
-
-    If the model has symbolic sizes or does not run, return all guesses.
-    """
+    """Run the model once; return the guessed caches whose present has rows of the past, or all without a result."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -214,7 +198,7 @@ class _Recognizer:
         raise RecognizeError("could not determine how a step changes the caches")
 
     def _counters(self, cache: Cache) -> tuple[str, ...]:
-        """Return the names of integer inputs that may say at which row of a fixed-size cache a step starts to write."""
+        """Return the integer inputs that may say at which row of a fixed-size cache a step starts to write."""
         whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
         return () if cache.growing else tuple(str(t.name) for t in whole)
 
@@ -252,7 +236,6 @@ class _Recognizer:
         )
 
     def _looked(self, cache: Cache) -> Cache:
-        """Return a cache of fixed length, corrected by the result of running the nodes that write it."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.update(str(cache.past.name), passed)
@@ -290,10 +273,9 @@ class _Recognizer:
         raise RecognizeError(f"the queries or the new rows of '{front}' are more than one tensor")
 
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
-        """Find what a part of the model computes, or reuse the result of an equal part.
+        """Find what a region computes, or reuse an equal region's result.
 
-        Returns:
-            The result, with tensor names of the part that ran; and a map from these names to those in `region`.
+        Also map that region's names to `region`'s.
         """
         if region.key not in known:
             try:
@@ -327,7 +309,6 @@ class _Recognizer:
         return replace(own, update=self._tensors[names[str(of.update.name)]], perm=of.perm)
 
     def _renamed(self, seen: Attention, names: Mapping[str, str]) -> Attention:
-        """Return the attention `seen`, with its tensors renamed to those of an equal part of the graph."""
         result, query = (self._tensors[names[str(t.name)]] for t in (seen.result, seen.query))
         name = str(result.inputs[0].name) if result.inputs else seen.name
         key, value = (self._cache(c, names) for c in (seen.key, seen.value))
@@ -342,24 +323,20 @@ class _Recognizer:
 
 
 def _alike(one: Cache, two: Cache) -> bool:
-    """True for caches of equal shape and type that the model writes in the same way."""
     kinds = [(elem_type(c.past), dims(c.past), dims(c.present), c.axis, c.growing, c.shifted) for c in (one, two)]
     return kinds[0] == kinds[1]
 
 
 def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
-    """Replace indices and conditions that are the same in every step with constants.
+    """Replace indices and conditions that are the same in every step with constants; None if nothing was replaced.
 
         repeat_interleave(cos, 2)       NonZero(Range(n) < 2) -> GatherND          becomes      constant -> GatherND
         LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
         states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
-    TorchScript writes the first form if n is a dimension that never changes. TensorRT for RTX does not support NonZero.
-    If the model always takes the same branch of an If, replacing the If also removes inputs that only its condition
-    reads, such as the mask. If a model has a special branch for steps of one token, this function removes that branch.
-    The other branch must give the same numbers for one token; the check compares them.
-
-    Return a new model, or None if nothing was replaced.
+    TorchScript writes the first form; TensorRT for RTX does not support NonZero. This also removes inputs that only
+    such a condition reads, such as the mask, and special branches for steps of one token. The check compares the
+    numbers.
     """
     graph = samples.blueprint.model.graph
     outputs = {value.name for value in graph.output}
@@ -389,7 +366,6 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
 
 
 def _same(name: str, steps: Sequence[Sample]) -> Array | None:
-    """Return the value of a small tensor if all `steps` (runs of the model) gave the same value, else None."""
     first, *others = (step.probe.value(name) for step in steps)
     if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
         return None

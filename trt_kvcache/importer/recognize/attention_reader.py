@@ -1,4 +1,4 @@
-"""Describe an attention by running its region in ONNX Runtime on chosen numbers.
+"""Describes an attention by running its region in ONNX Runtime on chosen numbers.
 
     what is found                     how
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
@@ -8,7 +8,7 @@
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
 
-Every result is a guess. The check later accepts or refuses the guess.
+Every result is a guess, which the check later accepts or refuses.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
 
 Scores = tuple[float, Array, Array]
-"""The factor of the queries; the scores computed from attention weights, ``[b, n, g, s, keys]``; a mask of the same
-shape, True for visible keys."""
+"""The factor of the queries; scores ``[b, n, g, s, keys]``; a mask of this shape, True for visible keys."""
 _BATCHES, _PAST, _NEW = (5, 7, 11), 4, 7
 _SMALL = (0.3, 0.02)  # factors of the queries: they make scores so small that most softcaps hardly change them
 _LARGE = 12.0  # the largest score of a step that shows a softcap
@@ -58,16 +57,8 @@ _MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 class Reader:
     """Describes one attention by running its region (the part of the model that computes the attention).
 
-    Args:
-        region: the region (part of the model) that computes the attention.
-        caches: guessed caches; maps the name of a past to its cache.
-        tensors: maps names to all tensors of the graph.
-        interface: inputs and outputs of the model.
-        samples: makes short sample steps of the model.
-        far: makes sample steps up to the model's capacity.
-
-    Raises:
-        RecognizeError: ONNX Runtime cannot load the region.
+    `caches` are guessed caches by past. `samples` makes short steps, `far` steps up to the capacity. Raises
+    `RecognizeError` if ONNX Runtime cannot load the region.
     """
 
     def __init__(
@@ -85,13 +76,7 @@ class Reader:
         self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
-        """Return a description of the attention, found by running its part of the model.
-
-        Raises:
-            RecognizeError: the attention has no supported form; the message says what was seen.
-            FartherError: the queries or the new rows are in several tensors. In a larger part they may be in one
-                tensor.
-        """
+        """Run the region and describe its attention. Raises `FartherError` if only a larger region shows its form."""
         region, sample = self._region, self._sample
         if region.computed:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])
@@ -184,7 +169,6 @@ class Reader:
         return self._runner.held(self._value, sample) + sample.length
 
     def _filled(self, feeds: Feeds, cache: Cache, rows: Array, sample: Sample) -> Feeds:
-        """Return a copy of `feeds` with `rows` (in the cache's layout) as the past and the new rows of a cache."""
         new = feeds[_update(cache)].transpose(cache.perm)
         if cache.update is None:
             return {**feeds, _update(cache): np.broadcast_to(rows, new.shape).astype(np.float32)}
@@ -196,7 +180,6 @@ class Reader:
         return {**feeds, str(cache.past.name): past, _update(cache): after.transpose(np.argsort(cache.perm))}
 
     def _still(self, sample: Sample) -> Feeds:
-        """Return inputs for the step `sample`, with all queries and keys 0."""
         feeds = self._runner.feeds(sample)
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
@@ -265,10 +248,7 @@ class Reader:
             self._sinks = sinks[0].ravel().astype(np.float32)
 
     def _scores(self, base: Array) -> tuple[int, Layout, float, float]:
-        """Find head size, query layout, scale and softcap that explain the weights for small and large scores.
-
-        `base` holds the attention weights of a step in which all queries and keys are 0.
-        """
+        """Find head size, query layout, scale and softcap. `base`: the weights while queries and keys are 0."""
         sample, key, query = self._sample, self._key, self._query
         feeds = self._runner.feeds(sample)
 
@@ -442,19 +422,17 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Return the name of the tensor that holds the new rows of a cache; for computed keys or values, all rows."""
+    """Return the tensor with the new rows of a cache; for computed keys or values, with all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
 def _by_head(rows: Array, cache: Cache, heads: int) -> Array:
-    """Bring rows from the layout of a cache to ``[b, n, rows, d]``."""
     if rows.ndim == 4:
         return np.moveaxis(rows, cache.axis, 2)
     return rows.reshape(*rows.shape[:2], heads, -1).transpose(0, 2, 1, 3)
 
 
 def _laid(rows: Array, cache: Cache) -> Array:
-    """Bring rows ``[b, n, rows, d]`` to the layout of a cache."""
     if len(cache.perm) == 4:
         return np.moveaxis(rows, 2, cache.axis)
     moved = rows.transpose(0, 2, 1, 3)
@@ -473,24 +451,13 @@ def _level(scores: Array, seen: Array) -> Array:
 
 
 def _scaled(products: Array, step: Scores) -> float:
-    """Estimate the scale of attention scores by least squares, assuming no softcap."""
     factor, scores, seen = step
     level = _level(products * factor, seen)
     return float((level * scores).sum() / ((level * level).sum() or 1.0))
 
 
 def _fitted(products: Array, steps: tuple[Scores, Scores], scale: float, size: int) -> tuple[float, float]:
-    """Return the scale and the softcap that explain measured scores; a softcap of 0 means none.
-
-    Args:
-        products: products of queries and keys.
-        steps: scores of a step with small products, then of a step with large products.
-        scale: a guess of the scale.
-        size: numbers of a head.
-
-    Raises:
-        RecognizeError: no scale, with or without a softcap, gives the scores.
-    """
+    """Return the scale and the softcap (0: none) that explain the scores of small and of large products."""
 
     def missed(at: Array) -> Array:
         scale, cap = at

@@ -1,22 +1,17 @@
-"""Guess from shapes which inputs and outputs are caches or states. Later, sample steps correct the guesses.
+"""Guesses from shapes which inputs and outputs are caches or states. Later, sample steps correct the guesses.
 
-past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
-past [B, N, L, D] -> present [B, N, L, D]         written in place, or state
+    past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
+    past [B, N, L, D] -> present [B, N, L, D]         written in place, or state
 
-State is a tensor of fixed size that every step reads and replaces as a whole. It is no attention cache.
+State is a tensor of fixed size that every step reads and replaces as a whole, and no attention cache:
 
     past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
     past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
 
-A state is a floating-point graph input that the model reads, with a graph output of the same dtype and the same fixed
-shape (only the first axis, the batch, may be open). The operators between them do not matter. Names pair inputs and
-outputs: they differ only in words such as past and present (RWKV replaces its last token without reading it). The
-importer refuses an input that is named like state if the model computes an output with another name from it.
-
-An attention cache may have the shape of state. A tensor that is recognized as a cache does not count as state.
-
-Nothing is rewritten. TensorRT lets an output share the buffer of an input only in its cache layer and in plugins
-(NvInfer.h, ``getAliasedInputTensor``). So a state needs two buffers.
+A state is a floating-point input with an output of the same dtype and fixed shape (only the batch may be open), whose
+name differs only in words such as past and present. An input that is named like state is refused if only an output with
+another name is computed from it. TensorRT lets an output share the buffer of an input only in its cache layer and in
+plugins (NvInfer.h, ``getAliasedInputTensor``), so a state needs two buffers.
 """
 
 from __future__ import annotations
@@ -49,10 +44,7 @@ _TOKENS, _RANK = 2, 4  # axes of token ids, and of a cache with heads
 
 
 def find_caches(graph: gs.Graph) -> list[Cache]:
-    """Return guessed caches, each a pair of input (past) and output (present), in the order of the inputs.
-
-    Each present is paired with the nearest past before it, counted in nodes.
-    """
+    """Return guessed caches, in the inputs' order. Each present is paired with the nearest past before it."""
     counted = {shape[1] for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(shape := dims(t) or ()) == 2}
     left = {id(t): t for t in graph.inputs}
     found: dict[int, Cache] = {}
@@ -73,7 +65,6 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
 
 
 def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
-    """True if a cache output is only a copy of an input, as for the keys and values of cross-attention."""
     tensor = present
     while (node := producer(tensor)) is not None and is_op(node, "Identity"):
         tensor = node.inputs[0]
@@ -120,13 +111,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """Complete the shapes of caches that are inputs and outputs of Attention operators.
-
-    In these shapes, numbers replace the symbols for number and size of the heads. The numbers come from the new rows.
-
-    Raises:
-        UnsupportedModelError: a cache of an Attention operator is not an input and output of the graph.
-    """
+    """Give caches of Attention operators the numbers and sizes of heads of their new rows."""
     for node in graph.nodes:
         for past, present, update in _inner(node):
             start, end = past, present
@@ -152,7 +137,6 @@ def state_inner_sizes(graph: gs.Graph) -> None:
 
 
 def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
-    """Yield the past, the present and the new rows of each cache of an Attention operator."""
     if not is_op(node, "Attention"):
         return
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
@@ -162,10 +146,7 @@ def _inner(node: gs.Node) -> Iterator[tuple[gs.Tensor, gs.Tensor, gs.Tensor]]:
 
 
 def stack_in_words(graph: gs.Graph) -> str:
-    """Return an error message if one input contains the caches of several layers; otherwise an empty text.
-
-    Such an input has an axis before the batch, or more axes than a cache, and the same rank as an output.
-    """
+    """Return an error message if one input contains the caches of several layers; otherwise an empty text."""
     tokens = (t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) == _TOKENS)
     batches = {t.shape[0] for t in tokens if isinstance(t.shape[0], str)}
     ranks = {len(t.shape or ()) for t in graph.outputs}
@@ -192,16 +173,7 @@ _DIRECTIONS = {
 
 
 def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
-    """Find the states of a graph (tensors that every step replaces as a whole), in the order of the inputs.
-
-    Args:
-        graph: the model's graph, with inferred shapes.
-        caches: names of graph inputs and outputs that are attention caches.
-
-    Raises:
-        UnsupportedModelError: the name of an input says that it is a state, but only an output with an unrelated name
-            could be its next value.
-    """
+    """Find the states (tensors that every step replaces as a whole), in the order of the inputs."""
     inputs = [t for t in graph.inputs if t.name not in caches and consumers(t) and _is_state_like(t)]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
     sources = inputs_behind(graph)
@@ -217,13 +189,11 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
 
 
 def _is_state_like(tensor: gs.Tensor) -> bool:
-    """True if a graph input may be a state: floating-point, rank 2 or more, only the batch axis dynamic."""
     shape = dims(tensor)
     return elem_type(tensor) in FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
-    """True if an output could be a state's next value: same type and shape as the input, and not a copy of it."""
     before, after = dims(past) or (), dims(present) or ()
     if elem_type(past) != elem_type(present) or len(before) != len(after) or before[1:] != after[1:]:
         return False
@@ -235,7 +205,6 @@ def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
 
 
 def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
-    """Map each past to the present with the same name except for words such as past; only if there is one match."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
@@ -246,7 +215,6 @@ def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> 
 
 
 def _plain(name: str) -> tuple[str, ...]:
-    """Return the words of a name, without words that name a direction, such as past and present."""
     return tuple(word for word in words_of(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
 
 
@@ -256,11 +224,7 @@ def words_of(name: str) -> list[str]:
 
 
 def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
-    """Refuse an input with the name of a state whose only possible next value has an unrelated name.
-
-    Raises:
-        UnsupportedModelError: an input and an output form such a pair; the message names input and output.
-    """
+    """Raise `UnsupportedModelError` if an input is named like a state, but its only possible next value is not."""
     for past in inputs:
         outs = [name for name in fits[past.name] if name not in pairs.values()]
         if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):

@@ -1,8 +1,7 @@
 """Data classes that describe recognized caches and attentions. `emit` builds the canonical form from them.
 
-A layout says how the axes of a tensor are products of the sizes of an attention. These sizes are the batch ``b``, the
-heads of keys ``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the numbers of a head
-``d``. For each axis of the tensor, the layout names the sizes whose product it is:
+A layout names, for each axis of a tensor, the sizes whose product it is: the batch ``b``, the heads of keys ``n``, the
+query heads ``g`` that share one key head, the new tokens ``s``, and the numbers of a head ``d``:
 
     [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
 """
@@ -78,12 +77,7 @@ class FartherError(Exception):
 
 
 class ComputedError(RecognizeError):
-    """Raised if an attention reads keys and values that are computed from caches.
-
-    Attributes:
-        query: name of the tensor of the queries.
-        caches: the caches from which keys and values are computed.
-    """
+    """Raised if an attention reads keys and values that are computed from `caches`; `query` names its queries."""
 
     def __init__(self, query: str, caches: Sequence[Cache]) -> None:
         super().__init__(
@@ -99,17 +93,14 @@ class Cache:
     Attributes:
         past: the graph input.
         present: the graph output.
-        axis: the axis of the rows. The other axes are the batch, the heads and the numbers of a head; one axis may
-            combine the last two.
-        growing: True if past has one row for each token, and present has S rows more. If False, past and present always
-            have the same size.
+        axis: the axis of the rows. Other axes: batch, heads, numbers of a head; one axis may combine the last two.
+        growing: True if past has one row for each token, and present has S rows more; False if both have one size.
         window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
-        shifted: True if past and present always have `window_rows` rows. New rows push out the oldest; the newest token
-            is in the last row.
+        shifted: True if past and present always have `window_rows` rows, with the newest token in the last row.
         circular: True if token t is in row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the tensor of the new rows. None until the nodes that write the cache have run. Also None for keys or
-            values that are computed from caches; `past` and `present` are then the computed tensor, with all rows.
+        update: the tensor of the new rows; None until the nodes that write the cache have run. Also None for computed
+            keys or values; `past` and `present` are then the computed tensor, with all rows.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 
@@ -132,12 +123,10 @@ class Mask:
     Attributes:
         causal: ``j <= write_index + i``.
         window: ``j > write_index + i - window``: a query sees this many keys, including its own; None: no limit.
-        own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: no
-            mask.
+        own: the caller's own mask over the cache rows, bool (True = visible) or added to the scores; None: no mask.
         bounded: rows from ``write_index + S`` on are hidden. A causal mask always hides these rows.
         slopes: float32 ``[H]``; slope times (key position minus query position) is added to scores; None: no slopes.
-        bias: float32 ``[L, H]``, added to scores, for the differences of key and query position ``-(L - 1) .. 0``;
-            None: no bias.
+        bias: float32 ``[L, H]``, added to scores, for key minus query positions ``-(L - 1) .. 0``; None: no bias.
     """
 
     causal: bool = True
@@ -159,8 +148,7 @@ class Attention:
         scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
         sinks: float32 ``[H]``, an extra logit in each head's softmax; None: no sinks.
         query_type, result_type: ONNX element types.
-        wide: True if keys or values are cast to float32 before products with Q and weights, while caches have another
-            type.
+        wide: True if keys or values are cast to float32 before their products, while caches have another type.
         wide_weights: True if scores or attention weights are float32.
         computed_from: caches from which keys and values are computed, row by row; empty: keys and values are caches.
     """

@@ -1,11 +1,10 @@
-"""Run a region (part of a model with caches) in one step, with each token's row at its place in caches and masks.
+"""Runs a region (part of a model with caches) in one step, with each token's row at its place in caches and masks.
 
-growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
-fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
-shifted    past [.., L, ..]: the newest token in the last row
+    growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
+    fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L
+    shifted    past [.., L, ..]: the newest token in the last row
 
-`read_updates` finds how a step writes a cache: it gives rows unique numbers, runs the step, and looks for these rows in
-the present.
+`read_updates` finds how a step writes a cache: it gives rows unique numbers, runs the step, and looks for them.
 """
 
 from __future__ import annotations
@@ -43,16 +42,8 @@ _MISFIT = re.compile(
 class Runner:
     """Runs a region, the part of a model that writes caches or attends to them, in float32.
 
-    Attributes:
-        rng: generator of all random numbers.
-
-    Args:
-        region: the region to run.
-        caches: all caches; maps the name of a past to its cache.
-        interface: inputs and outputs of the model.
-
-    Raises:
-        RecognizeError: ONNX Runtime cannot load the region.
+    `caches` are all caches by past; `rng` makes all random numbers. Raises `RecognizeError` if ONNX Runtime cannot load
+    the region.
     """
 
     def __init__(self, region: Region, caches: Mapping[str, Cache], interface: Interface) -> None:
@@ -72,19 +63,12 @@ class Runner:
 
     @property
     def masks(self) -> list[str]:
-        """Return the names of the mask inputs that this part of the model reads."""
+        """Return the names of the mask inputs that the region reads."""
         inputs = self._interface.inputs
         return [n for n in self._region.inputs if inputs[n].role is OriginalRole.MASK]
 
     def feeds(self, sample: Sample) -> Feeds:
-        """Make the inputs of a step of an attention's part of the graph.
-
-        Lengths, positions and masks come from `sample`, a step of the model with known values. Other inputs are random,
-        and 0 in rows without a token.
-
-        Raises:
-            UnknownError: an integer input has no known value.
-        """
+        """Make the inputs of a step: from `sample` if known there, else random, with 0 in rows without a token."""
         feeds: Feeds = {}
         for name in self._names:
             value, shape = sample.probe.value(name), sample.probe.shape(name)
@@ -101,11 +85,7 @@ class Runner:
         return feeds
 
     def run(self, feeds: Feeds) -> Feeds:
-        """Run the part of the graph that belongs to one attention; return all outputs in float64.
-
-        Raises:
-            RecognizeError: this part does not run.
-        """
+        """Run the region, and return all outputs in float64. Raises `RecognizeError` if the region does not run."""
         try:
             return {name: value.astype(np.float64) for name, value in self._session.run(feeds).items()}
         except RunError as error:
@@ -182,19 +162,11 @@ def read_updates(
     sample: Sample,
     beyond: Sample | None,
 ) -> list[Cache]:
-    """Run one step of a part of the model, and return its caches with the new rows that the step wrote.
+    """Run one step of a region, and return its caches with the new rows that the step wrote.
 
-    Args:
-        runner: runs this part of the model.
-        region: the part of the model that writes the caches.
-        caches: guessed caches; maps the name of a past to its cache.
-        tensors: maps names to all tensors of the graph.
-        sample: a step of several tokens after earlier tokens.
-        beyond: a step that starts two rows after the last row of a fixed cache; None: do not test for circular caches.
-
-    Raises:
-        RecognizeError: a cache has no supported update; the message says what was seen.
-        FartherError: the new rows are in several tensors. In a larger part of the graph they may be in one tensor.
+    `sample` is a step of several tokens after earlier ones; `beyond` starts two rows after the end of a fixed cache
+    (None: do not test for circular caches). Raises `RecognizeError` if a cache has no supported update, and
+    `FartherError` if the new rows are in several tensors (in a larger region, they may be in one).
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):

@@ -1,4 +1,4 @@
-"""Cut the region of each attention out of a graph: the nodes from queries, new rows and caches to the result.
+"""Cuts the region of each attention out of a graph: the nodes from queries, new rows and caches to the result.
 
 The cuts depend on what each tensor is computed from, not on operators. This module uses these words for tensors:
 
@@ -8,9 +8,9 @@ The cuts depend on what each tensor is computed from, not on operators. This mod
     front     the result of an attention, or a part of the result: short; computed from long tensors; and on each
               path from it to the next product with a weight, all tensors are short
 
-The region of a front starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and
-do not depend on each other are parts of one attention, such as single heads, or the weighted values and the sum of
-weights. The result of this attention is the first short tensor that depends on all parts.
+A region starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and do not depend
+on each other are parts of one attention, such as single heads. Its result is the first short tensor that depends on all
+parts.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Region:
 
     Attributes:
         model: the part as a model, without shapes. Its outputs are `result` (if not empty) and `presents`.
-        key: equal for parts (regions) that compute the same.
+        key: equal for regions that compute the same.
         result: name of the attention's result; empty if the region only writes caches.
         presents: names of the presents, in the order of `caches`.
-        texts: names of the region's inputs that depend on tokens only (queries, new rows), in the order of the graph.
+        texts: names of inputs that depend on tokens only (queries, new rows), in the order of the graph.
         caches: names of the pasts.
         inputs: names of other graph inputs whose numbers the region reads.
-        integers: integers in the region's constants. Each may be a limit of lengths, such as a window or the size of a
-            table, so sample steps have lengths below and above this limit.
+        integers: integers in constants that may limit lengths, such as a window; steps have lengths below and above
+            each.
         wide: names of caches that are not float32, and that the region casts to float32 before it multiplies.
         wide_weights: True if any tensor with an axis of cache rows is float32 or double.
         computed: names of keys and values that are computed from caches and are inputs of the region.
@@ -70,23 +70,18 @@ class Region:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of all inputs and outputs of the part, in an order that is the same for parts with equal keys."""
+        """Names of all inputs and outputs of the region, in an order that is the same for regions with equal keys."""
         return (self.result, *self.presents, *self.texts, *self.caches, *self.computed)
 
 
 class Cutter:
-    """Cuts regions (parts with one attention or cache update) out of one model.
+    """Cuts regions (parts with one attention or cache update) out of one model without functions.
+
+    `caches` are guessed caches by past, `tokens` is the input of the new tokens, and `weights` have placeholders in the
+    model.
 
     Attributes:
         fronts: names of the results of all attentions, in the order of the graph.
-
-    Args:
-        model: a model without functions.
-        samples: makes the sizes of sample steps.
-        caches: guessed caches; maps the name of a past to its cache.
-        tokens: name of the input of the new tokens.
-        weights: maps names to weights that have placeholders in the model.
-        folder: folder of the external data.
     """
 
     def __init__(
@@ -114,7 +109,6 @@ class Cutter:
         self._split(tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
-        """Yield the fixed lengths of a cache (past and present), which do not depend on the number of tokens."""
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
         if shape is not None and (cache.shifted or not cache.growing):
             yield from (shape[cache.axis], shape[cache.axis] + 1)  # a sink adds one column to the scores
@@ -166,11 +160,7 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
-        """Return the output of the node that replaces an attention's result at some lengths; empty if there is none.
-
-        For example, a node gives zeros if queries see no key. This node must be the only reader of the attention's
-        result.
-        """
+        """Return the output of the node that replaces a result if, for example, no key is visible; empty if none."""
         if len(readers) != 1 or len(readers[0].output) != 1:
             return ""
         (guard,) = readers[0].output
@@ -214,15 +204,11 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the part of the model for the attention with result `name`, with the nodes that compute `passed`.
-
-        Raises:
-            RecognizeError: this part reads large weights.
-        """
+        """Return the region of the attention with result `name`, with the nodes that compute `passed`."""
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the part of the graph that writes a cache, with the nodes that compute the tensors in `passed`."""
+        """Return the region that writes a cache, with the nodes that compute the tensors in `passed`."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -251,7 +237,7 @@ class Cutter:
         )
 
     def computed(self, region: Region, query: str) -> Region:
-        """Return the piece of an attention's part of the graph that begins at keys and values computed from caches."""
+        """Return the part of an attention's region that begins at keys and values computed from caches."""
         nodes, _, _ = self._graph.cone([region.result], {*region.texts, *self._sizes})
         queried, cached, ends = {query}, {*region.caches, *region.texts} - {query}, dict[str, None]()
         for node in nodes:
@@ -314,7 +300,6 @@ class Cutter:
         return below
 
     def _widened(self, nodes: Sequence[onnx.NodeProto], past: str) -> bool:
-        """True if operators that read only this cache and constants cast this cache to another float type."""
         alone = {past, self._presents[past]}
         for node in nodes:
             read = self._reads(node)
@@ -327,18 +312,16 @@ class Cutter:
         return self._described(name)[0] in (TensorProto.FLOAT, TensorProto.DOUBLE)
 
     def _reads(self, node: onnx.NodeProto) -> Collection[str]:
-        """Return the tensors whose numbers a node reads. Shape and Size do not read numbers."""
         return () if node.op_type in ("Shape", "Size") else self._graph.reads[id(node)]
 
     def _described(self, name: str) -> tuple[int | None, list[tuple[int, ...] | None]]:
-        """Return the ONNX element type of a tensor, and its shape in each sample step."""
         if name not in self._known:
             shapes = [step.probe.shape(name) for step in self._steps]
             self._known[name] = self._steps[0].probe.elem_type(name), shapes
         return self._known[name]
 
     def ends_at(self, name: str) -> bool:
-        """True if this tensor can be an input of an attention's part: a size, or floats computed from tokens."""
+        """True if this tensor can be an input of an attention's region: a size, or floats computed from tokens."""
         if name in self._sizes or name not in self._text or name not in self._graph.makes:
             return name in self._sizes
         kind, shapes = self._described(name)
@@ -368,7 +351,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors, except those in `taken`, at which a region (changed part of the model) may begin."""
+    """The tensors, except those in `taken`, at which a region may begin."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken

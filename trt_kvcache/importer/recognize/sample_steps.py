@@ -1,4 +1,4 @@
-"""Make sample steps for the recognizers: a shape and a value for each input of the exported model."""
+"""Makes sample steps for the recognizers: a shape and a value for each input of the exported model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Sample:
     Attributes:
         batch, past, length, capacity: the sizes B, P, S and L.
         probe: evaluates tensors of the model in this step.
-        own: maps the name of each mask input to a bool array of its shape: True for keys that a query sees.
+        own: a bool array for each mask input, by name: True for keys that a query sees.
         wrapped: True if P is larger than the capacity, which only circular caches support.
     """
 
@@ -88,11 +88,7 @@ class Samples:
     def step(
         self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int | None = _OTHER_SIZE
     ) -> Sample:
-        """Make a sample step of these sizes. A size that the model fixes has the fixed value instead.
-
-        `other` is the size of axes of unknown meaning. If `other` is None, inputs with such an axis have no known
-        shape.
-        """
+        """Make a sample step of these sizes, unless the model fixes them; `other` is for axes of unknown meaning."""
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
                          (("batch", batch), ("sequence", length)))  # fmt: skip
         shapes: dict[str, Shape] = {}
@@ -129,7 +125,6 @@ class Samples:
         return Sample(batch, past, length, self.capacity, Probe(self.blueprint, shapes, values), own, wrapped)
 
     def _mask(self, shape: Shape) -> Array:
-        """Make a random bool mask of `shape`, such as a caller could give: True for keys that queries see."""
         seen: Array = self._rng.random(shape) >= _HIDDEN_SHARE
         seen[..., 0] = True
         if seen.all() and shape[-1] > 1:  # a mask that hides nothing would not show how the model uses it
@@ -138,11 +133,7 @@ class Samples:
 
 
 def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
-    """Refuse a model with an input that is not one position per token, or not one row per sequence.
-
-    Raises:
-        UnsupportedModelError: an input has a wrong size, or is too large for any machine; the message names it.
-    """
+    """Refuse a model with an input that is not one position per token, or not one row per sequence, or too large."""
     shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
     if math.prod(shape) > _MOST:
         raise UnsupportedModelError(

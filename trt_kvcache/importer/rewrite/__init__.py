@@ -1,16 +1,9 @@
-"""Rewrite a prepared graph into one that TensorRT builds with the same meaning, as the plan says.
+"""Rewrites a prepared graph into standard ONNX that TensorRT builds with the same meaning, as the plan says.
 
-Each rewrite keeps the graph standard ONNX, so ONNX Runtime computes the numbers of the original. `cache_updates` and
-`attention_nodes` rewrite caches and attention. This module adds two inputs of which only the shape matters, and
-replaces Tile and Expand before a Scan.
-
-The *shape* of an added input ``attention_span`` says how many cache rows a step reads. The input is int64 ``[span]``
-and holds 0, 1, ... span - 1. This has three effects. The number reaches the Slice nodes as a shape tensor, without a
-copy from the device. A CUDA graph that was captured for one span stays valid for every step with that span. One
-constant buffer serves all spans.
-
-The shape ``[K]`` of another added input requests the logits of the last K positions: a Slice cuts the tensor before the
-last product.
+`cache_updates` and `attention_nodes` rewrite caches and attention. This module adds two inputs of which only the shape
+matters. The length of ``attention_span`` (int64 ``[span]``: 0, 1, ... span - 1) says how many cache rows a step reads:
+it reaches Slice nodes without a copy from the device, a captured CUDA graph stays valid for its span, and one constant
+buffer serves all spans. The length K of the other input requests the logits of the last K positions:
 
     x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 
@@ -18,10 +11,10 @@ Repeats before a Scan become a Concat of copies:
 
     Tile(x, [1, 1, n, 1, 1]), Expand(x, [1, 1, n, 1, 1])   ->   Concat(x, ..., x), n times
 
-Gated delta nets, as mobius-onnx exports Qwen3-Next and Qwen3.5, scan over the tokens of an update. A Tile repeats their
-keys and queries for every head. Measured on TensorRT for RTX 1.7.1: if a Scan over a dynamic number of tokens depends
-on a Tile, or on an Expand by constants, the build fails with ``value.h:884: CHECK(is_const()) failed``. The same graph
-with Concat builds. Repeats beside or after a Scan also build. If the number of tokens is fixed, all repeats build.
+Gated delta nets (mobius-onnx exports of Qwen3-Next and Qwen3.5) scan over the tokens of an update. Measured on TensorRT
+for RTX 1.7.1: if a Scan over a dynamic number of tokens depends on a Tile, or on an Expand by constants, the build
+fails with ``value.h:884: CHECK(is_const()) failed``. With Concat, beside or after a Scan, or with a fixed number of
+tokens, it builds.
 """
 
 from __future__ import annotations
@@ -40,7 +33,7 @@ __all__ = ["rewrite_graph"]
 
 
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
-    """Rewrite caches, attention, masks, the rows that a step reads, and logits of a graph as its plan says."""
+    """Rewrite a prepared graph as its plan says, in place."""
     emitter = Emitter(graph)
     _relax_masks(graph, plan)
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
@@ -55,7 +48,6 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
-    """Make the last axis of the planned mask inputs dynamic, so that callers may give masks shorter than the cache."""
     shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
     for tensor in graph.inputs:
         if tensor.name in shapes:
@@ -63,7 +55,6 @@ def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
 
 
 def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
-    """Add the input for the logits span (number of last positions), and cut the tensor that gives the logits."""
     span = plan.logits_span
     if span is None:
         return
@@ -102,7 +93,6 @@ def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
 
 
 def _counts(node: gs.Node) -> list[int] | None:
-    """Return the number of repeats of a Tile or Expand for each axis of its input; None if not constant."""
     if not is_op(node, "Tile", "Expand"):
         return None
     repeats = small_constant(node.inputs[1])

@@ -1,11 +1,12 @@
-"""Rewrite Attention nodes, so that TensorRT builds IAttention layers or plain operators with the same meaning.
+"""Rewrites Attention nodes, so that TensorRT builds IAttention layers or plain operators with the same meaning.
 
-Attention(Q [B, N, S, H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
-becomes
-y = Attention(Q, K[:, :, :span], V[:, :, :span], mask)
-y = Where(row sees a key, y, 0)
+    Attention(Q [B, N, S, H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
+    becomes
+    y = Attention(Q, K[:, :, :span], V[:, :, :span], mask)
+    y = Where(row sees a key, y, 0)
 
-Plain operators compute attentions that IAttention cannot express:
+Plain operators compute attentions that IAttention cannot express, in the order and types of the ONNX operator
+(https://onnx.ai/onnx/operators/onnx__Attention.html):
 
     scores  = (Q * sqrt(scale)) @ (K * sqrt(scale))^T       G query heads share one K/V head; heads are not repeated
               one K/V head: (K @ (Q * scale)^T)^T, see `_over_one_head`
@@ -14,17 +15,14 @@ Plain operators compute attentions that IAttention cannot express:
     weights = softmax(scores) in softmax_precision; rows without a visible key become 0
     y       = weights @ V
 
-Order and types are those of the ONNX operator: https://onnx.ai/onnx/operators/onnx__Attention.html.
-
-The graph computes each mask once. All layers with the same geometry share it:
+All layers with the same geometry share one mask:
 
     key position  k = 0 .. keys - 1                       [1, 1, 1, K]
     frontier      f = lengths - S_q + i   (i without lengths)   [B, 1, S_q, 1]
     visible         = k <= f and k >= f - left and ... and the mask of the model
 
-TensorRT ignores `nonpad_kv_seqlen`, and aligns `is_causal` to the upper left corner. So the rewrite makes an explicit
-mask as ONNX defines it (aligned to the bottom right, with lengths per sequence). Every supported TensorRT version
-computes explicit masks correctly.
+The mask is explicit, because TensorRT ignores `nonpad_kv_seqlen`, and aligns `is_causal` to the upper left corner,
+while ONNX aligns it to the bottom right. Every supported TensorRT version computes explicit masks correctly.
 """
 
 from __future__ import annotations
@@ -62,10 +60,8 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
     attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share Q, or parts of Q, each attention multiplies Q by another power of four, and divides its scale by this
-    power.
-
-    `queries` counts the attentions so far that read each Q. `keys` counts all attentions that read each K.
+    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it. `queries` counts
+    the attentions so far that read each Q, `keys` all that read each K.
     """
     node = facts.node
     query, key = node.inputs[:2]
@@ -107,11 +103,7 @@ def _rewrite(
 
 
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
-    """Return the first `end` keys of K or V. If K or V is a view of a cache, cut the cache itself.
-
-    This function places the Slice before any Transpose, so that the engine transposes only rows in use. All readers of
-    a cache share its Slices.
-    """
+    """Return the first `end` keys of K or V. A view of a cache is cut before its Transpose."""
     if end is None:
         return tensor
     shape = dims(tensor)
@@ -149,7 +141,6 @@ def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views
 
 
 def _splits_heads(node: gs.Node) -> bool:
-    """True if a node reshapes ``[B, S, N*H]`` to ``[B, S, N, H]`` for every S."""
     target = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
     return target is not None and target.size == 4 and not target[:2].any()
 
@@ -195,9 +186,8 @@ def lower_attention(
 class _Plain:
     """Emits the parts of one attention in plain operators.
 
-    If G query heads share a K/V head, the products of Q with K and of weights with V have operands ``[B, N_kv, G*S,
-    ...]``. Query head h reads K/V head h // G, so the G heads of a group are next to each other. Operators between the
-    two products compute tensors ``[B, N, S, K]``.
+    If G query heads share a K/V head, the operands of both products are ``[B, N_kv, G*S, ...]``: query head h reads K/V
+    head h // G. Operators between the products compute tensors ``[B, N, S, K]``.
     """
 
     def __init__(self, emitter: Emitter, facts: AttentionFacts, query_heads: int, kv_heads: int) -> None:
@@ -283,9 +273,9 @@ def _is_rounded(tensor: gs.Tensor) -> bool:
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
     """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
-    Keys are the left operand, so that the queries are transposed instead of the keys: TensorRT for RTX 1.7.1 makes two
-    copies of transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns), each
-    part has a separate product. The scores are the sum of these products.
+    Keys are the left operand, so that queries are transposed instead: TensorRT for RTX 1.7.1 makes two copies of
+    transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns), the products of
+    its parts are added.
     """
     parts, start = [], 0
     columns = _columns(key)
@@ -345,8 +335,6 @@ def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geo
 
 
 class _Builder:
-    """Emits the nodes that compute one attention mask."""
-
     def __init__(self, emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask) -> None:
         self.emitter, self.facts, self.plan, self.geometry = emitter, facts, plan, geometry
         self.windowed = geometry.left_window >= 0 or geometry.right_window >= 0
@@ -354,7 +342,6 @@ class _Builder:
         self.end: gs.Tensor | None = None
 
     def build(self) -> BuiltMask:
-        """Emit the whole mask from its parts."""
         emitter, facts, geometry = self.emitter, self.facts, self.geometry
         self.end = self._end()
         bias, row_visible = self._by_position()
@@ -423,13 +410,11 @@ class _Builder:
         return visible, None if self.windowed else row_visible
 
     def _hidden_where_not(self, visible: gs.Tensor, bias: gs.Tensor) -> gs.Tensor:
-        """Emit a float mask that is minus infinity for keys that are not `visible`, and `bias` for all others."""
         dtype = self.facts.dtype
         hidden = self.emitter.scalar(float("-inf"), dtype)
         return self.emitter.op("Where", [visible, bias, hidden], "bias", dtype)
 
     def _length(self) -> gs.Tensor | None:
-        """Emit the valid lengths, int64 ``[B, 1, 1, 1]``; None without lengths."""
         lengths = self.facts.lengths
         if lengths is None:
             return None
@@ -474,8 +459,6 @@ class _Builder:
         return emitter.once(("frontier", source, length.name if length is not None else None), make)
 
     def _keys(self) -> gs.Tensor:
-        """Emit the positions of the keys, int64 ``[1, 1, 1, K]``."""
-
         def make() -> gs.Tensor:
             axes = self.emitter.ints([0, 1, 2])
             return self.emitter.op("Unsqueeze", [self._key_positions(), axes], "keys", INT64)
@@ -483,7 +466,6 @@ class _Builder:
         return self.emitter.once(("keys", self.geometry.name), make)
 
     def _key_positions(self) -> gs.Tensor:
-        """Emit the tensor 0, 1, ... n - 1, where n is the number of keys that attention reads."""
         emitter, facts, end = self.emitter, self.facts, self.end
         if self.span is not None and facts.mask is None:
             return self.span
@@ -496,12 +478,10 @@ class _Builder:
         return self._counted(end, "key_count", "key_positions")
 
     def _counted(self, count: gs.Tensor, scalar: str, name: str) -> gs.Tensor:
-        """Emit the tensor 0, 1, ... count - 1, where `count` is a tensor int64 ``[1]``."""
         number = self.emitter.op("Squeeze", [count], scalar, INT64)
         return self.emitter.op("Range", [self.emitter.ints(0), number, self.emitter.ints(1)], name, INT64)
 
     def _own_mask(self, mask: gs.Tensor) -> gs.Tensor:
-        """Emit the mask of the model as 4-D, cut to the keys that attention reads."""
         emitter = self.emitter
         rank = len(dims(mask) or (0,) * 4)
         dtype = self.facts.dtype if self.geometry.additive else BOOL

@@ -1,7 +1,7 @@
-"""Rewrite cache updates into the form that IKVCacheUpdateLayer supports (4-D, axis 2, linear), or plain operators.
+"""Rewrites cache updates into the form that IKVCacheUpdateLayer supports (4-D, axis 2, linear), or plain operators.
 
-view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], the update is reshaped, readers get the logical shape
-heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update is transposed instead of the cache
+view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q]; update reshaped; readers get the logical shape
+heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H]; the (small) update is transposed, not the cache
 circular:    TensorScatter(mode=circular, w) -> TensorScatter(w mod S_max)
 functional:  TensorScatter(past, update, w) -> ScatterElements(past, Expand((w + arange(S_new)) [mod S_max]), update)
 """
@@ -26,8 +26,7 @@ class CacheView:
     Attributes:
         present: the updated cache in its physical shape.
         axis: the sequence axis of the physical shape.
-        logical: operand of a Reshape from any number of rows to the logical shape of the model; None if both shapes are
-            equal.
+        logical: operand of a Reshape from any number of rows to the model's logical shape; None if both are equal.
         logical_axis: the sequence axis of the logical shape.
     """
 
@@ -152,14 +151,12 @@ def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None
 
 
 def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
-    """Make the readers of a node's output read `tensor` instead."""
     output = node.outputs[0]
     node.outputs.clear()
     replace_uses(output, tensor)
 
 
 def _set_update(node: gs.Node, cache: CacheUpdate, update: gs.Tensor) -> None:
-    """Make an update node write the rows `update` into a cache of the physical shape."""
     node.inputs[1] = update
     node.attrs["axis"] = 2
     shape = [None if d == "?" else d for d in cache.physical_shape]

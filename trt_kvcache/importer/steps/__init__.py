@@ -1,4 +1,4 @@
-"""Make steps of a decode loop, with all inputs, in which `check` and `verify` run the original and the rewritten model.
+"""Makes steps of a decode loop, with all inputs, in which `check` and `verify` run both models.
 
 drawn_inputs        steps, the limits of a model for steps, and values for the inputs of a step
 cache_contents      values for the caches of a step, with garbage in rows without a token

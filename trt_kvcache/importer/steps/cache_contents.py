@@ -127,17 +127,11 @@ def drawn_contents(
 ) -> Array:
     """Draw the contents of a cache before a step: random rows for tokens, garbage or 0 in other rows.
 
-    Numbers are drawn once for each seed, and each step takes a slice of these numbers. bfloat16 becomes float32.
-
-    Args:
-        cache: a cache or a state. A state without history holds zeros.
-        seed: seed of the random numbers.
-        histories: tokens written so far, for each row of the batch. Linear caches never hold more tokens than they have
-            rows; circular caches keep the newest tokens.
-        garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros instead of
-            garbage. Garbage is finite, because ONNX's own Attention returns NaN for a masked NaN.
-        shift: where in the drawn numbers the contents begin.
-        wide: True if float16 becomes float32, too.
+    Numbers are drawn once for each `seed`; each step takes a slice that begins at `shift`. A state without history
+    holds zeros. `histories` are the tokens written so far in each batch row; circular caches keep the newest. `garbage`
+    is the magnitude of floating-point garbage with random signs (integers take any value), or 0 for zeros. It is
+    finite, because ONNX's own Attention returns NaN for a masked NaN. bfloat16 becomes float32; with `wide`, float16,
+    too.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype)
@@ -193,7 +187,6 @@ def _pool(shape: tuple[int, ...], dtype: str, kind: np.dtype[Any], number: int, 
 
 
 def _repeat(target: Array, source: Array, start: int) -> None:
-    """Fill `target` with the entries of `source`, from entry `start` on, cyclically."""
     place = 0
     while place < len(target):
         taken = source[(start + place) % len(source) :][: len(target) - place]
@@ -214,7 +207,7 @@ def _normal() -> Array:
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
-    """Return a map from the past of each cache of fixed length to its number of rows."""
+    """Return the number of rows of each cache of fixed length, by past."""
     rows = {}
     dims = {value.name: value.type.tensor_type.shape.dim for value in inputs}
     for cache in plan.caches:
@@ -236,10 +229,7 @@ def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]
 
 
 def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
-    """Return a cache with one row for every token if the rewrite made it circular; otherwise the cache itself.
-
-    `fixed` is the result of `fixed_rows`. If the cache grows in the original, it gets `longest` rows.
-    """
+    """Return a cache with one row for every token if the rewrite made it circular; otherwise the cache itself."""
     update = cache.update
     if update is None or update.mode is not UpdateMode.CIRCULAR:
         return cache
@@ -253,13 +243,10 @@ def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longe
 
 
 def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float) -> Array:
-    """Return the contents ``[B, ..., capacity, ...]`` of a circular cache after a text: its newest tokens.
+    """Return the contents ``[B, ..., capacity, ...]`` of the circular cache after a text: its newest tokens.
 
-    Args:
-        text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
-        cache: the ring.
-        ends: the number of tokens in each row of the batch.
-        garbage: magnitude of garbage in rows without a token.
+    `text` is ``[B, ..., tokens, ...]``, in the cache's axis order. `ends` are the numbers of tokens of the batch rows;
+    rows without a token get numbers as large as `garbage`.
     """
     assert cache.update is not None
     ring: Array = drawn_contents(cache, 0, (0,) * len(ends), garbage).astype(text.dtype)
@@ -277,11 +264,7 @@ def size_of(dim: Dim) -> int | None:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype for an ONNX dtype name such as ``"float16"``. For bfloat16, return float32.
-
-    Raises:
-        UnsupportedModelError: ONNX Runtime has no inputs of this type.
-    """
+    """Return the NumPy dtype for an ONNX dtype name such as ``"float16"``. For bfloat16, return float32."""
     if name == "bfloat16":
         return np.dtype(np.float32)
     if name not in PLAIN:

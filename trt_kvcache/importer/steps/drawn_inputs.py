@@ -1,4 +1,4 @@
-"""Define steps of a decode loop, find a model's limits for steps, and draw input values by role (not caches)."""
+"""Defines steps of a decode loop, finds a model's limits for steps, and draws input values by role (not caches)."""
 
 from __future__ import annotations
 
@@ -72,11 +72,7 @@ class Limits:
 
 
 def read_limits(plan: CachePlan, batch: int) -> Limits:
-    """Return the limits of a model's steps.
-
-    Raises:
-        OptionError: a circular cache has fewer rows than the model's fixed update.
-    """
+    """Return the limits of a model's steps; raises `OptionError` if a circular cache is shorter than an update."""
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     together = rows_together(plan.original)
     batch = together or min(fixed_batches, default=batch)
@@ -124,15 +120,9 @@ def rows_together(original: Iterable[OriginalTensor]) -> int | None:
 class DrawnInputs:
     """Draws values for the inputs of one step.
 
-    Args:
-        plan: plan of the model.
-        limits: limits of token ids and positions.
-        named: given values that replace drawn values, by name of the input.
-        rng: random generator for tokens, masks and inputs of unknown role.
-        unknown: size of axes of unknown meaning; None: refuse models with such axes.
-        rings: True if the rewrite made caches circular. Then valid lengths count all tokens, as the original's cache
-            does.
-        plain: True if masks hide only later tokens, as in a session.
+    `named` are given values by name of the input. `unknown` is the size of axes of unknown meaning (None: refuse models
+    with such axes). With `rings`, the rewrite made caches circular, so that valid lengths count all tokens. With
+    `plain`, masks hide only later tokens, as in a session.
     """
 
     def __init__(
@@ -146,7 +136,7 @@ class DrawnInputs:
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
     def shared(self, step: Step) -> dict[str, Array]:
-        """Return a map from names to values for the inputs that the original and the rewritten model share."""
+        """Return values for the inputs that the original and the rewritten model share, by name."""
         sizes = {
             "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
             "batch+1": len(step.starts) + 1,
@@ -229,7 +219,6 @@ class DrawnInputs:
         return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
 
     def _fixed_keys(self) -> int:
-        """Return the most keys that an input can hold in a model without caches."""
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
         return max((n for n in rows if isinstance(n, int)), default=1)
 
@@ -251,8 +240,7 @@ class DrawnInputs:
         if dtype.kind != "f":
             return placed.astype(dtype)
         # Hidden rows that hold a token get a finite bias. If lengths or causality leave a query no other key, a softmax
-        # of
-        # only the lowest values would depend on the order in which they were added.
+        # of only the lowest values would depend on the order in which they were added.
         token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
         bias = np.where(placed, 0 if self._plain else self._rng.uniform(-1, 1, shape), _FAINT)
         # -inf, not the lowest finite number: ONNX Runtime treats the latter as -inf, but ONNX's definition adds it.
@@ -260,14 +248,7 @@ class DrawnInputs:
 
 
 def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCODER_TOKENS) -> dict[str, Array]:
-    """Draw values for constants: inputs that the caller gives once, such as an encoder's output and mask.
-
-    Args:
-        plan: plan of the model.
-        batch: number of rows of the batch.
-        seed: seed of the values.
-        length: length of an encoder's output, if the model does not fix it.
-    """
+    """Draw values for inputs that the caller gives once, such as an encoder's output of `length` tokens, and mask."""
     rng = np.random.default_rng([seed, len(plan.tensors)])
     named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
     drawn: dict[str, Array] = {}
@@ -285,13 +266,10 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCO
 
 
 def span_inputs(plan: CachePlan, step: Step, kind: str, length: int | None = None) -> dict[str, Array]:
-    """Return a map from the span inputs of the rewritten model to their values.
+    """Return the values of the rewritten model's span inputs, by name.
 
-    Args:
-        plan: plan of the model.
-        step: the step.
-        kind: how many cache rows a step reads: "tight" (those in use), "bucketed" (the next multiple of 16) or "full".
-        length: the number of last positions whose logits are computed; None: all positions.
+    `kind` is how many cache rows a step reads: "tight" (those in use), "bucketed" (the next multiple of 16) or "full".
+    `length` is the number of last positions whose logits are computed; None: all.
     """
     spans = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
     logits = plan.logits_span
@@ -306,9 +284,8 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
     """Transpose, repeat or cut `values` with the axes `names`, to make a tensor of `shape` with the axes `axes`.
 
-    An unnamed axis of the tensor takes the first unused name whose size fits. Along an axis without a matching name,
-    values are repeated. For a name without an axis, the tensor gets one entry: the last one along `sequence`, the first
-    one along other names.
+    An unnamed axis takes the first unused name whose size fits. Along an axis without a matching name, values are
+    repeated. For a name without an axis, the tensor gets one entry: the last along `sequence`, else the first.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]

@@ -1,4 +1,4 @@
-"""Find and replace the element types that a model declares in tensors, value infos and attributes."""
+"""Finds and replaces the element types that a model declares in tensors, value infos and attributes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Find models whose tokens see later tokens of their step. If a prompt of such a model is split, its result changes.
+"""Finds models whose tokens see later tokens of their step. If a prompt of such a model is split, its result changes.
 
     causal      query i sees keys up to its own                any split gives the same numbers
     no mask     query i sees all keys of its step              the whole prompt must be in one step
@@ -27,12 +27,7 @@ _HIDDEN = -15.0  # a score counts as hidden if a mask adds this or less; float m
 
 
 def see_later_tokens(model: onnx.ModelProto, plan: CachePlan) -> bool:
-    """True if the model lets a query see a later token of the same step.
-
-    Args:
-        model: the planned model in canonical form, with inferred shapes.
-        plan: plan of the model.
-    """
+    """True if the model (canonical, with inferred shapes) lets a query see a later token of the same step."""
     lengths = {c.update_length for c in plan.caches if c.carried}
     if lengths <= {1}:
         return False
@@ -54,7 +49,6 @@ def _shows_later(model: onnx.ModelProto, plan: CachePlan, mask: Mask) -> bool:
 
 
 def _is_open(values: Array, step: Step) -> bool:
-    """True if a mask ``[..., S, keys]`` lets a query see a later token of the same step."""
     visible = values if values.dtype == np.bool_ else values > _HIDDEN
     start = step.starts[0]
     keys = min(visible.shape[-1], start + step.length)

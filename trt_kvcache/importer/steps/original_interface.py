@@ -1,18 +1,15 @@
-"""Translate between the interfaces of an exported model and of its rewritten form.
+"""Translates between the interfaces of an exported model and of its rewritten form.
 
-The rewrite changes the inputs: caches of a fixed capacity with write indices replace growing caches, and padding masks
-and counters disappear. `OriginalInterface` computes the inputs of the original from the new inputs, and the new outputs
-from the outputs of the original. So code that runs the rewritten model can also run the original:
+So code that runs the rewritten model can also run the original:
 
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
-    shifted cache of W rows, masks over W   <->  the newest rows at the end of W rows; masks that hide the rows before
-    them
-  past of the newest rows only            <->  these rows of the cache; other rows unchanged
+    shifted cache of W rows, masks over W   <->  the newest rows at the end; masks that hide the rows before them
+    past of the newest rows only            <->  these rows of the cache; other rows unchanged
     float32 cache that the model casts      <->  cache of the type that it casts to
 
-A growing past has one length for all rows of a batch. So each row runs separately. If the model was exported for a
+A growing past has one length for all rows of a batch, so each row runs separately. If the model was exported for a
 fixed batch larger than one, all rows run together, and must start at the same position.
 """
 
@@ -39,20 +36,22 @@ COUNTED = {
     OriginalRole.PADDING_MASK: None,
     OriginalRole.MASK: Role.MASK,
 }
-"""Roles of original inputs whose values follow from lengths. Each is mapped to the role of an input in the rewritten
-model that has the same name and the same values. If that input has another role, only its shape is used."""
+"""Roles of original inputs whose values follow from lengths.
+
+Each is mapped to the role of an input in the rewritten model that has the same name and the same values. If that input
+has another role, only its shape is used.
+"""
 
 
 class OriginalInterface:
     """Translates one step between the interfaces of the original and of the rewritten model.
 
+    Raises `UnsupportedModelError` if the plan does not say at which rows a step writes.
+
     Attributes:
         together: the number of rows in one run of the original; None: each row runs separately.
         ragged: True if the original's inputs can give each sequence of a batch its own length.
-        past_rows: for each past input that keeps only its newest rows, maps the input name to the most rows.
-
-    Raises:
-        UnsupportedModelError: the plan does not say at which rows a step writes.
+        past_rows: the most rows of each past input that keeps only its newest rows, by name.
     """
 
     def __init__(self, plan: CachePlan) -> None:
@@ -90,10 +89,9 @@ class OriginalInterface:
         return int(feeds[name].shape[axis])
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
-        """Return the groups of batch rows that the original runs together, each with its number of earlier tokens.
+        """Return the batch rows that the original runs together, with their past tokens.
 
-        If `together` is true, each group is as large as one run allows. Otherwise rows run separately if the original
-        allows it.
+        `together`: as many as it can.
         """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if together and (self.ragged or len(set(starts)) == 1):
@@ -108,10 +106,9 @@ class OriginalInterface:
         return [(slice(0, len(starts)), starts[0])]
 
     def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int, without: Collection[str] = ()) -> Feeds:
-        """Return the original's inputs for some batch rows of a step. Each row has `past` tokens before the step.
+        """Return the original's inputs, except `without`, for some batch rows with `past` tokens before the step.
 
-        `feeds` maps names to the rewritten model's inputs, with caches in their logical shape. The result omits the
-        inputs in `without`.
+        `feeds` are the rewritten model's inputs by name, with caches in their logical shape.
         """
         length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
@@ -193,12 +190,7 @@ class OriginalInterface:
         return tuple(shape)
 
     def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
-        """Return the outputs of the rewritten model, built from the outputs of the original in several runs.
-
-        Each cache gets the shape that it has in `feeds`.
-
-        `ran` has, for each run: the batch rows, the number of tokens before the step, and the outputs of the original.
-        """
+        """Return the rewritten model's outputs from runs of the original (batch rows, past tokens, outputs)."""
         runs, results = list(ran), Feeds()
         for tensor in self._outputs:
             name, axes = tensor.name, tensor.axes
@@ -250,7 +242,6 @@ def _is_of_rows(tensor: OriginalTensor, is_same: bool) -> bool:
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
-    """Return the values of some batch rows; all values if they have no batch axis, or batch size 1."""
     if "batch" not in axes or values.shape[axes.index("batch")] == 1:
         return values
     return values[(slice(None),) * axes.index("batch") + (rows,)]

@@ -1,12 +1,8 @@
-"""Evaluate parts of a model in one step, only when they are requested, with ONNX's own functions.
+"""Evaluates parts of a model in one step, only when they are requested, with ONNX's own functions.
 
-Recognizers ask for the shapes of tensors, and for the values of masks and positions; the check asks for shapes. A step
-fixes the shape of every graph input, and the values of some graph inputs. `Probe` derives the type of each tensor, and
-the values of tensors that do not depend on weights or tokens. A caller may also set the value of any tensor; it
-replaces the result of the node. So a caller can feed numbers into a chain of operators and compare the result.
-
-ONNX shape inference gives the types. ONNX's reference evaluator gives the values: one operator at a time, and only for
-requested tensors. Equal operators with equal inputs, as in the layers of a decoder, are evaluated only once:
+A step fixes the shape of every graph input, and some values. `Probe` derives the type of each tensor with ONNX shape
+inference, and values that do not depend on weights or tokens with ONNX's reference evaluator. A caller may set the
+value of any tensor. Equal operators with equal inputs, as in the layers of a decoder, are evaluated only once:
 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
     layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found in the results of layer 0
@@ -66,7 +62,6 @@ class Maker:
     """The node that computes a tensor, converted once, because reading a protobuf is slow.
 
     Attributes:
-        node: the node.
         place: index of the node in the graph. Makers of its inputs have lower indices.
         op: the node's operator, with its domain unless this is ONNX's own.
         form: a number that nodes with the same operator and attributes share.
@@ -81,16 +76,11 @@ class Maker:
 
 
 class Blueprint:
-    """A model in a form that a `Probe` (values of one step) reads quickly. All probes share one blueprint.
+    """A model without functions in a form that a `Probe` (values of one step) reads quickly; all probes share it.
 
     Attributes:
-        makers: maps the name of a tensor to the node that computes it; constants are absent.
-        results: maps a node's form and facts about its inputs to facts about its outputs. All steps share the results.
-
-    Args:
-        model: a model without functions, with named tensors. Later edits of the model do not change the blueprint.
-        weights: large inline initializers that were detached from `model`; maps names to tensors. Probes read only
-            integers, masks and tensors with the shape of a bias.
+        makers: the node that computes a tensor, by the tensor's name; constants are absent.
+        results: facts about a node's outputs, by the node's form and facts about its inputs. All steps share them.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
@@ -142,7 +132,6 @@ class Blueprint:
         return [_Fact(k) if v is None else _fact(v) for k, v in zip(kinds, values, strict=True)]
 
     def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
-        """Infer the types of a node's outputs with ONNX's shape inference."""
         known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
         own = {*maker.node.input}  # bodies also read names of other graphs
         types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items() if f.kind or n in own}
@@ -162,7 +151,6 @@ class Blueprint:
     def _evaluate(
         self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
     ) -> Sequence[Array | None]:
-        """Compute a node's outputs with ONNX's reference implementation; None for each output that stays unknown."""
         values = [None if f is None else f.value for f in facts]
         nothing = [None] * len(kinds)
         if maker.op in ("Shape", "Size"):
@@ -185,7 +173,6 @@ class Blueprint:
         return _run(maker, self._operators[maker.form], values) or nothing
 
     def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
-        """Return the reference implementation of a node, with the node's attributes; None if ONNX has none."""
         domain = "" if node.domain == "ai.onnx" else node.domain
         if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or node.op_type in _RANDOM:
             return None
@@ -198,13 +185,7 @@ class Blueprint:
 
 
 class Probe:
-    """Evaluates the tensors of a model in one step.
-
-    Args:
-        blueprint: the model, in a form for fast lookups.
-        shapes: maps each graph input to its shape. The object keeps this mapping, not a copy.
-        values: maps graph inputs, or other tensors, to given values.
-    """
+    """Evaluates the tensors of a model in one step, for which `shapes` and some `values` are given by name."""
 
     def __init__(self, blueprint: Blueprint, shapes: Mapping[str, Shape], values: Mapping[str, Array]) -> None:
         self._blueprint = blueprint
@@ -234,9 +215,9 @@ class Probe:
         return None if kind is None else _elem_type(kind)
 
     def value(self, name: str) -> Array | None:
-        """Return the value of a tensor; None if it depends on weights, tokens or an unknown operator.
+        """Return the value of a tensor; None if it depends on weights, tokens or unknown operators.
 
-        The caller must not change the array: other tensors may share it.
+        Do not change it.
         """
         return self._fact(name).value
 
@@ -272,7 +253,6 @@ class Probe:
         return results
 
     def _stated(self, name: str) -> _Fact:
-        """Return the known facts about a weight or a graph input: type, shape and value."""
         if name in self._blueprint.initializers:
             return self._blueprint.stated(name)
         if name in self._shapes:
@@ -285,10 +265,7 @@ def _fact(value: Array) -> _Fact:
 
 
 def _content(fact: _Fact) -> Hashable:
-    """Return a key for the table of results. Tensors of equal type and value have equal keys.
-
-    Types and small values are compared by contents, large values by identity.
-    """
+    """Return a key for the table of results: types and small values by contents, large values by identity."""
     value = fact.value
     if value is None:
         return fact.kind
@@ -322,10 +299,7 @@ def _run(
 
 
 def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
-    """Crop the input of Pad by negative pads, and set these pads to 0. The reference implementation needs this.
-
-    torch.onnx writes negative pads where it cuts a padding mask to the length of a window.
-    """
+    """Crop Pad's input by negative pads (of torch.onnx), because ONNX's reference evaluator does not."""
     data, pads, value, axes = (*inputs, *[None] * 4)[:4]
     if data is None or pads is None or pads.min(initial=0) >= 0:
         return inputs

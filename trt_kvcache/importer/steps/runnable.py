@@ -1,4 +1,4 @@
-"""Convert models to operators and types that run on the CPU. Functions return a copy, or an unchanged model."""
+"""Converts models to operators and types that run on the CPU. Functions return a copy, or an unchanged model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,6 @@ def with_exact_products(model: ModelProto) -> ModelProto:
 def _edited(
     model: ModelProto, wanted: Callable[[NodeProto], bool], edit: Callable[[NodeProto, str], list[NodeProto]]
 ) -> ModelProto:
-    """Return a copy of the model with edited nodes. New nodes from `edit` are placed before the edited node."""
     if not any(wanted(node) for scope in iter_scopes(model) for node in scope.node):
         return model
     copy = copied(model)
@@ -63,7 +62,7 @@ def rounds(node: NodeProto) -> bool:
 def with_expanded_masks(model: ModelProto) -> ModelProto:
     """Repeat attention masks for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
 
-    ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses masks without an axis of queries. With such a mask, the reference
+    ONNX Runtime 1.31.1 refuses masks without an axis of queries, which ONNX broadcasts. With such a mask, the reference
     evaluator of ONNX 1.23.2 wrongly hides from all queries the keys that it hides from the first one.
     """
 
@@ -84,10 +83,10 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
 def with_norms_in_front(model: ModelProto) -> ModelProto:
     """Move the norms of queries and keys from GroupQueryAttention to nodes in front of this operator.
 
-    Only the CUDA kernel of ONNX Runtime 1.31.1 supports norms inside GroupQueryAttention. The new nodes normalize each
-    head before its rotation, in the form that onnxruntime-genai writes without fusion: SimplifiedLayerNormalization
-    over ``[B, S, heads, head size]``. Measured with exports of the same Qwen3 in fp16: the export for CUDA (fused) with
-    these nodes, and the export for DirectML (not fused), give the same bits.
+    Only the CUDA kernel of ONNX Runtime 1.31.1 supports norms inside. The new nodes normalize each head before its
+    rotation, in onnxruntime-genai's form without fusion: SimplifiedLayerNormalization over ``[B, S, heads, head
+    size]``. Measured with the same Qwen3 in fp16: the export for CUDA (fused) with these nodes, and the export for
+    DirectML (not fused), give the same bits.
     """
     return _edited(model, _has_norms, _norms)
 
@@ -98,7 +97,6 @@ def _has_norms(node: NodeProto) -> bool:
 
 
 def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
-    """Emit the nodes that normalize queries and keys before a GroupQueryAttention; remove its norm weights."""
     attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
     epsilon = attrs.get("qk_norm_epsilon", 1e-6)
     heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
@@ -134,10 +132,7 @@ def runnable(original: ModelProto) -> ModelProto:
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """Return the plan with int8 as the type of caches whose own type NumPy or ONNX Runtime does not support.
-
-    Operators that only move rows work in the same way with any type.
-    """
+    """Return the plan with int8 in place of cache types that NumPy or ONNX Runtime lacks; rows are only moved."""
 
     def known(dtype: str) -> str:
         return dtype if dtype in (*PLAIN, "bfloat16") else "int8"
@@ -151,10 +146,8 @@ def as_bytes(plan: CachePlan) -> CachePlan:
 def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
     """Return the model in float32 instead of float16 and bfloat16, so that rounding hides no difference.
 
-    Cache types that operators only move become int8, as in `as_bytes`. QuantizeLinear with zero point 0 writes int8,
-    too.
-
-    If `wide` is False, float16 stays, and replaces bfloat16, which ONNX Runtime cannot compute with.
+    Cache types that operators only move become int8, as in `as_bytes`; QuantizeLinear with zero point 0 writes int8,
+    too. If `wide` is False, float16 stays, and replaces bfloat16, which ONNX Runtime cannot compute with.
     """
     copy = copied(model)
     moved = [value for value in copy.graph.input if value.type.tensor_type.elem_type in _MOVED]
@@ -173,7 +166,6 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
 
 def _quantize_to_bytes(graph: GraphProto) -> None:
-    """Make QuantizeLinear nodes write int8 with zero point 0, because the caches now hold int8."""
     points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
     for tensor in graph.initializer:
         zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)

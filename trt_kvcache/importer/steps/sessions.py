@@ -1,4 +1,4 @@
-"""Run models on the CPU: in ONNX Runtime without optimizations, or, if that fails, in ONNX's reference evaluator."""
+"""Runs models on the CPU: in ONNX Runtime without optimizations, or, if that fails, in ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -22,20 +22,12 @@ _REFERENCE_ERRORS = (
 
 
 class ModelSession(Protocol):
-    """The interface of a loaded model that can run on the CPU.
-
-    Attributes:
-        backend: name of the library that runs the model.
-    """
+    """A loaded model that can run on the CPU; `backend` is the name of the library that runs the model."""
 
     backend: str
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Run the model; return a map from output names to values.
-
-        Raises:
-            RunError: the model does not run.
-        """
+        """Run the model; return its outputs by name. Raises `RunError` if the model does not run."""
         ...
 
 
@@ -68,17 +60,12 @@ class ReferenceSession:
 def open_session(
     model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, beside: ModelSession | None = None
 ) -> ModelSession:
-    """Load a model in ONNX Runtime, or, if this fails, in ONNX's reference evaluator.
+    """Load a model in ONNX Runtime, or, if this fails, in ONNX's reference evaluator, and run `trial` if given.
 
-    Args:
-        model: the model to run.
-        trial: inputs of a step; None: no trial.
-        beside: the session of the original, if `model` is the rewritten one. If ONNX Runtime runs the original, it must
-            also run `model`, because the reference evaluator would accept mixed types, negative sizes and too many
-            indices. If ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`.
-
-    Raises:
-        RunError: no session can run the model. The message is that of ONNX Runtime.
+    If `model` is the rewritten one, `beside` is the session of the original. If ONNX Runtime runs the original, it must
+    also run `model`, because the reference evaluator would accept mixed types, negative sizes and too many indices. If
+    ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`. Raises `RunError` with ONNX Runtime's
+    message if no session can run the model.
     """
     session: UnfusedSession | None = None
     try:

@@ -1,15 +1,13 @@
-"""Add adapters (LoRA) as inputs to a rewritten model, for ``--lora-rank``.
+"""Adds adapters (LoRA) as inputs to a rewritten model, for ``--lora-rank``.
 
     y = x W                                                  x [B, S, inputs]
 becomes
     y = x W + (x A[slot]) B[slot]                            A [slots + 1, inputs, rank], B [slots + 1, rank, outputs]
 
-`slot` is an input ``[B]``: each sequence of a batch chooses its adapter. Slot 0 holds zeros, so it stands for the model
-without an adapter. W stays unchanged, quantized or not. This module edits a model after the check, which runs without
-adapters. It only adds operators, as LoRA defines them.
-
-Names in the model tell to which module of the checkpoint a product (MatMul) belongs. Otherwise, `adapter_weights`
-compares weights with the checkpoint. If a product fuses several modules, each has its own columns in A and B.
+`slot` is an input ``[B]``: each sequence chooses its adapter; slot 0 holds zeros. W stays unchanged, quantized or not.
+This happens after the check, which runs without adapters. Names in the model, or a comparison of weights with the
+checkpoint, tell to which module a product (MatMul) belongs. If a product fuses several modules, each has its own
+columns in A and B.
 """
 
 from __future__ import annotations
@@ -61,17 +59,9 @@ def add_adapters(
 ) -> CachePlan:
     """Add adapters to a rewritten model in place, as the plan's options say. Return the new plan.
 
-    Args:
-        model: the rewritten model; its large weights may be placeholders (without data).
-        plan: the plan of this model.
-        source: the exported model; its names may show the modules.
-        folder: folder of the external data.
-        weights: maps names to weights that have placeholders in the model.
-
-    Raises:
-        UnsupportedModelError: no MatMul belongs to a target module, or it is unknown which rows of a MatMul belong to
-            which sequence.
-        OptionError: the checkpoint cannot be read.
+    Names in `source`, the exported model, may show the modules. `weights` are those that have placeholders in the
+    model. Raises `UnsupportedModelError` if no MatMul belongs to a target module, or if it is unknown which rows of a
+    MatMul belong to which sequence, and `OptionError` if the checkpoint cannot be read.
     """
     options = plan.options
     assert options.lora_rank is not None
@@ -135,7 +125,6 @@ def _compared(
     folder: Path,
     weights: Mapping[str, TensorProto],
 ) -> list[_Match]:
-    """Find the module of each MatMul by comparing the weights with those of a checkpoint."""
     matches = []
     for product in products:
         root = graph.constants[product.root]
@@ -186,7 +175,6 @@ def _is_wanted(module: str, targets: Sequence[str]) -> bool:
 
 
 def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
-    """True if a MatMul was found for every target module."""
     names = {_last(p.module) for one in matches for p in one.parts}
     names |= {part for name in names for part in FUSED.get(name, ())}
     return "all" not in targets and names >= set(targets)
@@ -209,7 +197,6 @@ def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Mat
 
 
 def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
-    """Refuse target modules for which no MatMul or more than one MatMul was found."""
     last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
     known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
@@ -286,7 +273,6 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
-    """Return the nodes that add an adapter's change to a MatMul. The MatMul's own result gets a new name."""
     result, stem = node.output[0], planned.a.removesuffix(".a")
     own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
     node.output[0] = own
@@ -331,12 +317,10 @@ class Product:
 
     Attributes:
         node: the node.
-        rows: name of the other operand ``[B, S, inputs]``. If the operand merges the first two axes, the name of its
-            source.
+        rows: name of the other operand ``[B, S, inputs]``, or of its source if it merges the first two axes.
         root: name of the initializer that holds the weight.
         turned: True if the initializer is ``[outputs, inputs]``.
-        scales: name of the initializer ``[outputs, blocks]`` with the scales of a quantized weight ``[outputs,
-            inputs]``; None if the weight is not quantized.
+        scales: name of the scales ``[outputs, blocks]`` of a quantized weight ``[outputs, inputs]``, or None.
     """
 
     node: NodeProto
@@ -429,7 +413,6 @@ class ProductGraph:
             )
 
     def _by_sequence(self, name: str) -> bool:
-        """True if the first axis of a tensor of three axes or more is the batch."""
         pending, seen = [name], {name}
         while pending:
             name = pending.pop()
@@ -446,7 +429,6 @@ class ProductGraph:
         return False
 
     def _slices_other_axes(self, node: NodeProto) -> bool:
-        """True for a Slice that does not cut the first axis."""
         axes = self.constants.get(node.input[3]) if node.op_type == "Slice" and len(node.input) > 3 else None
         return axes is not None and min(numpy_helper.to_array(axes).tolist(), default=0) > 0
 

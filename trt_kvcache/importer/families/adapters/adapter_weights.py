@@ -1,16 +1,13 @@
-"""Find the module of a checkpoint for each product: compare weights, or read names that exporters keep.
+"""Finds the module of a checkpoint for each product: compares weights, or reads names that exporters keep.
 
-A weight ``[inputs, outputs]`` is a transposed tensor ``[outputs, inputs]`` of the checkpoint, or several of them side
-by side. The first numbers of a column find a candidate tensor. Then two corners of the weight and the candidate are
-compared. So the search does not read the whole checkpoint.
+A weight ``[inputs, outputs]`` is one or several transposed tensors ``[outputs, inputs]`` of the checkpoint. The first
+numbers of a column find a candidate, of which then two corners are compared, so the checkpoint is not read completely.
+The rows of a quantized weight are close to rows of the source, except for an unknown zero point in each block. So the
+search subtracts the mean of each block, and compares the angle between two rows.
 
-A quantized weight ``[outputs, inputs]`` has a scale for each block of a row. After dequantization, its rows are close
-to the rows of the source tensor, except for an unknown zero point in each block. So the search subtracts the mean of
-each block, and compares the angle between two rows.
-
-weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
-nodes      /model/layers.0/self_attn/q_proj/MatMul
-metadata   torch's exporter writes the path of modules at each node
+    weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
+    nodes      /model/layers.0/self_attn/q_proj/MatMul
+    metadata   torch's exporter writes the path of modules at each node
 """
 
 from __future__ import annotations
@@ -44,11 +41,7 @@ _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 @dataclass(frozen=True)
 class _Tensor:
-    """A weight of the checkpoint.
-
-    Attributes:
-        turned: True if the tensor is stored as ``[inputs, outputs]``, as in Conv1D of transformers.
-    """
+    """A weight of the checkpoint; `turned` if it is stored as ``[inputs, outputs]``, as in transformers' Conv1D."""
 
     module: str
     file: StoredTensors
@@ -62,13 +55,9 @@ class _Tensor:
 
 
 class Contents:
-    """The weights of a checkpoint, searched by their numbers.
+    """The weights of a checkpoint folder with ``.safetensors`` files, searched by their numbers.
 
-    Args:
-        folder: a folder with ``.safetensors`` files.
-
-    Raises:
-        OptionError: the folder has no ``.safetensors`` files, or a file cannot be read.
+    Raises `OptionError` if the folder has no such files, or if a file cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -94,14 +83,7 @@ class Contents:
     def parts_of(
         self, tensor: TensorProto, turned: bool, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """Return the modules that are joined in a weight: for each, the name, first column and end column (exclusive).
-
-        Args:
-            tensor: a weight of the model.
-            turned: True if the weight is ``[outputs, inputs]``.
-            folder: folder of the external data.
-            weights: maps names to weights that have placeholders in the model.
-        """
+        """Return the modules that are joined in a weight: name, first column and end column (exclusive) of each."""
         if tensor.data_type not in _FLOATS or len(tensor.dims) != 2:
             return []
         data = _array(tensor, folder, weights)
@@ -122,13 +104,9 @@ class Contents:
     def parts_near(
         self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
     ) -> list[tuple[str, int, int]]:
-        """Return the modules of which a quantized weight ``[outputs, inputs]`` consists, as `parts_of` does.
+        """Return the modules of a quantized weight ``[outputs, inputs]``, as `parts_of` does.
 
-        Args:
-            tensor: a weight of the model.
-            scales: the weight's scales ``[outputs, blocks]``.
-            folder: folder of the external data.
-            weights: maps names to weights that have placeholders in the model.
+        Scales are ``[outputs, blocks]``.
         """
         if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
             return []
@@ -186,7 +164,7 @@ def _tensors(files: list[Path]) -> Iterator[_Tensor]:
 
 
 def _fits(data: Array, at: int, tensor: _Tensor) -> bool:
-    """True if a tensor seems to equal the columns of a weight from `at` on: first and last blocks are equal."""
+    """True if the first and last blocks of a tensor equal those of a weight's columns from `at` on."""
     wanted = tensor.array()
     stop = at + wanted.shape[1]
     if wanted.shape[0] != data.shape[0] or stop > data.shape[1]:
@@ -207,7 +185,6 @@ def _key(values: Array) -> bytes:
 
 
 def _numbers(data: Array, data_type: int) -> Array:
-    """Unpack a row of quantized numbers to float32."""
     if _BITS[data_type] == 4:
         data = np.stack([data & 15, data >> 4], -1).reshape(-1)
         return ((data ^ 8).astype(np.float32) - 8) if data_type == TensorProto.INT4 else data.astype(np.float32)
@@ -223,7 +200,6 @@ def _direction(row: Array, scales: Array) -> Array:
 
 
 def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """Return the bytes of a weight. Map external data into memory."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return np.frombuffer(raw_bytes(tensor), np.uint8)
@@ -233,7 +209,6 @@ def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
 
 
 def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    """Return the numbers of a weight. Map external data into memory."""
     tensor = detached(tensor, weights) or tensor
     if tensor.data_location != TensorProto.EXTERNAL:
         return numpy_helper.to_array(tensor)
@@ -284,7 +259,6 @@ def _module(name: str) -> str | None:
 
 
 def _in_scopes(text: str) -> str | None:
-    """Return the innermost module in `text`, the text of a list of module paths; None if there is no module."""
     try:
         scopes = ast.literal_eval(text)
     except (ValueError, SyntaxError, RecursionError, MemoryError):

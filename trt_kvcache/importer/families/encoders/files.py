@@ -1,14 +1,12 @@
-"""Find the files of an encoder, and of a decoder's first step, beside a decoder.
-
-Encoders:
+"""Finds the files of an encoder, and of a decoder's first step, beside a decoder.
 
     encoder_model.onnx     optimum, beside decoder_with_past_model.onnx; both may have an ending such as _fp16.onnx
     genai_config.json      onnxruntime-genai: the entry "encoder" names the file
     encoder.onnx           onnxruntime-genai without a config
     encoder/model.onnx     mobius-onnx, beside decoder/model.onnx
 
-A first step is a second decoder file that computes keys and values from the encoder's output: decoder_model.onnx or
-decoder_model_merged.onnx of optimum. Other exporters compute these keys and values in the encoder or in the decoder.
+A first step is optimum's decoder_model.onnx or decoder_model_merged.onnx, which computes keys and values from the
+encoder's output. Other exporters compute these in the encoder or in the decoder.
 """
 
 from __future__ import annotations
@@ -74,7 +72,6 @@ def _folder(model: Path) -> Path:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Read a config file. If the file is missing or unreadable, return an empty config."""
     try:
         return read_object(file)
     except (OSError, ValueError):

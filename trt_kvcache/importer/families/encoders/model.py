@@ -1,13 +1,12 @@
-"""Build one encoder model for TensorRT. From a source (text, audio or image), it computes the decoder's constants.
+"""Builds one encoder model for TensorRT. From a source (text, audio or image), it computes the decoder's constants.
 
     encoder_model.onnx       source -> hidden                     one model:
     decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
                              of every layer, and other outputs
 
-Constants are decoder inputs that stay the same for a text, such as keys of cross-attention. Operators of ONNX Runtime
-become standard operators, and attention is rewritten for TensorRT, as in a decoder. A step has one sequence, without
-padding. A first step (decoder without a past) also takes token ids; here it gets one id, 0. If the kept outputs depend
-on the value of this id, the model is refused.
+Constants are decoder inputs that stay the same for a text, such as keys of cross-attention. A step has one sequence,
+without padding. A first step (decoder without a past) also takes token ids; here it gets one id, 0. If the kept outputs
+depend on the value of this id, the model is refused.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ class EncoderModel:
 
     Attributes:
         sources: the model files of the encoder and of the decoder's first step.
-        plan: a plan of attention, inputs and outputs, without caches. If an axis of an input has the meaning
-            ``"encoder"``, it is as long as the encoder's output.
+        plan: a plan without caches. Axes with the meaning ``"encoder"`` are as long as the encoder's output.
         model: the model for TensorRT. Paths of external data are relative to the folder of the first file in `sources`.
     """
 
@@ -74,16 +72,9 @@ def import_encoder(
 ) -> EncoderModel:
     """Join an encoder and the decoder's first step, which computes keys and values, into one model.
 
-    Args:
-        path: path of the encoder.
-        first_step: path of the decoder file for the first step, needed if the encoder itself does not compute keys and
-            values.
-        constants: the constants of the decoder.
-        options: the decoder's options. Only the target is used.
-
-    Raises:
-        InvalidModelError, UnsupportedModelError: a file cannot be read, or the models cannot compute all constants of
-            the decoder.
+    `first_step` is needed if the encoder itself does not compute keys and values. Of the decoder's `options`, only the
+    target is used. Raises `InvalidModelError` or `UnsupportedModelError` if a file cannot be read, or if the models
+    cannot compute all constants of the decoder.
     """
     source = load_source(path, first_step=True)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
@@ -123,7 +114,6 @@ def import_encoder(
 
 
 def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
-    """Return the length of an encoder's output, as a symbol or a number; an empty text if unknown."""
     shapes = {v.name: shape_of(v) or () for v in graph.output}
     places = [(parts.hidden, 1)] if parts.hidden else []
     places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants
@@ -133,7 +123,6 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
 
 
 def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
-    """Refuse an encoder and a first step whose external data are in different folders."""
     if step.external_files and step.path.parent != encoder.path.parent:
         raise UnsupportedModelError(
             f"{encoder.path} and {step.path} are in different folders, and the second has weights in separate files; "
@@ -154,11 +143,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:
-    """Return the inputs of a first step that the kept outputs need; maps names to types.
-
-    Raises:
-        UnsupportedModelError: the kept outputs need other inputs than the encoder's output.
-    """
+    """Return types of the inputs of a first step, by name. Refuse inputs other than the encoder's output."""
     graph = step.proto.graph
     inputs = {v.name: elem_type_of(v) for v in graph.input}
     reads = next((f"'{name}'" for name in inputs if name not in (IDS, HIDDEN, MASK)), "")
@@ -173,8 +158,6 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
 
 
 def _prefix_added(step: onnx.GraphProto) -> None:
-    """Add a prefix to all names in a first step, in place, so that they differ from names in the encoder."""
-
     def own(names: Iterable[str]) -> list[str]:
         return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
 
@@ -215,11 +198,7 @@ def _by_value(graph: onnx.GraphProto) -> set[str]:
 
 
 def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-    """Replace Shape nodes with constants, in place, if the shape is always the same and can be found without a run.
-
-    Cross-attention keys and values of a layer often take the batch size from the output of the previous layer. Without
-    this function, the encoder model would have to keep the whole decoder.
-    """
+    """Fold Shape nodes of constant shapes, in place. Otherwise the encoder would contain the whole decoder."""
     graph, read = model.graph, _by_value(model.graph)
     alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
     blueprint = Blueprint(model, weights)
@@ -236,7 +215,6 @@ def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto])
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, str]) -> None:
-    """Make `outputs` the encoder graph's outputs, with names and types of the decoder's constant inputs."""
     emitter, tensors = Emitter(graph), graph.tensors()
     sources = {constant.name: tensors[outputs[constant.name]] for constant in constants}
     for name in sources:

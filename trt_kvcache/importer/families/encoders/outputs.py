@@ -1,4 +1,4 @@
-"""Find the outputs of an export that provide the constant inputs of its decoder, such as cross-attention keys.
+"""Finds the outputs of an export that provide the constant inputs of its decoder, such as cross-attention keys.
 
 encoder_hidden_states              the encoder's output [B, S_enc, H]
 past_key_values.0.encoder.key ...  an output of the encoder or the first step with the matching present name
@@ -43,7 +43,7 @@ class EncoderParts:
     """The origins of a decoder's constant inputs: outputs of the encoder, masks, or outputs of the first step.
 
     Attributes:
-        own: maps the name of a constant to the name of the encoder's output that provides it.
+        own: name of the encoder's output that provides a constant, by name of the constant.
         hidden: name of the encoder's output ``[B, S_enc, H]``; empty if no constant needs it.
         masks: constants ``[B, S_enc]`` that say which positions of the source (encoder input) the decoder sees.
         rest: constants that the first step (decoder file without a past) must provide.
@@ -56,11 +56,7 @@ class EncoderParts:
 
 
 def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
-    """Match the outputs of an encoder to the constant inputs of its decoder.
-
-    Raises:
-        UnsupportedModelError: no output, or more than one, can be the encoder's hidden states.
-    """
+    """Match an encoder's outputs to the decoder's constant inputs. Refuse unclear hidden states."""
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
     rest = [t for t in constants if t not in masks and t.name not in own]
@@ -71,11 +67,7 @@ def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path
 
 
 def find_later(rest: Sequence[TensorRole], names: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
-    """Return a map from the remaining constants of the decoder to outputs of the first step.
-
-    Raises:
-        UnsupportedModelError: no output provides one of these constants.
-    """
+    """Return the first step's outputs for the remaining constants, by constant. Refuse missing ones."""
     later = {t.name: name for t in rest if (name := _among(names, t.name))}
     if lacking := [t.name for t in rest if t.name not in later]:
         others = "and there is no decoder_model.onnx beside it" if first is None else f"and {first} does not, either"
@@ -114,5 +106,4 @@ def _find_hidden(outputs: Mapping[str, int], path: Path) -> str:
 
 
 def _among(outputs: Collection[str], constant: str) -> str | None:
-    """Return the encoder's output whose name matches that of a constant input of the decoder; None if there is none."""
     return next((name for name in present_names(constant) if name in outputs), None)

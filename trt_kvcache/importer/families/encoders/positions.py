@@ -1,4 +1,4 @@
-"""Check that an encoder's tables have enough rows for the positions of a source.
+"""Checks that an encoder's tables have enough rows for the positions of a source.
 
 TensorRT returns arbitrary numbers, without an error, for a lookup after the end of a table.
 """
@@ -23,8 +23,11 @@ _IDS = (0, 1, 2, 3)
 """Token ids of which whole sources are made. One of the first ids is padding, whose positions differ."""
 
 _PAIRS, _LARGEST = 1 << 20, 1 << 24
-"""Limits on the number of indices. More than `_PAIRS` indices are relative positions, one for each pair of tokens.
-`_LARGEST` is enough for the pairs of 4,096 tokens."""
+"""Limits on the number of indices.
+
+More than `_PAIRS` indices are relative positions, one for each pair of tokens. `_LARGEST` is enough for the pairs of
+4,096 tokens.
+"""
 
 
 def most_ids(model: onnx.ModelProto) -> int | None:
@@ -44,11 +47,7 @@ def count_positions(
 
 
 def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse source lengths whose positions lie beyond the end of the encoder's tables.
-
-    Raises:
-        OptionError: a table has too few rows for the source, or the source is too long to check.
-    """
+    """Raise `OptionError` if a table has too few rows for the source, or if the source is too long to check."""
     shell, weights = detach_weights(model)
     blueprint = Blueprint(shell, weights)
     tables = {t.name: tuple(t.dims) for t in shell.graph.initializer}
