@@ -24,13 +24,6 @@ def test_scores_of_known_distributions(tmp_path: Path) -> None:
     assert found["perplexity"] == pytest.approx((4 / 1 * 4 / 3) ** 0.5)  # q gives 1/4, then 3/4, to what follows
 
 
-def test_positions_that_overflow_are_counted(tmp_path: Path) -> None:
-    scores = Scores([0, 1, 1], tmp_path)
-    scores.compare(iter([np.zeros((3, 2))]))
-    found = scores.compare(iter([np.array([[np.nan, np.nan], [0, 0], [0, 0]])]))
-    assert found == pytest.approx({"perplexity": 2, "kl": 0, "greedy": 2 / 3, "nan": 1}, abs=1e-6)
-
-
 def run(folder: Path, *more: str) -> None:
     words = ["--tokens", "60", "--calibration", "30", "--steps", "2", "--chunk", "25", "--exporter", "mobius"]
     bench.main(["quality", str(folder), str(TEXT), *words, *more])
@@ -53,14 +46,3 @@ def test_a_small_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert ways["float32"]["kl"] < ways["int8 caches, calibrated"]["kl"] < ways["int4 caches"]["kl"]
     assert [way["bytes"] for way in [*ways.values()][1:]] == [512, 512, 128, 128]
     assert len(table) == 7
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-def test_refusals(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    write_checkpoint(tmp_path / "small")
-    with pytest.raises(SystemExit, match="'int2 caches' is no way; ways are float32; float16"):
-        run(tmp_path / "small", "--only", "int2 caches")
-    with pytest.raises(SystemExit, match=r"tokens, and 1000030 are asked for: give a longer text, or lower --tokens"):
-        run(tmp_path / "small", "--tokens", "1000000")
