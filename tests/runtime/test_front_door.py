@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import json
 import os
 import shutil
@@ -31,13 +29,10 @@ from runtime.tokenizers_in_code import byte_level
 from sample_plans import sample_manifest, sample_plan
 from serve.models import write_served
 
-import trt_kvcache
-from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
+from trt_kvcache import DecodeSession, GenerationConfig, decoding
 from trt_kvcache.decoding import CpuOptions, GpuOptions, Settings
-from trt_kvcache.engine.build_options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan_options import PlanValues
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -206,40 +201,7 @@ def test_what_is_shown_is_short(folder: Path) -> None:
     assert all(len(line) < 200 and "\n" not in line for line in lines)
 
 
-INTERNAL = {"Encoder", "Guard", "Slot", "Constants"}
 """Parts of sessions and caches."""
-
-
-def test_names_in_annotations_are_public() -> None:
-    modules = (trt_kvcache, decoding, errors, plan, reports)
-    public = {name for module in modules for name in module.__all__}
-    assert dir(trt_kvcache) == sorted(trt_kvcache.__all__)
-    missing = set()
-    for kind in (getattr(module, name) for module in modules for name in module.__all__):
-        if not (inspect.isclass(kind) or inspect.isfunction(kind)):
-            continue
-        module = sys.modules[kind.__module__]
-        for name in annotated(ast.parse(inspect.getsource(kind)).body[0]):
-            home = getattr(getattr(module, name, None), "__module__", "") or ""
-            if home.startswith("trt_kvcache") and name not in public | INTERNAL:
-                missing.add(f"{kind.__name__}: {name}")
-    assert not missing
-
-
-def annotated(node: ast.stmt) -> set[str]:
-    """Names in the annotations of what is public of a function or class."""
-    found = []
-    for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-        if isinstance(part, ast.AnnAssign):
-            kind = part.annotation
-            if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
-                assert isinstance(kind.slice, ast.Tuple)
-                kind = kind.slice.elts[0]  # what comes after it is for commands and the reference
-            found.append(kind)
-        elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_"):
-            arguments = [*part.args.args, *part.args.kwonlyargs]
-            found += [a.annotation for a in arguments if a.annotation] + ([part.returns] if part.returns else [])
-    return {name.id for part in found for name in ast.walk(part) if isinstance(name, ast.Name)}
 
 
 class Tensor:
@@ -295,11 +257,6 @@ def test_chats_stream(tmp_path: Path) -> None:
         events = list(session.stream_chat(messages, max_new_tokens=5))
     assert "".join(event.text for event in events) == expected.text
     assert events[-1].finish_reason == expected.finish_reason
-
-
-@pytest.mark.parametrize(("options", "values"), [(PlanOptions, PlanValues), (BuildOptions, BuildValues)])
-def test_type_checkers_know_all_options(options: type, values: type) -> None:
-    assert list(values.__annotations__) == [field.name for field in fields(options)]
 
 
 def test_options_as_text_pass_type_checkers(tmp_path: Path) -> None:

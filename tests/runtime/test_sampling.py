@@ -214,15 +214,6 @@ def test_it_can_be_ended_from_outside() -> None:
     assert event.finish_reason is sequence.finish_reason is FinishReason.CANCELLED
 
 
-def test_history_grows_past_its_first_room() -> None:
-    sequence = Continuation(0, [1] * 3, GenerationConfig(max_new_tokens=2000))
-    expected = [1] * 3
-    for at in range(1500):
-        sequence.advance(want(at % 10))
-        expected.append(at % 10)
-    assert sequence.tokens.tolist() == expected
-
-
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(PromptError, match="the prompt of sequence 3 is empty"):
         Continuation(3, [], GenerationConfig())

@@ -126,25 +126,6 @@ def test_clients_take_turns() -> None:
     assert started == [many[0], many[1], two[0], alone, many[2], two[1], many[3]]
 
 
-def test_threads_share_the_steps() -> None:
-    runner = HashRunner(KINDS[2], max_batch=3)
-    session = DecodeSession(runner)
-    results: dict[int, list[list[int]]] = {}
-
-    def work(k: int) -> None:
-        results[k] = [r.tokens for r in session.generate([[k, i + 1] for i in range(4)], config(10 + k))]
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for k in range(6):
-        assert results[k] == [continued(runner, [k, i + 1], 10 + k) for i in range(4)]
-    assert session.cache.slots == ()
-    assert max(batch.rows for batch in runner.steps) > 1
-
-
 def test_async_iteration_and_cancellation() -> None:
     runner = HashRunner()
     session = DecodeSession(runner)
@@ -173,40 +154,6 @@ def test_async_iteration_and_cancellation() -> None:
 
     asyncio.run(cancelled())
     assert session.cache.slots == ()
-
-
-def test_a_cancelled_astream_whose_step_fails_later_says_nothing() -> None:
-    runner, go, said = HashRunner(), threading.Event(), []
-
-    def fail(*_: object) -> Any:
-        go.wait(10)
-        raise SessionError("failed")
-
-    runner.step = fail  # type: ignore[method-assign]
-
-    async def cancelled() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
-
-        async def consume() -> None:
-            async for _ in session.astream([[1]], config(60)):
-                pass
-
-        task = asyncio.create_task(consume())
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.sleep(0.01)
-        task.cancel()  # while the first one still waits for the step
-        go.set()
-        with suppress(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(0.05)
-        gc.collect()
-        await asyncio.sleep(0)
-
-    with DecodeSession(runner) as session:
-        asyncio.run(cancelled())
-        assert not session.cache.slots
-    assert said == []
 
 
 def test_a_failed_update_is_undone() -> None:
@@ -573,6 +520,7 @@ ACTS: dict[str, Callable[[DecodeSession, int, int, Path], object]] = {
     "acquire": lambda s, a, b, _: s.cache.acquire([7]),
     "load": lambda s, a, b, path: s.cache.load(path),
     "add": lambda s, a, b, _: s.add([7], config(3)),
+    "extend": lambda s, a, b, _: s.add([7], config(3), slot=a, keep=True),
     "beams": lambda s, a, b, _: s.generate([[1, 2]], config(3, num_beams=2)),
     "stream": lambda s, a, b, _: s.generate([[1, 2], [3]], config(2)),
     "leave": lambda s, a, b, _: leave(s),
@@ -662,42 +610,6 @@ def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dic
             ((_, loaded),) = other.cache.load(path).items()
             tokens = [*other.cache.tokens(loaded), 30]
             assert int(other.update({loaded: [30]})[loaded][-1].argmax()) == continued(HashRunner(RINGED), tokens, 1)[0]
-
-
-@pytest.mark.parametrize("before", [None, b"old"])
-def test_an_interrupted_offload_to_a_file_leaves_no_other_file(before: bytes | None, tmp_path: Path) -> None:
-    for line in count(1):
-        folder = tmp_path / str(line)
-        folder.mkdir()
-        if before is not None:
-            (folder / "rows").write_bytes(before)
-        session = DecodeSession(HashRunner())
-        slot = session.cache.acquire()
-        session.update({slot: [1, 2, 3]})
-        with interrupted(line, "trt_kvcache/files.py") as left, suppress(KeyboardInterrupt):
-            session.cache.offload(slot, folder / "rows")
-        found = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert found.keys() <= {"rows"}
-        if found.get("rows") != before:
-            assert DecodeSession(HashRunner()).cache.load(folder / "rows")
-        if left[0] > 0:
-            return
-
-
-def test_an_interrupted_add_to_a_slot_is_complete_or_never_began() -> None:
-    for line in count(1):
-        runner = HashRunner(max_batch=2)
-        session = DecodeSession(runner)
-        slot = session.cache.acquire()
-        session.update({slot: [1, 2, 3]})
-        with interrupted(line, *TORN) as left, suppress(KeyboardInterrupt):
-            session.add([7, 8], config(4), slot=slot, keep=True)
-        if left[0] > 0:
-            return
-        if not session.running:
-            assert (session.cache.tokens(slot), session.cache.slot(slot).length) == ([1, 2, 3], 3)
-            session.add([7, 8], config(4), slot=slot, keep=True)
-        assert drain(session)[slot] == continued(runner, [1, 2, 3, 7, 8], 4)
 
 
 def test_a_long_update_is_interrupted_between_two_steps() -> None:
