@@ -41,28 +41,6 @@ def test_plan_options_reach_the_plan(model: Path) -> None:
     assert all(cache.layout is not PhysicalLayout.HEADS_MAJOR for cache in plan.caches)
 
 
-GROWING = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
-
-
-@pytest.mark.slow
-def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
-    text = run("plan", GROWING, "--capacity", 48).stdout
-    for part in ("from Concat", "inputs and outputs change for the caller", "4 of 4 caches in place", "--capacity 48"):
-        assert part in text
-    every = run("plan", GROWING, "--capacity", 48, "--all").stdout
-    for part in ("attention_mask", "What changes for the caller"):
-        assert part in every
-    run("rewrite", GROWING, "--capacity", 48, "-o", tmp_path / "rewritten.onnx")
-    asked = ["--tokens", "1,2,3", "--max-new-tokens", 9, "--json"]
-    (found,) = msgspec.json.decode(run("generate", GROWING, "--capacity", 48, *asked).stdout)["sequences"]
-    assert len(found["tokens"]) == 9
-    refused = invoke("generate", tmp_path / "rewritten.onnx", *asked, code=1)
-    assert "was rewritten by trt_kvcache already" in refused.stderr
-    assert "every station gives the numbers of the model as exported" in run("verify", GROWING, "--capacity", 48).stdout
-    measured = run("bench", GROWING, "--capacity", 48, "--lengths", 4, "--positions", 8, "--repeats", 1, "--warmup", 0)
-    assert "capacity 48" in measured.stdout
-
-
 @pytest.mark.parametrize("command", [["generate", "--tokens", "1"], ["bench"]])
 @pytest.mark.parametrize("option", [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]])
 def test_engines_are_not_planned_again(command: list[str], option: list[str]) -> None:

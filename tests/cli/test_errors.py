@@ -161,17 +161,10 @@ def test_bugs_keep_their_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("arguments", "message"),
     [
         (["build", "m.onnx", "-o", "e", "--minShapes", "x"], "name:1x2x3"),
-        (["build", "m.onnx", "-o", "e", "--workspace", "much"], "'much'"),
         (
             ["build", "m.onnx", "-o", "e", "--workspace", "9999999999GiB"],
             "workspace is 10737418238926258176; it must be at m",
         ),
-        (
-            ["build", "m.onnx", "-o", "e", "--max-batch", "99999999999"],
-            "--max-batch is 99999999999; it must be at most 65536",
-        ),
-        (["build", "m.onnx", "-o", "e", "--compute-capabilities", "hopper"], "'hopper'"),
-        (["verify", "m.onnx", "--chunks", "5,x"], "'5,x'"),
         (["verify", "m.onnx", "--batch", "100000000000000000000"], "it must be at most 65536"),
         (["verify", "m.onnx", "--tokens", "100000000000000000000"], "it must be at most 1048576"),
         (["verify", "m.onnx", "--chunks", "100000000000000000000"], "each must be at least 1 token, at most 1048576"),

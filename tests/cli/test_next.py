@@ -118,11 +118,6 @@ def test_each_command_takes_and_names_the_same_default(export: Path) -> None:
     assert "capacity 96" in measured.stdout
 
 
-@pytest.mark.skipif(not can_build(None), reason="no builder is installed")
-def test_a_build_names_its_default(export: Path) -> None:
-    assert f"capacity: {DEFAULT}" in run("build", export, "-o", "made/").stdout
-
-
 def test_a_model_is_planned_once(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where nobody gives a capacity, which the importer then chooses itself."""
     from trt_kvcache.importer import pipeline
