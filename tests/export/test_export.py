@@ -27,7 +27,6 @@ from trt_kvcache.export.interpreter import Interpreter
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
 from trt_kvcache.model_paths import is_checkpoint
-from trt_kvcache.progress import ProgressEvent, listening
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script of a POSIX shell")
 TOKENIZER = '{"made": "for a test"}'
@@ -256,20 +255,6 @@ def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
     with pytest.raises(InvalidModelError):
         export_checkpoint(checkpoint, tmp_path / "out", exporter="torch")
     assert names(tmp_path / "out") == {"model.onnx", "tokenizer.json", "config.json"}
-
-
-def test_progress_is_what_the_exporter_prints(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
-    heard: list[ProgressEvent] = []
-    with listening(heard.append):
-        export_checkpoint(checkpoint, tmp_path / "out", exporter="genai")
-    steps = [(event.phase, event.parent, event.finished) for event in heard]
-    first = steps.index(("exporting with genai", None, False))  # after the small twin
-    assert steps[first : first + 4] == [
-        ("exporting with genai", None, False),
-        ("copying", "exporting with genai", False),
-        ("copying", "exporting with genai", True),
-        ("exporting with genai", None, True),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from trt_kvcache.plugins.choice import (
     CANDIDATES,
     CHOICE_DTYPES,
-    choice_source,
     compile_choice,
     ordered,
     read_keys,
     read_scores,
 )
-from trt_kvcache.plugins.compile import compile_source
 from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.generation.sampling import best
 
@@ -162,12 +160,3 @@ def test_it_compiles_without_local_memory(arch: str) -> None:
         use = compile_choice(dtype, arch).resources
         assert (use.stack_bytes, use.spill_store_bytes, use.spill_load_bytes) == (0, 0, 0), (dtype, use)
         assert use.registers <= 64, (dtype, use)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
-def test_it_reads_16_bytes_at_a_time_and_computes_no_floats(dtype: str) -> None:
-    text = compile_source(choice_source(dtype), "choice", "sm_80", ptx=True).code.decode()
-    assert text.count("ld.global.v4.u32") >= 4
-    assert "f32" not in text
-    assert ".local" not in text

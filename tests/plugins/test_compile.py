@@ -14,7 +14,6 @@ from kernel_cases import all_kernels
 from needs import needs_nvrtc
 
 from trt_kvcache.errors import BackendError, OptionError
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins import compile as compiling
 from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
 from trt_kvcache.plugins.spec import KernelConfig, Quantization
@@ -54,32 +53,6 @@ def test_one_kernel_compiles_without_local_memory(arch: str) -> None:
 def test_every_kernel_compiles_without_local_memory(arch: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(check, KERNELS, [arch] * len(KERNELS)))
-
-
-def test_an_empty_log_is_not_written_into_bytes_that_python_shares(folder: Path) -> None:
-    """NVRTC ends it with a 0; `bytes` of length 1 are the same object everywhere."""
-    compile_kernel(KernelConfig(16), "sm_80", ptx=True)
-    every = bytes(range(256))
-    assert [every[i : i + 1][0] for i in range(256)] == [*range(256)]
-
-
-@pytest.mark.parametrize(
-    "config", [PLAIN, KernelConfig(16, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, 2, length_type="int32")]
-)
-def test_plain_kernels_move_16_bytes_at_a_time(config: KernelConfig) -> None:
-    text = compile_kernel(config, "sm_80", ptx=True).code.decode()
-    assert "ld.global.v4.u32" in text
-    assert "st.global.v4.u32" in text
-    assert ".local" not in text
-
-
-@pytest.mark.parametrize("source", ["float16", "float"])
-def test_quantizing_kernels_move_16_bytes_at_a_time(source: str) -> None:
-    config = KernelConfig(8, quantization=Quantization(source, "int8"))  # type: ignore[arg-type]
-    text = compile_kernel(config, "sm_80", ptx=True).code.decode()
-    assert re.search(r"ld\.global\.v4\.[uf]32", text)
-    assert "st.global.v4.u32" in text
-    assert ".local" not in text
 
 
 @pytest.mark.parametrize("target", ["int8", "float8e4m3fn"])

@@ -17,7 +17,6 @@ from concat_graphs import VOCABULARY, Build, Decoder, _attend, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
-from mutation_cuts import Pair, trial
 from onnx import TensorProto, helper, numpy_helper
 from verify import mistakes as m
 
@@ -25,10 +24,6 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
 from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.check.hashed_graph import Graph as CheckedGraph
-from trt_kvcache.importer.check.models import pair_models
-from trt_kvcache.importer.check.region import _integers as integers
-from trt_kvcache.importer.check.region import find_regions
-from trt_kvcache.importer.check.symbolic_shapes import Kinds
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.steps.sessions import ReferenceSession, RunError, open_session
 
@@ -228,37 +223,6 @@ def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: P
         assert {v.answer for v in verdicts} == answers
 
 
-@pytest.mark.parametrize("name", ["float16_sdpa", "float16_sdpa_op24", "float16_eager"])
-def test_layers_of_a_torch_export_run_once(name: str) -> None:
-    """torch reads the batch and the past from the shape of any layer's cache, and adds them in any order."""
-    folder = MODELS / "torch" / f"llama_dynamic_{name}"
-    imported = import_model(folder / "model.onnx", PLAN)
-    flat = pipeline.prepare(imported.source.proto, PLAN)
-    regions = find_regions(pair_models(flat.reference, imported.model, imported.plan))
-    written = [r for r in regions if r.presents]
-    assert len(written) == len(imported.plan.attention) > 1
-    assert len({r.key for r in written}) == 1
-
-
-def test_sizes_of_heads_are_no_lengths() -> None:
-    """Steps around the hidden size of a large model would need caches of as many rows."""
-    folder = MODELS / "ort-genai" / "llama_trtrtx_fp16"  # queries, keys and values from one product: Split, Reshape
-    imported = import_model(folder / "model.onnx", PLAN)
-    flat = pipeline.prepare(imported.source.proto, PLAN)
-    regions = find_regions(pair_models(flat.reference, imported.model, imported.plan))
-    assert max(k for region in regions if region.presents for k in region.integers) < 4
-    # A Reshape that makes rows of a cache into blocks reads a length.
-    cache = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 24, 8])
-    sizes = numpy_helper.from_array(np.array([0, 4, 6, 8]), "sizes")
-    reshape = helper.make_node("Reshape", ["x", "sizes"], ["y"])
-    made = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
-    model = helper.make_model(helper.make_graph([reshape], "g", [cache], [made], [sizes]))
-    kinds = Kinds(model, {"x": (("batch", 24, 8), ("batch", "", ""))}, None)
-    cone = ([reshape], [], ["sizes"])
-    lengths = {rows: sorted(integers(CheckedGraph(model), kinds, cone, {rows})) for rows in (24, 99)}
-    assert lengths == {24: [0, 4, 6, 8], 99: []}
-
-
 def test_operands_that_may_not_change_places_keep_them() -> None:
     def differences(*operands: str) -> str:
         nodes = [helper.make_node("Sub", operands, ["d"]), helper.make_node("Add", ["d", "a"], ["y"])]
@@ -270,16 +234,6 @@ def test_operands_that_may_not_change_places_keep_them() -> None:
         return seen["y"]
 
     assert differences("a", "b") != differences("b", "a")
-
-
-@pytest.mark.parametrize("layer", [0, 1])
-def test_the_message_names_the_layer(layer: int, tmp_path: Path) -> None:
-    def late(model: onnx.ModelProto) -> None:
-        for found in m.nodes(model, "TensorScatter")[2 * layer : 2 * layer + 2]:
-            m.insert(model, found, 2, "Add", m.constant(model, [1]))
-
-    with pytest.raises(UnsupportedModelError, match=rf"around '\w+' of layer {layer} the rewritten model does"):
-        check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, late)
 
 
 @pytest.mark.parametrize(
@@ -486,14 +440,6 @@ def test_faults_that_cut_mutants_found_are_refused(edit: m.Mistake, tmp_path: Pa
         UnsupportedModelError, match="does not (match|depend on the logits span|compute the same)|could not be compared"
     ):
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [18, 90])
-def test_joins_of_other_shapes_and_types_than_inferred_are_no_foreign_error(seed: int) -> None:
-    """A scalar in the place of rows, and bool in the place of numbers: refused or equal."""
-    pair = Pair(MODELS / "optimum/llama/model.onnx", PLAN)
-    assert trial(pair, seed)[0] in ("refused", "equal")
 
 
 def test_a_model_that_runs_in_steps_of_one_token_only_is_run_in_them(tmp_path: Path) -> None:
