@@ -6,11 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import bench
-import kernel_device
 import pytest
 from decoders import DecoderConfig, write_decoder
 from runtime.fake_cuda import Machine
-from runtime.fake_kernels import FakeKernelDevice
 
 from trt_kvcache.runtime.trt import trt_runner
 
@@ -30,9 +28,8 @@ SMALL = {
     "serve": ["--clients", "2", "--rows", "2", "--tokens", "6", "--turns", "1", "--hidden", "192", "--layers", "1",
               "--vocab", "500"],
     "lora": ["--rank", "2", "--rows", "2", "--turns", "2", "--past", "3", "--threads", "1"],
-    "span": ["--capacity", "256", "512", "--turns", "3"],
-    "choice": ["--vocab", "1001", "--turns", "3"],
-    "kernel": [], "quality": [], "stall": ["--prompt", "20", "--usual", "2", "--turns", "1", "--rows", "3"],
+    "span": ["--capacity", "256", "512", "--turns", "3"], "choice": [], "kernel": [], "quality": [],
+    "stall": ["--prompt", "20", "--usual", "2", "--turns", "1", "--rows", "3"],
     "draft": ["--tokens", "150", "--prompt", "8", "--hidden", "192", "--vocab", "500", "--layers", "2", "--guesses",
               "3", "--threads", "1"],
 }  # fmt: skip
@@ -60,15 +57,14 @@ def differences(data: Any) -> Iterator[float]:
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "rows"), [
     pytest.param("build", 7, marks=pytest.mark.slow), pytest.param("decode", 4, marks=pytest.mark.slow), ("host", 15),
-    ("idioms", 6), ("latents", 2), pytest.param("logits", 2, marks=pytest.mark.slow), ("span", 2), ("choice", 18),
-    ("kernel", 12), pytest.param("draft", 2, marks=pytest.mark.slow), pytest.param("serve", 1, marks=pytest.mark.slow),
+    ("idioms", 6), ("latents", 2), pytest.param("logits", 2, marks=pytest.mark.slow), ("span", 2),
+    pytest.param("draft", 2, marks=pytest.mark.slow), pytest.param("serve", 1, marks=pytest.mark.slow),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("default")  # other people's packages
 def test_prints_a_table_and_json(
     name: str, rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Sides that compute the same agree; `--output` has the same JSON."""
-    monkeypatch.setattr(kernel_device, "KernelDevice", FakeKernelDevice)
     monkeypatch.setattr(trt_runner, "cuda_bindings", Machine().bindings)
     data, table, _ = ran(name, capsys, f"--output={tmp_path / 'out.json'}")
     assert json.loads((tmp_path / "out.json").read_text()) == data

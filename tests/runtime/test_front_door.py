@@ -26,13 +26,11 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
-from sample_plans import sample_manifest, sample_plan
 from serve.models import write_served
 
 from trt_kvcache import DecodeSession, GenerationConfig, decoding
 from trt_kvcache.decoding import CpuOptions, GpuOptions, Settings
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
-from trt_kvcache.files import FileIdentity
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -157,48 +155,6 @@ def test_settings_are_those_of_the_config() -> None:
     }
     assert set(SYNONYMS.values()) <= {*hints}
     assert not set(SYNONYMS) & {*hints}
-
-
-def test_settings_by_name() -> None:
-    with DecodeSession(HashRunner()) as session:
-        drawn = session.generate([1, 2], temperature=0.9, seed=4, max_new_tokens=8)
-        sampled = GenerationConfig(do_sample=True, temperature=0.9, seed=4, max_new_tokens=8)
-        assert drawn.tokens == session.generate([1, 2], sampled).tokens
-        with pytest.raises(OptionError, match="temperature=0.5 has no effect without do_sample=True"):
-            session.generate([1, 2], temperature=0.5, do_sample=False)
-        greedy = session.generate([1, 2], max_new_tokens=8).tokens
-        assert (
-            session.generate([1, 2], temperature=0, top_p=0.5, seed=4, max_new_tokens=8).tokens
-            == greedy
-            != drawn.tokens
-        )
-        every = session.generate([1, 2], top_k=0, seed=4, max_new_tokens=8).tokens
-        assert session.generate([1, 2], top_k=-1, seed=4, max_new_tokens=8).tokens == every
-        for wrong, right in {"max_tokens": "max_new_tokens", "temprature": "temperature"}.items():
-            with pytest.raises(OptionError, match=f"'{wrong}' is not a generation setting; did you mean {right}"):
-                session.generate([1, 2], **{wrong: 4})  # type: ignore[misc]
-        with pytest.raises(OptionError, match="'xyzzy' is not a generation setting; see GenerationConfig"):
-            session.add([1, 2], xyzzy=4)  # type: ignore[call-arg]
-
-
-def test_what_is_shown_is_short(folder: Path) -> None:
-    with DecodeSession.open(folder) as session:
-        session.add([1, 2, 3])
-        session.step()
-        shown = (session, session.cache, session.plan)
-        lines = [repr(value) for value in shown]
-        page = session._repr_html_()
-    assert lines[0].startswith("<DecodeSession: ONNX Runtime ")
-    assert "2 of 2 caches in place, 1 running" in lines[0]
-    assert lines[1] == "<KVCache: 1 of 8 rows in use, capacity 64, 128.0 KiB>"
-    assert lines[2] == "<CachePlan: 2 of 2 caches in place, 16.0 KiB per sequence>"
-    assert page.count("<table>") == 2
-    assert "<td>2</td>" in page  # caches that are alike are one row
-    assert repr(session) == "<DecodeSession: closed>"
-    assert session._repr_html_() == "<p>DecodeSession: closed</p>"
-    manifest = sample_manifest(sample_plan(2), FileIdentity("<b>", 3, "00"))
-    assert "<td>&lt;b&gt;</td><td>3 B</td><td>00</td>" in manifest._repr_html_()
-    assert all(len(line) < 200 and "\n" not in line for line in lines)
 
 
 """Parts of sessions and caches."""

@@ -29,7 +29,6 @@ from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.streams import Streams
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
 RINGED = (("linear", 64), ("circular", 8))
@@ -92,20 +91,6 @@ def test_a_prompt_stalls_nobody(kinds: Any, place: int) -> None:
     assert [event.token for event in events if event.sequence == late] + rest[late] == continued(
         runner, range(40, 50), 3
     )
-
-
-def test_two_prompts_share_the_budget() -> None:
-    """A short prompt waits for a piece of a long one, not for all of it."""
-    runner = HashRunner(max_batch=3)
-    with DecodeSession(runner, schedule=Schedule(prefill_budget=4)) as session:
-        session.add([1], config(40))
-        session.step()
-        long = session.add([*range(40)], config(1))
-        session.step()
-        short = session.add([5, 6, 7], config(1))
-        found = [event.sequence for _ in range(14) for event in session.step()]
-    assert found.index(short) < 4
-    assert long in found
 
 
 @pytest.mark.parametrize("given", [0, -1])
@@ -371,19 +356,6 @@ def test_what_fails_ends_alone(way: str, place: int, drafts: dict[str, Any]) -> 
             assert drain(session)[added[place]] == continued(runner, [*held, 3], 5)
 
 
-def test_a_failing_stream_leaves_other_streams_alone() -> None:
-    runner = HashRunner()
-    session = DecodeSession(runner)
-    runner.fail = {96}
-    good = session.stream([[1, 2, 3]], config(12))
-    bad = session.stream([[96, 9]], config(12))
-    first = next(good)
-    with pytest.raises(SessionError, match="the step failed on purpose"):
-        next(bad)
-    assert [first.token, *(e.token for e in good)] == continued(runner, [1, 2, 3], 12)
-    assert session.cache.slots == ()
-
-
 def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
     runner = HashRunner()
     session = DecodeSession(runner)
@@ -559,57 +531,6 @@ def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: 
             gc.collect()
             return
         assert act not in ENDING or held.slots == (a, b)
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-def test_rows_of_an_interrupted_reader_serve_the_next(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C came before the rows were freed: the next call finds them free, though nobody stepped in between."""
-    session = DecodeSession(HashRunner(RINGED, max_batch=2))
-    wanted = session.generate([[1, 2], [3]], config(3, num_beams=beams))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Streams, "leave", interrupted)
-        events = session.stream([[1, 2], [3]], config(3, num_beams=beams))
-        with pytest.raises(KeyboardInterrupt):  # a beam search leaves its rows before the first event
-            [events.throw(KeyboardInterrupt) for _ in events]  # type: ignore[attr-defined]
-    del events
-    assert len(session.cache.slots) == 2
-    assert session.generate([[1, 2], [3]], config(3, num_beams=beams)) == wanted
-    assert not session.cache.slots
-
-
-@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}], ids=str)
-def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dict[str, Any], tmp_path: Path) -> None:
-    """And goes on from there elsewhere: as a file, and as the file that a slot was offloaded to."""
-    prompt, seen = repeating(), set()
-    for line in count(1):
-        session = DecodeSession(HashRunner(RINGED))
-        slot = session.add(prompt, config(6, **drafts), keep=True)
-        session.step()
-        with interrupted(line, *TORN) as left, suppress(KeyboardInterrupt):
-            session.step()
-        text = session.cache.tokens(slot)
-        assert text == [*prompt, *continued(HashRunner(RINGED), prompt, len(text) - 2)]
-        held = session.cache.slot(slot)
-        assert held.length <= min(held.written, len(held.tokens))
-        if left[0] > 0:
-            assert len(seen) == 2
-            return
-        if (state := (len(text), held.length, held.written)) in seen:
-            continue
-        seen.add(state)
-        session.cache.save(tmp_path / "saved")
-        drain_all(session, {})
-        session.cache.offload(slot, tmp_path / "rows")
-        session.cache.restore(slot)
-        for path in (tmp_path / "saved", tmp_path / "rows"):
-            other = DecodeSession(HashRunner(RINGED))
-            ((_, loaded),) = other.cache.load(path).items()
-            tokens = [*other.cache.tokens(loaded), 30]
-            assert int(other.update({loaded: [30]})[loaded][-1].argmax()) == continued(HashRunner(RINGED), tokens, 1)[0]
 
 
 def test_a_long_update_is_interrupted_between_two_steps() -> None:

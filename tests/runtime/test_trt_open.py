@@ -254,19 +254,6 @@ def test_fault_of_the_gpu(steps: int, backend: str, engine: Path) -> None:
     assert runner.module.hung == []
 
 
-def test_who_forgets_to_close_loses_nothing(engine: Path) -> None:
-    machine = Machine()
-    runner: Any = open_engine(engine, machine)
-    module = runner.module
-    for start in range(4):  # steps that are recorded, too
-        runner.step(StepBatch(0, np.zeros((3, 1), np.int64), np.full(3, start)))
-    del runner
-    gc.collect()
-    assert (machine.used, len(machine.pinned), machine.graphs) == (0, 0, 0)
-    assert module.hung == []
-    assert list(engine.parent.glob("*.kernels"))
-
-
 @pytest.mark.parametrize("same", [True, False], ids=["one GPU", "two GPUs"])
 def test_who_forgets_to_close_disturbs_nobody(engine: Path, same: bool) -> None:
     """Garbage is collected at any time: here while another runner records, or calls another GPU."""
