@@ -3,14 +3,11 @@
 import io
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from decoders import DecoderConfig, write_decoder
 
-import trt_kvcache
-from trt_kvcache import CachePlan, plan_model, verify_model
-from trt_kvcache.cli.app import app
+from trt_kvcache import plan_model
 from trt_kvcache.cli.progress_bars import show_progress
 from trt_kvcache.progress import ProgressEvent, listener, listening, phase
 
@@ -72,32 +69,3 @@ def test_a_plan_says_what_it_does(model: Path) -> None:
     regions = phases["regions"]
     assert regions.parent == "comparing with the original"
     assert regions.step == regions.steps > 1
-
-
-def test_a_verification_says_what_it_does(model: Path) -> None:
-    heard: list[ProgressEvent] = []
-    with listening(heard.append):
-        report = verify_model(model)
-    phases = {e.phase: e for e in heard}
-    stations = [f"station {at} of 4: {name}" for at, name in enumerate(("exported", "rewritten", "session"), 1)]
-    assert [name for name in phases if name.startswith("station")] == [*stations, "station 4 of 4: network"]
-    for name in stations:
-        last = phases[name]
-        assert (last.step, last.steps, last.finished) == (last.steps, report.stations[0].steps, True)
-
-
-@pytest.mark.parametrize(("flags", "shown"), [([], True), (["--json"], False)])
-def test_commands_show_it_unless_they_print_json(
-    flags: list[str], shown: bool, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = a_terminal(monkeypatch)
-    seen: list[bool] = []
-
-    def planned(*given: Any) -> CachePlan:
-        seen.append(listener() is not None)
-        return plan_model(*given)
-
-    monkeypatch.setattr(trt_kvcache, "plan_model", planned)
-    app(["plan", str(model), *flags], standalone_mode=False)
-    assert seen == [shown]
-    assert ("reading the model" in terminal.getvalue()) == shown
