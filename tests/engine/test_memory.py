@@ -32,20 +32,6 @@ def check(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
     engine_build._check_memory(part, setup, twice=twice)
 
 
-def test_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:
-    little(monkeypatch, 10 * GB)
-    check(5 * GB)
-    with pytest.raises(
-        OptionError, match=r"about 27\.0 GB of memory \(16\.1 GB of weights.* and 10\.0 of this machine's 20\.0 GB are"
-    ):
-        check(int(16.06 * GB))
-    for more in ({"twice": True}, {"flipped": 2 * GB}):
-        with pytest.raises(OptionError, match="copies of most of them"):
-            check(5 * GB, **more)
-    little(monkeypatch, 10 * GB, swap=20 * GB)
-    check(int(16.06 * GB))
-
-
 @pytest.mark.parametrize("external", [None, 1024])
 def test_nothing_is_started(external: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1), external_threshold=external)
