@@ -277,13 +277,6 @@ def _attend(x: Array, memory: Array, w: Mapping[str, Array], layer: str, *, caus
     return result
 
 
-def fixed_length() -> onnx.ModelProto:
-    model = cross_model("hidden")
-    dims = next(i for i in model.graph.input if i.name == "encoder_hidden_states").type.tensor_type.shape.dim
-    dims[1].dim_value = 9
-    return model
-
-
 def entries() -> Iterator[Entry]:
     yield from built("cross", {"decomposed": partial(cross_model, "hidden", "ones", plain=True)})
     for growing in (False, True):

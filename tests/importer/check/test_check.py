@@ -13,7 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from attention_forms import WIDE
-from concat_graphs import VOCABULARY, Build, Decoder, _attend, make_decoder
+from concat_graphs import Build, Decoder, _attend, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
@@ -177,16 +177,6 @@ def test_the_epsilon_of_a_norm_of_queries_is_compared(tmp_path: Path) -> None:
         check(model, tmp_path, PLAN, larger)
 
 
-def test_sequences_may_be_the_inner_part_of_an_axis(tmp_path: Path) -> None:
-    """They do not depend on each other then either."""
-    model = make_decoder(Decoder())
-    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, VOCABULARY]), "rows_of"))
-    model.graph.node.append(helper.make_node("Transpose", ["logits"], ["turned"], perm=[1, 0, 2]))
-    model.graph.node.append(helper.make_node("Reshape", ["turned", "rows_of"], ["flat"]))
-    model.graph.output.append(helper.make_tensor_value_info("flat", TensorProto.FLOAT, ["rows", VOCABULARY]))
-    assert "flat" in {t.name for t in check(model, tmp_path, PLAN).tensors}
-
-
 def roll(g: Build, x: str) -> str:
     return g.Concat(g.Slice(x, [1], [1 << 40], [0]), g.Slice(x, [0], [1], [0]), axis=0)
 
@@ -234,16 +224,6 @@ def test_operands_that_may_not_change_places_keep_them() -> None:
         return seen["y"]
 
     assert differences("a", "b") != differences("b", "a")
-
-
-@pytest.mark.parametrize(
-    ("window", "words"),
-    [(0, "in a step of 4 tokens after 0.*, sequence 0: .* query 0 of the step sees key 1 only in the rewritten model"),
-     (5, r"in a step of \d tokens after \d.*, sequence 0: .* query \d of the step")],
-)  # fmt: skip
-def test_the_message_names_query_and_key(window: int, words: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=words):
-        check(make_decoder(Decoder(window=window)), tmp_path, PLAN, m.next_key_visible)
 
 
 @pytest.mark.parametrize("form", ["products", "scores", "an operator", "double products"])
