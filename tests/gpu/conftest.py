@@ -1,7 +1,8 @@
 """Engines for the GPU at hand: one per backend that is installed, and skipped in TensorRT's own words where it refuses.
 
 Set TRT_KVCACHE_GPU_BACKENDS (``tensorrt-rtx,tensorrt``) to choose, TRT_KVCACHE_GPU_BUILT_FOR for other GPUs to build
-for than all. Nobody has run these tests on a GPU yet.
+for than all. Nobody has run these tests on a GPU yet: what they
+have run on is the fake of `tests/runtime/fake_gpu.py`.
 """
 
 import os
