@@ -37,17 +37,6 @@ def test_hashing_stops_when_it_is_no_longer_wanted(tmp_path: Path) -> None:
         identify(tmp_path / "x", cancelled=cancelled)
 
 
-def test_an_atomic_file_appears_at_the_end(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    path.write_bytes(b"old")
-    with atomic_file(path) as file:
-        file.write(b"new")
-        file.flush()
-        assert path.read_bytes() == b"old"
-    assert path.read_bytes() == b"new"
-    assert names(tmp_path) == {"out"}
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_atomic_file_leaves_nothing_after_an_exception(tmp_path: Path, error: type[BaseException]) -> None:
     path = tmp_path / "out"
@@ -108,17 +97,6 @@ def test_a_folder_without_permission_is_an_output_error() -> None:
     # /proc refuses new files even to root.
     with pytest.raises(OutputError, match="/proc/out: cannot be written"), temporary_file(Path("/proc/out")):
         pass
-
-
-def test_two_files_appear_together(tmp_path: Path) -> None:
-    first, second = tmp_path / "engine", tmp_path / "engine.json"
-    first.write_bytes(b"old")
-    with temporary_file(first) as a, temporary_file(second) as b:
-        a.write_bytes(b"A")
-        b.write_bytes(b"B")
-        publish([(a, first), (b, second)])
-    assert (first.read_bytes(), second.read_bytes()) == (b"A", b"B")
-    assert names(tmp_path) == {"engine", "engine.json"}
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])

@@ -46,7 +46,6 @@ from trt_kvcache.importer.interface.role_patterns import load_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.recorded_options import recorded_options
 from trt_kvcache.importer.simplify import take_branches
-from trt_kvcache.importer.steps.sessions import RunError
 from trt_kvcache.machine import bounded_memory, free_memory
 from trt_kvcache.runtime import embeddings
 
@@ -187,10 +186,6 @@ def test_verify_gives_up_a_step_that_does_not_end(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(pipeline, "check_rewrite", lambda *_, **__: Checked())
     with pytest.raises(UnsupportedModelError, match="more than 1 s to open or for one step: it never ends"):
         verify_model(path)
-
-
-def _refuse(*_: object) -> None:
-    raise RunError("refused")
 
 
 @pytest.mark.few(6)

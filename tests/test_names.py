@@ -1,17 +1,12 @@
 """Names in the place of a model: of the hub, of weights, of other tools' files. Each gets one line with the way out."""
 
 import json
-import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from commands import invoke
 from decoders import DecoderConfig, write_decoder
-
-from trt_kvcache import DecodeSession, build_engine, export_checkpoint, plan_model, verify_model
-from trt_kvcache.errors import InvalidModelError
 
 EXPORT = "export it first: trt-kvcache export"
 NAMES = {
@@ -89,27 +84,6 @@ def test_a_name_gets_what_it_is_and_the_way_out(typed: str, folder: Path, monkey
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1), result.output
     assert NAMES[typed] in result.stderr
     assert sorted(folder.rglob("*")) == before
-
-
-CALLS: dict[str, Callable[[str, Path], object]] = {
-    "plan": lambda name, out: plan_model(name),
-    "verify": lambda name, out: verify_model(name),
-    "build": lambda name, out: build_engine(name, out / "model.engine"),
-    "export": lambda name, out: export_checkpoint(name, out / "export"),
-    **dict.fromkeys(("generate", "chat", "serve"), lambda name, out: DecodeSession.open(name)),
-}
-
-
-@pytest.mark.parametrize("typed", [typed for typed in NAMES if typed.split()[0] in CALLS])
-def test_functions_answer_names_as_commands_do(
-    typed: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("HF_HUB_CACHE", "CACHE" if "absent" in typed else str(folder / "cache"))
-    command, name = typed.split()[:2]
-    with pytest.raises(InvalidModelError, match=re.escape(NAMES[typed].replace("--tokenizer", "tokenizer"))):
-        CALLS[command](name, tmp_path)
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_name_of_the_hub_is_the_folder_in_its_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

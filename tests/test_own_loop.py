@@ -71,16 +71,3 @@ def test_what_it_does_not_know_is_refused(
     stand_in(monkeypatch)
     with pytest.raises(SystemExit, match=words):
         own_loop.Engine(engine)
-
-
-@pytest.mark.parametrize(
-    ("faults", "words"),
-    [({"refuse": "wrong GPU"}, "does not open it"), ({"fail_steps": "no"}, "TensorRT refuses the step")],
-)
-def test_a_refusal_of_tensorrt_ends_it(
-    faults: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig()))
-    stand_in(monkeypatch, **faults)
-    with pytest.raises(SystemExit, match=words):
-        own_loop.generate(engine, [1, 2], 2)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from readme import PAGES, ROOT, comparable, differences, run_examples
+from readme import PAGES, ROOT, differences, run_examples
 
 
 @pytest.mark.slow
@@ -32,21 +32,3 @@ def test_links_lead_somewhere(page: Path) -> None:
         headings = re.findall(r"^#+ (.*)$", found.read_text(encoding="utf-8"), re.MULTILINE)
         anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
         assert not anchor or anchor[1:] in anchors, anchor
-
-
-def test_output_that_differs_is_noticed() -> None:
-    assert comparable("built in 1.4 s, 4.0 MiB\n") == comparable("built in 12 s, 311 MiB\n")
-    assert comparable("a  │ native\n───── ──\n") == comparable("a │ native  \n── ─────────\n")
-    assert comparable("route native\n") != comparable("route functional\n")
-
-
-def test_an_example_that_fails_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="exit code 3"):
-        run_examples("```console\n$ echo said; exit 3\n```\n", tmp_path)
-    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-        run_examples("```python\n1 / 0\n```\n", tmp_path)
-
-
-def test_output_is_put_under_its_command(tmp_path: Path) -> None:
-    text = "before\n```console\n$ echo one\nold\n$ echo two\n```\nafter\n"
-    assert run_examples(text, tmp_path) == "before\n```console\n$ echo one\none\n\n$ echo two\ntwo\n```\nafter\n"

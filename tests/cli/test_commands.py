@@ -9,7 +9,7 @@ from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from typer.testing import Result
 
-from trt_kvcache import BuildOptions, CachePlan, Manifest, PlanOptions, load_manifest, plan_model, verify_model
+from trt_kvcache import CachePlan, Manifest, load_manifest, plan_model, verify_model
 from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Sliding, Target
 from trt_kvcache.reports import EngineReport, VerifyReport
 
@@ -41,28 +41,6 @@ def test_plan_options_reach_the_plan(model: Path) -> None:
     assert all(cache.layout is not PhysicalLayout.HEADS_MAJOR for cache in plan.caches)
 
 
-GROWING = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
-
-
-@pytest.mark.slow
-def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
-    text = run("plan", GROWING, "--capacity", 48).stdout
-    for part in ("from Concat", "inputs and outputs change for the caller", "4 of 4 caches in place", "--capacity 48"):
-        assert part in text
-    every = run("plan", GROWING, "--capacity", 48, "--all").stdout
-    for part in ("attention_mask", "What changes for the caller"):
-        assert part in every
-    run("rewrite", GROWING, "--capacity", 48, "-o", tmp_path / "rewritten.onnx")
-    asked = ["--tokens", "1,2,3", "--max-new-tokens", 9, "--json"]
-    (found,) = msgspec.json.decode(run("generate", GROWING, "--capacity", 48, *asked).stdout)["sequences"]
-    assert len(found["tokens"]) == 9
-    refused = invoke("generate", tmp_path / "rewritten.onnx", *asked, code=1)
-    assert "was rewritten by trt_kvcache already" in refused.stderr
-    assert "every station gives the numbers of the model as exported" in run("verify", GROWING, "--capacity", 48).stdout
-    measured = run("bench", GROWING, "--capacity", 48, "--lengths", 4, "--positions", 8, "--repeats", 1, "--warmup", 0)
-    assert "capacity 48" in measured.stdout
-
-
 @pytest.mark.parametrize("command", [["generate", "--tokens", "1"], ["bench"]])
 @pytest.mark.parametrize("option", [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]])
 def test_engines_are_not_planned_again(command: list[str], option: list[str]) -> None:
@@ -87,36 +65,6 @@ def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
     report = msgspec.json.decode(run("inspect", engine, "--json").stdout, type=EngineReport)
     assert report.manifest == manifest
     assert {path.name for path in tmp_path.iterdir()} == {"model.engine", "model.engine.json", "model.engine.proof"}
-
-
-def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[object] = []
-
-    def build_engine(model: Path, output: Path, *, options: PlanOptions, build: BuildOptions) -> None:
-        given.extend((options, build))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("trt_kvcache.build_engine", build_engine)
-    words = (
-        f"build {model} -o {tmp_path}/e --max-batch 8 --opt-batch 2 --max-chunk 32 --minShapes a:1x2,b:3 "
-        "--optShapes a:2x2 --maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
-        "--opt-level 4 --timing-cache times --version-compatible --declare-aliases --strip-plan --refit any "
-        "--profiling-verbosity detailed --capacity 48 --cache-layout preserve --attention-span off --fallback contract "
-        "--config mine.yaml --sliding circular --window-chunk 9"
-    )
-    invoke(*words.split(), code=None)
-    options, build = given
-    assert build == BuildOptions(
-        backend="tensorrt", max_batch=8, opt_batch=2, max_chunk=32, min_shapes={"a": (1, 2), "b": (3,)},
-        opt_shapes={"a": (2, 2)}, max_shapes={"a": (3, 2)}, compute_capabilities=("sm80", "sm89"), workspace=1 << 30,
-        opt_level=4, timing_cache="times", version_compatible=True, declare_aliases=True, strip_plan=True,
-        refit="any", profiling_verbosity="detailed",
-    )  # fmt: skip
-    assert isinstance(options, PlanOptions)
-    assert (options.capacity, options.cache_layout, options.attention_span, options.fallback.value, options.config) == (
-        48, CacheLayout.PRESERVE, False, "contract", "mine.yaml",
-    )  # fmt: skip
-    assert (options.sliding, options.window_chunk) == (Sliding.CIRCULAR, 9)
 
 
 def test_rewrite(model: Path, tmp_path: Path) -> None:

@@ -55,34 +55,6 @@ def test_ids_and_embeddings(forms: Forms, tmp_path: Path) -> None:
     assert found[:1] == tokens(str(forms.ids), "--tokens", "1,2", "--max-new-tokens", "5")
 
 
-@pytest.mark.slow
-def test_files_that_do_not_fit(forms: Forms, tmp_path: Path) -> None:
-    width = forms.table.shape[1]
-    ids, embeds = np.array([7]), np.zeros((1, width))
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({"input_ids": ids}, "lacks inputs_embeds; it must hold input_ids, inputs_embeds, and may hold position_ids"),
-        ({"inputs_embeds": embeds}, "lacks input_ids"),
-        ({"input_ids": ids, "inputs_embeds": embeds, "mask": ids}, "has mask; it holds"),
-        ({"input_ids": ids * 1.0, "inputs_embeds": embeds}, "input_ids are float64 [1]; give integers [S]"),
-        ({"input_ids": np.zeros((2, 1), int), "inputs_embeds": embeds}, "input_ids are int64 [2, 1]"),
-        ({"input_ids": ids, "inputs_embeds": embeds[:, 1:]}, f"the model takes float [1, {width}]"),
-    ]
-    for arrays, words in cases:
-        np.savez(tmp_path / "a.npz", **arrays)
-        result = call("generate", str(forms.embeds), "--inputs-embeds", str(tmp_path / "a.npz"), code=1)
-        assert words in result.output
-    (tmp_path / "a.npz").write_bytes(b"nothing")
-    result = call("generate", str(forms.embeds), "--inputs-embeds", str(tmp_path / "a.npz"), code=1)
-    assert "cannot be read as an .npz file" in result.output
-    assert "--tokens or --inputs-embeds" in call("generate", str(forms.embeds), code=1).output
-    (forms.embeds / "embedding.onnx").unlink()
-    for command in (["generate", "--tokens", "1"], ["bench"]):
-        assert (
-            "takes embeddings (input 'inputs_embeds'"
-            in call(command[0], str(forms.embeds), *command[1:], code=1).output
-        )
-
-
 def test_bench(forms: Forms, tmp_path: Path) -> None:
     np.save(tmp_path / "table.npy", forms.table)
     sizes = ["--lengths", "4", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1", "--json"]

@@ -27,7 +27,6 @@ import onnx
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from hybrids import cross_model
-from runtime.tokenizers_in_code import byte_level
 from serve.models import write_served
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -167,44 +166,6 @@ def test_token_ids_end_as_texts_do(said_in: str, settings: dict[str, Any], end: 
     assert GenerationFlags(ignore_eos=True).config(tmp_path, None).eos_token_id == ()
 
 
-@pytest.mark.slow
-def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: Path) -> None:
-    """The first tokens that greedy chooses tell what to forbid and where to end."""
-    arguments = ("--tokens", "5,6,7", "--max-new-tokens", "8")
-    (plain,) = report(folder, *arguments)["sequences"]
-    end = plain["tokens"][3]
-    stops_at = plain["tokens"].index(end)
-    (by_flag,) = report(folder, *arguments, "--eos", str(end), "--eos", "299")["sequences"]
-    file = tmp_path / "generation_config.json"
-    file.write_text(json.dumps({"eos_token_id": [end], "temperature": 0.5}))
-    (by_file,) = report(folder, *arguments, "--generation-config", str(file))["sequences"]
-    (tmp_path / "named").mkdir()
-    byte_level().save(str(tmp_path / "named" / "tokenizer.json"))
-    named = {"eos_token": byte_level().id_to_token(end)}
-    (tmp_path / "named" / "tokenizer_config.json").write_text(json.dumps(named))
-    (by_tokenizer,) = report(folder, *arguments, "--tokenizer", str(tmp_path / "named"))["sequences"]
-    for sequence in (by_flag, by_file, by_tokenizer):
-        assert sequence["tokens"] == plain["tokens"][: stops_at + 1]
-        assert sequence["finish_reason"] == "eos"
-    (through,) = report(folder, *arguments, "--generation-config", str(file), "--ignore-eos")["sequences"]
-    assert through["tokens"] == plain["tokens"]
-    warning = call(folder, *arguments, "--generation-config", str(file)).stderr.splitlines()[0]
-    assert re.match(r"warning: .*temperature=0.5 has no effect", warning)
-
-
-@pytest.mark.slow
-def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
-    arguments = ("--prompt", "the cache", "--max-new-tokens", "12", "--ignore-eos")
-    (plain,) = report(folder, *arguments)["sequences"]
-    stop = plain["text"][4:6]
-    (stopped,) = report(folder, *arguments, "--stop", stop)["sequences"]
-    assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
-    assert stopped["finish_reason"] == "stop"
-    first = plain["tokens"][0]
-    (other,) = report(folder, *arguments, "--logit-bias", f"{first}=-inf")["sequences"]
-    assert first not in other["tokens"]
-
-
 def test_beams(folder: Path) -> None:
     """Beams give all tokens at the end."""
     ((tokens, text),) = expected(folder, ["the cache"], max_new_tokens=6, num_beams=3, early_stopping="never")
@@ -213,40 +174,6 @@ def test_beams(folder: Path) -> None:
     assert [(s["tokens"], s["text"]) for s in found["sequences"]] == [(tokens, text)]
     times = found["timings"]
     assert times["tokens_per_second"] == pytest.approx(len(tokens) / times["total_seconds"], rel=0.01)
-
-
-@pytest.mark.slow
-def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
-    arguments = ("--tokens", "5,6,7,5,6,7,5,6", "--max-new-tokens", "30")
-    plain = report(folder, *arguments)
-    looked = report(folder, *arguments, "--prompt-lookup", "4")
-    assert looked["sequences"] == plain["sequences"]
-    stats = looked["speculation"]
-    assert 0 <= stats["accepted"] <= stats["proposed"]
-    assert stats["proposed"] > 0
-    told = call(folder, *arguments, "--prompt-lookup", "4").stderr
-    assert f"{stats['accepted']} of {stats['proposed']} proposed tokens accepted" in told
-    assert stats["impossible"] is None
-    told = call(folder, *arguments, "--prompt-lookup", "4", "--max-chunk", "1").stderr
-    assert ", no tokens proposed (a step takes only one token: " in told
-
-
-@pytest.mark.slow
-def test_a_draft_tells_how_it_did(folder: Path, tmp_path: Path) -> None:
-    arguments = ("--tokens", "5,6,7", "--max-new-tokens", "30")
-    plain = report(folder, *arguments)
-    drafted = (*arguments, "--draft", str(folder / "model.onnx"), "--num-assistant-tokens", "3")
-    found = report(folder, *drafted)
-    assert found["sequences"] == plain["sequences"]
-    proposed = found["speculation"]["proposed"]
-    assert found["speculation"] == {"proposed": proposed, "accepted": proposed, "acceptance": 1.0, "impossible": None}
-    assert f", {proposed} of {proposed} proposed tokens accepted" in call(folder, *drafted).stderr
-    assert proposed > 10
-    write_decoder(tmp_path / "other.onnx", DecoderConfig(vocab=200))
-    said = call(folder, *arguments, "--draft", str(tmp_path / "other.onnx"), code=1).stderr
-    assert said.startswith("error: the draft has a vocabulary of 200 tokens, but the model has 300; use a draft ")
-    said = call(folder, *arguments, "--num-assistant-tokens", "3", code=1).stderr
-    assert said.startswith("error: --num-assistant-tokens is 3, but the session has no draft model; open it with --dr")
 
 
 def test_the_prefix_cache_tells_how_it_did(folder: Path) -> None:

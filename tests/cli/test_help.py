@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import typer.main
-from commands import invoke
 from typer.testing import CliRunner
 
 import trt_kvcache
@@ -153,11 +152,3 @@ def test_zeros_are_given_and_empty_lists_are_not(tmp_path: Path) -> None:
     for given, value in (("true", True), ("false", False), ("never", "never")):
         made = BatchGenerationFlags(num_beams=2, early_stopping=given).config(tmp_path / "model.onnx", None)
         assert made.early_stopping == value
-
-
-def test_the_options_of_plans_are_shown_once() -> None:
-    short, whole = (invoke("generate", flag, code=None).stdout for flag in ("--help", "--help-all"))
-    assert "--sliding" not in short
-    assert "options of trt-kvcache plan, such as --capacity; --help-all shows them" in " ".join(short.split())
-    assert "--sliding" in whole
-    assert "--sliding" in invoke("plan", "--help", code=None).stdout

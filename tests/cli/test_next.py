@@ -14,7 +14,7 @@ from foreign_decoders import make_foreign
 from typer.testing import Result
 
 import trt_kvcache
-from trt_kvcache import DecodeSession, PlanOptions, plan_model
+from trt_kvcache import PlanOptions, plan_model
 from trt_kvcache.cli import summary
 from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.summary import tell_next
@@ -116,23 +116,6 @@ def test_each_command_takes_and_names_the_same_default(export: Path) -> None:
     assert json.loads(run("generate", export, *asked, 200, "--json").stdout)["capacity"] == 96  # the longest text
     measured = run("bench", export, "--lengths", 4, "--positions", 8, "--batches", 1, "--repeats", 1, "--warmup", 0)
     assert "capacity 96" in measured.stdout
-
-
-@pytest.mark.skipif(not can_build(None), reason="no builder is installed")
-def test_a_build_names_its_default(export: Path) -> None:
-    assert f"capacity: {DEFAULT}" in run("build", export, "-o", "made/").stdout
-
-
-def test_a_model_is_planned_once(export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where nobody gives a capacity, which the importer then chooses itself."""
-    from trt_kvcache.importer import pipeline
-
-    prepared = []
-    prepare = pipeline.prepare
-    monkeypatch.setattr(pipeline, "prepare", lambda *given: prepared.append(given) or prepare(*given))
-    with DecodeSession.open(export) as session:
-        assert session.cache.capacity == 96
-    assert len(prepared) == 1
 
 
 @pytest.mark.parametrize("form", ["concat", "scatter", "shift"])

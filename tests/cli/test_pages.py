@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
-import pytest
 from sample_plans import sample_manifest, sample_plan
 from typer.testing import CliRunner
 
@@ -132,17 +131,3 @@ def test_results_are_compared(tmp_path: Path) -> None:
     assert "a.json, b.json" in Reader(made).texts
     assert "b.json: 16: 4" in Reader(made).texts
     assert msgspec.json.decode(run(app, [*given, "--json"]).stdout, type=BenchReport) == measured(factor=2)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [b"", b"text", b"{}", b'{"timings": []}', *(
-        msgspec.json.encode(replace(measured(), timings=(replace(timings()[0], **{field: value}),)))
-        for field, value in (("median_ms", 0.0), ("low_ms", -1.0), ("tokens", 0), ("tokens_per_second", 1e300))
-    )],
-)  # fmt: skip
-def test_files_that_are_no_results(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(content)
-    result = run(app, ["bench", str(tmp_path / "a.json")])
-    assert result.exit_code == 1
-    assert re.fullmatch(r"error: [^\n]*a.json: not JSON of 'trt-kvcache bench' [^\n]*\n", result.stderr)

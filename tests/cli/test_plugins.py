@@ -117,15 +117,6 @@ def test_it_compiles_ahead_and_shows_resources(circular: Path, kernels: Path) ->
 
 
 @needs_nvrtc
-@pytest.mark.slow
-def test_six_architectures_are_a_short_report(circular: Path, kernels: Path) -> None:
-    text = run(circular, "--arch", "sm_80,sm_86,sm_89,sm_90,sm_100,sm_120").stdout
-    assert len(text.splitlines()) == 2 + 2 + 2 + len(NEXT)
-    assert "12 kernels for sm_80, " in text
-    assert len(list(kernels.iterdir())) == 6 * 3
-
-
-@needs_nvrtc
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_session_finds_what_was_compiled_ahead(
     dtype: str, tmp_path: Path, kernels: Path, monkeypatch: pytest.MonkeyPatch

@@ -85,24 +85,6 @@ print("ends")
 """
 """A program that ends while a thread of its still decodes."""
 
-LOADING = """
-import os, sys, time
-from importlib.machinery import ExtensionFileLoader
-from trt_kvcache.cli.signals import end_by_unwinding
-class Loader(ExtensionFileLoader):
-    def create_module(self, spec):
-        for _ in range(2):
-            os.kill(os.getpid(), int(sys.argv[1]))
-            time.sleep(0.11)
-        print("loaded")
-end_by_unwinding()
-try:
-    Loader("extension", "extension.so").create_module(None)
-    time.sleep(10)
-except KeyboardInterrupt:
-    print("interrupted")
-    time.sleep(0.1)  # the second one has come during the load, and is no other
-"""
 
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
@@ -232,15 +214,6 @@ def test_a_thread_that_decodes_does_not_abort_the_process(tokens: list[int], end
     process = start([DECODING, str(endless), ",".join(map(str, tokens))], tmp_path)
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout) == (0, "ends\n"), stderr
-
-
-@pytest.mark.slow
-@pytest.mark.few(1)
-@pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
-def test_an_extension_is_loaded_to_its_end(number: signal.Signals, tmp_path: Path) -> None:
-    """Some end the process with a crash, or say that something else is wrong, where an interrupt comes between."""
-    stdout, stderr = start([LOADING, str(int(number))], tmp_path).communicate(timeout=30)
-    assert (stdout, stderr) == ("loaded\ninterrupted\n", "")
 
 
 @pytest.mark.slow

@@ -9,12 +9,6 @@ import pytest
 from commands import invoke
 from encoders import encoder, first_step, heard
 from hybrids import cross_logits, cross_model, greedy, write
-from runtime.engines import write_engine
-from runtime.fake_cuda import Machine
-from runtime.fake_tensorrt import fake_module
-
-from trt_kvcache.engine.manifest import encoder_path
-from trt_kvcache.runtime.trt import trt_runner
 
 LENGTHS = (6, 11)
 
@@ -54,16 +48,6 @@ def test_features(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ids_and_an_encoder_elsewhere(folder: Path) -> None:
-    (folder / "other").mkdir()
-    encoder(folder / "other" / "encoder_model.onnx", ids=True, keys="present")
-    other = ["--encoder", folder / "other"]
-    both = tokens(folder, "--source-tokens", "5,6,7", "--source-tokens", "8", *other)
-    assert both == tokens(folder, "--source-tokens=5 6 7", *other) + tokens(folder, "--source-tokens=8", *other)
-    assert both[0] != both[1]
-
-
-@pytest.mark.slow
 def test_mistakes(folder: Path) -> None:
     source = ["--source-inputs", folder / "0.npz"]
     cases: list[tuple[list[object], str]] = [
@@ -84,23 +68,6 @@ def test_mistakes(folder: Path) -> None:
         "names the decoder_start_token_id, with which texts of an encoder-decoder start; give"
         in call(folder, *source, code=1).output
     )
-
-
-@pytest.mark.slow
-def test_an_encoder_on_the_gpu_and_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine that was built with the decoder's; where it is gone, stderr says so."""
-    machine = Machine()
-    monkeypatch.setattr(trt_runner, "load_tensorrt", lambda backend: fake_module(machine))
-    monkeypatch.setattr(trt_runner, "cuda_bindings", machine.bindings)
-    engine = write_engine(folder / "decoder_with_past_model.onnx", max_encoder=12, encoder="auto")
-    source = ["--source-inputs", folder / "0.npz"]
-    assert tokens(engine, *source) == [expected([9], 0)]
-    assert "CPU" not in call(engine, *source).stderr
-    encoder_path(engine).unlink()
-    result = call(engine, *source)
-    (line,) = (line for line in result.stderr.splitlines() if "CPU" in line and line.startswith("warning"))
-    assert "runs on the CPU: " in line
-    assert "was built with" in " ".join(result.stderr.split())
 
 
 @pytest.mark.slow

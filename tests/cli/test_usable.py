@@ -11,13 +11,10 @@ from commands import invoke
 from concat_graphs import Build, Decoder, make_decoder
 from greedy import greedy
 from onnx import TensorProto
-from sample_plans import sample_manifest
 from typer.testing import Result
 
 import trt_kvcache
-from trt_kvcache import PlanOptions
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.files import FileIdentity
 
 
 def run(*arguments: object) -> Result:
@@ -102,19 +99,6 @@ def test_plan_says_that_no_session_reads_several_scores_for_each_position(tmp_pa
 
 def test_plan_says_nothing_of_a_plain_decoder(tmp_path: Path) -> None:
     assert "sessions" not in run("plan", write(tmp_path, lambda _, x: x), "--capacity", 24).stdout
-
-
-@pytest.mark.parametrize(("after", "warned"), [(at_index, True), (lambda _, x: x, False)])
-def test_build_warns_of_an_engine_that_no_session_runs(
-    after: Callable[[Build, str], str], warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = write(tmp_path, after)
-    plan = trt_kvcache.plan_model(model, PlanOptions(capacity=24))
-    manifest = sample_manifest(plan, FileIdentity("model.engine", 1, "5a" * 32))
-    monkeypatch.setattr(trt_kvcache, "build_engine", lambda *_, **__: manifest)
-    lines = run("build", model, "-o", tmp_path / "model.engine", "--capacity", 24).stderr.splitlines()
-    said = "warning: no session runs this engine: input 'last_index' (int64 ['batch']) has no known role in decoding"
-    assert [line.startswith(said) for line in lines if "session" in line] == [True] * warned
 
 
 def test_verify_names_inputs_whose_values_it_guessed(tmp_path: Path) -> None:

@@ -5,16 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 from sample_plans import sample_plan
 from stored import MODELS
 
 from trt_kvcache.compare.costs import GPUS, StepCost, read_bandwidth, step_cost, usual_tokens
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Route, StateUpdate
-from trt_kvcache.importer.planning.weights_read import weights_read
 
 TOKENS = 10
 EXPORTS = [
@@ -116,38 +113,6 @@ def test_the_plan_counts_what_the_network_reads(name: str) -> None:
     assert counted is not None
     assert counted.rows == sum(traffic.taken("KV_CACHE_UPDATE").values())
     assert cost.rows >= counted.rows
-
-
-def _model(nodes: Sequence[Any], **weights: tuple[int, ...]) -> onnx.ModelProto:
-    """A model with weights of zeros by name and shape: float16, but numbers of ``k``, int8 of ``q``."""
-    kinds = {"k": TensorProto.INT64, "q": TensorProto.INT8}
-    tensors = [
-        helper.make_tensor(n, kinds.get(n[0], TensorProto.FLOAT16), s, np.full(s, 2 if n[0] == "k" else 0).reshape(-1))
-        for n, s in weights.items()
-    ]
-    return helper.make_model(helper.make_graph(list(nodes), "g", [], [], tensors))
-
-
-node = helper.make_node
-
-
-@pytest.mark.parametrize(("model", "count"), [
-    (_model([node("MatMul", ["x", "w"], ["y"])], w=(64, 32)), 64 * 32 * 2),
-    (_model([node("Gather", ["w", "x"], ["y"])], w=(64, 32)), 32 * 2),
-    (_model([node("Gather", ["w", "x"], ["y"], axis=1)], w=(32, 64)), 32 * 2),
-    (_model([node("Gather", ["w", "x"], ["y"]), node("MatMul", ["y", "w"], ["z"])], w=(64, 64)), 64 * 64 * 2),
-    (_model([node("DequantizeLinear", ["q", "s"], ["w"]), node("Gather", ["w", "x"], ["y"])], q=(64, 32), s=()),
-     32 + 2),
-    (_model([node("RotaryEmbedding", ["x", "c", "s", "p"], ["y"])], c=(64, 8), s=(64, 8)), 2 * 8 * 2),
-    (_model([node("TopK", ["x", "k"], ["v", "i"]), node("Cast", ["i"], ["j"]), node("Gather", ["w", "j"], ["y"])],
-            k=(1,), w=(8, 64, 32)), 2 * 64 * 32 * 2 + 8),
-    (_model([node("TopK", ["x", "n"], ["v", "i"]), node("Gather", ["w", "i"], ["y"])], w=(8, 64)), 8 * 64 * 2),
-    (_model([node("Gather", ["x", "w"], ["y"])], w=(64,)), 64 * 2),
-    (_model([node("Slice", ["w", "k", "end"], ["y"])], k=(1,), w=(64,)), 8),
-    (_model([node("Slice", ["w", "k", "k1"], ["y"])], k=(1,), k1=(1,), w=(64,)), 64 * 2 + 2 * 8),
-])  # fmt: skip
-def test_of_a_table_the_rows_count_that_a_token_takes(model: onnx.ModelProto, count: int) -> None:
-    assert weights_read(model) == count
 
 
 def test_a_step_of_full_and_of_other_caches() -> None:

@@ -1,15 +1,10 @@
 """The steps of a decode: from empty caches over each place at which something changes."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.compare.decode import DRAWN, Piece, plan_pieces
-from trt_kvcache.compare.rewritten_model import copy_rows
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.steps.cache_contents import CacheTensor, find_caches
 from trt_kvcache.importer.steps.drawn_inputs import Limits
 
 PLACES = {40: "decode", 256: "span"}
@@ -86,24 +81,3 @@ def test_far_places_are_left_out_unless_tokens_may_be(plan: CachePlan) -> None:
     assert {p.part for p in near} == {"start"}
     far = plan_pieces(limits, plan, (5,), 1, far=True)
     assert [p.skip > 0 for p in far if p.part in ("wrap 800", "full")].count(True) == 2
-
-
-@pytest.mark.parametrize(("held", "start"), [(5, 8), (7, 40), (5, 19), (21, 30), (70, 90)])
-def test_rows_of_tokens_that_are_left_out_are_copies(plan: CachePlan, held: int, start: int) -> None:
-    found = find_caches(plan)[0]
-    update = found.update
-    assert update is not None
-    capacity = update.capacity if start > 64 else max(start, 64)
-    shape = list(update.physical_shape)
-    shape[update.physical_sequence_axis] = capacity
-    cache = CacheTensor(found.role, found.output, replace(update, capacity=capacity))
-    values = np.full([int(n) for n in shape[1:]], -1.0)
-    rows = cache.physical_rows(values[None])[0]
-    for token in range(held):
-        rows[token % capacity] = token
-    before = rows.copy()
-    copy_rows(cache, values, held, start)
-    known = {float(n) for n in before[: min(held, capacity)].reshape(-1)}
-    assert set(rows[: min(start, capacity)].reshape(-1)) <= known
-    if start <= capacity:
-        assert np.array_equal(rows[:held], before[:held]), "what is there stays"

@@ -29,24 +29,6 @@ def small(**settings: Any) -> dict[str, Any]:
     return small_config(config, config)
 
 
-def test_a_real_configuration_becomes_small() -> None:
-    assert small() == {
-        **LLAMA, "hidden_size": 128, "intermediate_size": 448, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "vocab_size": 124, "bos_token_id": 123,
-        "eos_token_id": [122, 121],
-        "rope_scaling": LLAMA["rope_scaling"] | {"original_max_position_embeddings": 16},
-    }  # fmt: skip
-
-
-def test_sizes_that_a_configuration_leaves_out_become_small_too() -> None:
-    stored = {"model_type": "llama", "rope_theta": 10000.0}
-    made = small_config(stored, LLAMA)
-    assert made["hidden_size"] == 128
-    assert made["num_hidden_layers"] == 2
-    assert "rope_scaling" not in made, "what it does not say of rotary positions stays unsaid"
-    assert "tie_word_embeddings" not in made
-
-
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
@@ -102,15 +84,6 @@ def test_sizes_that_a_configuration_leaves_out_become_small_too() -> None:
 def test_settings(settings: dict[str, Any], wanted: dict[str, Any]) -> None:
     made = small(**settings)
     assert {name: made[name] for name in wanted} == wanted
-
-
-def test_a_part_of_a_configuration_is_small_by_itself_or_by_what_it_is_in() -> None:
-    made = small(text_config={**LLAMA, "num_attention_heads": 8}, attn_config={"model_type": "", "window_size": 100})
-    assert made["text_config"]["num_attention_heads"] == 4
-    assert made["text_config"]["num_key_value_heads"] == 4
-    assert made["attn_config"] == {"model_type": "", "window_size": 6}
-    inside = {"model_type": "both", "text_config": LLAMA}
-    assert small_config(inside, inside)["text_config"] == small()
 
 
 def test_a_configuration_without_layers_has_no_twin() -> None:

@@ -19,10 +19,9 @@ Entry = tuple[str, Make, dict[str, Any]]
 Builders = dict[str, Callable[[], onnx.ModelProto]]
 
 FAMILIES = (
-    "stored_exports", "layer_graphs", "concat_graphs", "attention_forms", "mask_forms", "position_forms", "size_forms",
-    "update_forms", "row_forms", "held_graphs", "window_graphs", "foreign_tools", "block_graphs", "canonical_models",
-    "hybrids", "scan_graphs", "cases", "onnx_cases", "odd_steps", "overflow_graphs", "plain_graphs", "scatter_graphs",
-    "edited_exports", "inlined_graphs", "repaired_graphs", "tail_graphs", "interface_graphs",
+    "stored_exports", "layer_graphs", "concat_graphs", "attention_forms", "window_graphs", "foreign_tools",
+    "block_graphs", "canonical_models", "hybrids", "cases", "onnx_cases", "odd_steps", "overflow_graphs",
+    "plain_graphs", "scatter_graphs", "edited_exports", "route_graphs",
 )  # fmt: skip
 
 

@@ -13,10 +13,9 @@ import numpy as np
 import onnx
 from graphs import Graph, renamed
 from numpy.typing import NDArray
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from corpus import Entry, built
-from trt_kvcache.importer.protos import replace_field
 
 Array = NDArray[Any]
 
@@ -278,102 +277,8 @@ def _attend(x: Array, memory: Array, w: Mapping[str, Array], layer: str, *, caus
     return result
 
 
-def self_attention() -> onnx.ModelProto:
-    """Embeddings that go into queries and keys alike are the text: no cross-attention."""
-    return onnx.parser.parse_model("""
-        <ir_version: 11, opset_import: ["" : 24]>
-        graph (float[B,2,S,8] inputs_embeds, float[B,2,16,8] past, int64[B] write_indices)
-            => (float[B,2,16,8] present, float[B,2,S,8] out) {
-            present = TensorScatter <axis = 2> (past, inputs_embeds, write_indices)
-            y = Attention <is_causal = 1> (inputs_embeds, present, present)
-            out = Attention <is_causal = 1> (y, inputs_embeds, inputs_embeds)
-        }""")
-
-
-def fixed_length() -> onnx.ModelProto:
-    model = cross_model("hidden")
-    dims = next(i for i in model.graph.input if i.name == "encoder_hidden_states").type.tensor_type.shape.dim
-    dims[1].dim_value = 9
-    return model
-
-
-def all_rows_but_the_first() -> onnx.ModelProto:
-    """As mobius-onnx writes Jamba's convolution: its state keeps its size in steps of one token only."""
-    model = hybrid_model(growing=True)
-    bound = next(n for n in model.graph.node if n.output[0] == "present_conv.1").input[1]
-    for tensor in model.graph.initializer:
-        if tensor.name == bound:
-            tensor.CopyFrom(onnx.numpy_helper.from_array(np.array([1]), bound))
-    for value in (*model.graph.input, *model.graph.output):
-        for dim in value.type.tensor_type.shape.dim:
-            if dim.dim_param == "sequence":
-                dim.dim_value = 1
-    return model
-
-
-def with_steps_apart(scale: float = 1.0) -> onnx.ModelProto:
-    """As transformers.js has Qwen3.5: a state is computed otherwise for one token, and pads stay out of it.
-
-    The inputs of the convolution are multiplied with the newest columns of the padding mask; if a step has one token,
-    products take the place of the convolution.
-
-    Args:
-        scale: of what that branch makes; 1: the same as the other one.
-    """
-    model = hybrid_model(growing=True)
-    graph = model.graph
-    join = next(n for n in graph.node if n.op_type == "Concat" and n.input[0] == "past_conv.1")
-    parts = [n for n in graph.node if join.output[0] in n.input]
-    kept, conv = (next(n for n in parts if n.op_type == op) for op in ("Slice", "Conv"))
-    g = Graph()
-    length = g.Shape("input_ids", start=1, end=2)
-    graph.input.append(helper.make_tensor_value_info("attention_mask", _INT, ["batch", "P + S"]))
-    columns = g.Slice("attention_mask", g.Neg(length), [np.iinfo(np.int64).max], [1])
-    join.input[1] = g.Mul(join.input[1], g.Unsqueeze(g.Cast(columns, to=_FLOAT), [1]))
-    nodes = [*graph.node]
-    places = sorted(nodes.index(n) for n in (join, kept, conv))
-    one = Graph()
-    row = one.Concat(*join.input, axis=2)
-    taps = one.constant(weights()["conv"] * scale, np.float32)
-    summed = one.ReduceSum(one.Mul(row, taps), [2], keepdims=1)
-    last = one.Slice(row, [1], [np.iinfo(np.int64).max], [2])
-    bodies, made = {}, (conv.output[0], kept.output[0])
-    inner = [nodes[place] for place in places]
-    for name, body, outs in (("then", one.nodes, (summed, last)), ("else", inner, made)):
-        own = {t.name: f"{name}_{t.name}" for t in one.initializers}
-        own |= {o: f"{name}_{o}" for n in body for o in n.output}
-        values = [helper.make_tensor_value_info(own[o], _FLOAT, None) for o in outs]
-        bodies[f"{name}_branch"] = helper.make_graph([renamed_node(n, own) for n in body], name, [], values)
-    for tensor in one.initializers:
-        tensor.name = f"then_{tensor.name}"
-    graph.initializer.extend(one.initializers)
-    single = g.Squeeze(g.Equal(length, g.constant([1])))
-    apart = helper.make_node("If", [single], [conv.output[0], kept.output[0]], "apart", **bodies)
-    nodes = [n for place, n in enumerate(nodes) if place not in places]
-    nodes[places[0] : places[0]] = [*g.nodes, apart]
-    for tensor in g.initializers:
-        old, tensor.name = tensor.name, f"apart_{tensor.name}"
-        for node in g.nodes:
-            node.input[:] = [tensor.name if name == old else name for name in node.input]
-    graph.initializer.extend(g.initializers)
-    replace_field(graph.node, nodes)
-    return model
-
-
-def renamed_node(node: onnx.NodeProto, names: Mapping[str, str]) -> onnx.NodeProto:
-    new = onnx.NodeProto()
-    new.CopyFrom(node)
-    for field in (new.input, new.output):
-        field[:] = [names.get(name, name) for name in field]
-    return new
-
-
 def entries() -> Iterator[Entry]:
     yield from built("cross", {"decomposed": partial(cross_model, "hidden", "ones", plain=True)})
-    yield from built("cross", {make.__name__: make for make in (self_attention, fixed_length)})
-    yield from built("all rows but the first", {"one token": all_rows_but_the_first}, capacity=24)
-    apart = {"both": with_steps_apart, "other branch": partial(with_steps_apart, 1.5)}
-    yield from built("hybrid, steps apart", apart, capacity=24)
     for growing in (False, True):
         models = {"products": partial(hybrid_model, convolution=False, growing=growing)}
         models |= {

@@ -6,7 +6,7 @@ from typing import Any
 
 import onnx
 from graphs import Dim, Graph
-from onnx import TensorProto, helper
+from onnx import TensorProto
 
 from corpus import Entry, built
 
@@ -135,26 +135,13 @@ def circular(length: Dim) -> onnx.ModelProto:
     return g.model()
 
 
-def inside() -> onnx.ModelProto:
-    """A cache that is neither an input nor an output."""
-    g, read = Layers(), []
-    for name in "kv":
-        update = g.input(f"new_{name}", HALF, ["B", 2, "S", 16])
-        shape = g.Concat(g.Shape(update, start=0, end=1), [2, CAPACITY, 16], axis=0)
-        empty = g.ConstantOfShape(shape, value=helper.make_tensor("zero", HALF, [1], [0.0]))
-        read.append(g.TensorScatter(empty, update, "write_indices", out=f"inner_{name}"))
-    g.attend(g.query(), read)
-    return g.model()
-
-
 MODELS: dict[str, Callable[[], onnx.ModelProto]] = {
     "three that are alike": partial(layers, {}, {}, {}),
     "two capacities": partial(layers, {}, {}, capacities=(CAPACITY, 24)),
     "three geometries": partial(layers, {}, {"is_causal": 0}, {"left_window_size": 3}, opset=25),
-    **{f"{f.__name__}": f for f in (other_heads, other_reader, last_query, computed_lengths, inside)},
+    **{f"{f.__name__}": f for f in (other_heads, other_reader, last_query, computed_lengths)},
     **{f"wide values, flat={flat}": partial(wide_values, flat=flat) for flat in (False, True)},
     **{f"circular, {length}": partial(circular, length) for length in (1, "S")},
-    "six attentions with one query": partial(shared, 6, caches=False, query=True),
 }
 CRASHES: dict[str, Callable[[], onnx.ModelProto]] = {
     **{f"{n} attentions over one cache": partial(shared, n, caches=True, query=False) for n in (2, 6)},
@@ -170,7 +157,6 @@ CRASHES: dict[str, Callable[[], onnx.ModelProto]] = {
 def entries() -> Iterator[Entry]:
     yield from built("layers", MODELS | CRASHES)
     yield from built("layers, functional", {"circular, S": MODELS["circular, S"]}, fallback="functional")
-    yield from built("layers, no span", CRASHES, attention_span=False)
     other = {
         f"{TensorProto.DataType.Name(dtype)}, {name}": partial(shared, 3, caches=True, query=True, dtype=dtype, **how)
         for dtype in (FLOAT, BF16)

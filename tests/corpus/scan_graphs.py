@@ -1,13 +1,9 @@
 """Models with a Scan over the tokens of an update, as linear attention has one."""
 
-from collections.abc import Iterator
-
 import numpy as np
 import onnx
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
-
-from corpus import Entry, built
 
 HEADS, SIZE = 2, 16
 STEPS = {"B": (1, 1, 1), "S": (1, 4, 4)}
@@ -92,8 +88,3 @@ def _attended(graph: Graph, rows: str, dtype: int, layer: int) -> str:
         graph.output(present, dtype, ["B", 4, 32, SIZE])
     query = graph.Mul(rows, graph.constant(0.5, np.float16 if dtype == TensorProto.FLOAT16 else np.float32))
     return graph.Attention(query, *presents, "", "", "", "nonpad_kv_seqlen", is_causal=1)
-
-
-def entries() -> Iterator[Entry]:
-    scans = {r: (lambda r=r: scan(r, cached=True)) for r in ("", *REPEATS)}
-    yield from built("scan", scans | {"decoder": decoder})

@@ -21,7 +21,7 @@ from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BuildError, InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import pipeline
-from trt_kvcache.importer.plan import AttentionKind, Fallback, PlanOptions, Route, Target
+from trt_kvcache.importer.plan import AttentionKind, Route, Target
 from trt_kvcache.progress import ProgressEvent
 
 TINY = DecoderConfig(layers=1, head_size=16)
@@ -111,26 +111,6 @@ def test_a_batch_of_one_stores_weights_once(tmp_path: Path, dtype: str) -> None:
         build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=16, decode_weights=kind))
         sizes[kind] = (tmp_path / "model.engine").stat().st_size
     assert sizes["own"] - sizes["shared"] > 0.4 * weights, sizes
-
-
-@pytest.mark.slow
-def test_circular_caches(tmp_path: Path) -> None:
-    """A contract is bounded by the chunk; functional caches have two buffers. The second engine replaces the first."""
-    config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
-    model, output = write_decoder(tmp_path / "model.onnx", config), tmp_path / "model.engine"
-    options = PlanOptions(fallback=Fallback.FUNCTIONAL)
-    manifest = build_engine(model, output, options=options)
-    assert manifest.aliases == {}
-    assert set(manifest.double_buffered) == {c.present for c in manifest.plan.caches}
-    options = PlanOptions(fallback=Fallback.CONTRACT)
-    manifest = build_engine(model, output, options=options, build=BuildOptions(max_chunk=8))
-    assert load_manifest(output) == manifest
-    check_engine(manifest, output)
-    assert names(tmp_path) == {"model.onnx", "model.engine", "model.engine.json", "model.engine.proof"}
-    contracts = [c.contract for c in manifest.plan.caches]
-    assert contracts
-    assert all(c is not None and c.no_straddle and c.max_update_length == 8 for c in contracts)
-    assert len(manifest.aliases) == 2
 
 
 def test_what_the_parser_refuses_is_named(tmp_path: Path) -> None:

@@ -17,22 +17,6 @@ def available(diagnosis: Diagnosis) -> dict[tuple[Route, str], bool]:
 EXPORTERS = ("mobius-onnx", "torch", "transformers")  # installed or not
 
 
-def test_this_machine_can_build_natively_with_tensorrt_for_rtx() -> None:
-    diagnosis = diagnose()
-    backend = {b.name: b for b in diagnosis.backends}["tensorrt-rtx"]
-    assert backend.importable
-    assert backend.version is not None
-    assert backend.version.startswith("1.7")
-    assert (backend.native, backend.packed_native, backend.plugins) == (True, True, False)
-    assert available(diagnosis) == {
-        (Route.NATIVE, "padded"): True,
-        (Route.NATIVE, "packed"): True,
-        (Route.PLUGIN, "any"): False,
-        (Route.FUNCTIONAL, "any"): True,
-    }
-    assert all(package.version for package in diagnosis.packages if package.name not in EXPORTERS)
-
-
 def test_no_driver_is_said_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
     from cuda.pathfinder import DynamicLibNotFoundError

@@ -11,7 +11,6 @@ import pytest
 from encoders import encoder, first_step, heard, strided_encoder
 from graphs import Graph
 from hybrids import WIDTH, cross_model, hybrid_model, write
-from hybrids import fixed_length as of_fixed_length
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import BuildOptions, inspect_engine, plan_model
@@ -22,7 +21,6 @@ from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer.families.encoders.model import import_encoder
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
-from trt_kvcache.runtime.encoders.encoder import OnnxEncoder
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 SIZES = {"max_chunk": 8, "max_encoder": 12}
@@ -112,24 +110,6 @@ def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
         build(model, encoder=str(tmp_path / "encoder_model.onnx"), **shapes)
 
 
-@pytest.mark.slow
-def test_a_fault_of_ours_costs_the_engine_of_the_encoder_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the encoder is named: then it is shown as it is."""
-
-    def fails(*_: Any) -> None:
-        raise RuntimeError("the build process failed:\nTraceback\nKeyError: 'x'")
-
-    monkeypatch.setattr(engine_build, "_build_encoder", fails)
-    (warning,) = build(model).warnings
-    assert warning.startswith(
-        "no engine could be built from the encoder, so it runs on the CPU: RuntimeError: KeyError: 'x': a fault"
-    )
-    assert load_manifest(model.with_name("model.engine")).encoder is None
-    monkeypatch.setattr(engine_build, "find_job", fails)
-    with pytest.raises(RuntimeError, match="Traceback"):
-        build(model, encoder=str(model.with_name("encoder_model.onnx")))
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("error", [BuildError("enough"), ValueError("enough"), KeyboardInterrupt()])
 def test_what_ends_a_build_is_no_fault_of_the_encoder(error: BaseException, model: Path) -> None:
@@ -215,20 +195,6 @@ def test_attention_that_is_more_is_refused(odd: str, words: str, tmp_path: Path)
         import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
 
 
-def test_an_input_of_a_type_that_no_engine_has_is_refused(tmp_path: Path) -> None:
-    model = write(tmp_path / "decoder.onnx", cross_model("hidden", "none"))
-    g = Graph()
-    g.input("features", TensorProto.DOUBLE, ["batch", "length", WIDTH])
-    g.node("Cast", ["features"], "hidden_states", to=FLOAT)
-    g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
-    onnx.save(g.model(), tmp_path / "encoder.onnx")
-    plan, taken = constants(model)
-    with pytest.raises(
-        UnsupportedModelError, match="input 'features' is double, which TensorRT engines do not support"
-    ):
-        import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
-
-
 def table_encoder(path: Path, rows: int, *, counted: bool = False) -> Path:
     """Token ids and positions, which are counted in the graph: by the shape, or by what is no padding (1)."""
     g = Graph()
@@ -266,27 +232,6 @@ def test_sources_longer_than_the_table_of_positions(counted: bool, offset: int, 
 
 
 @pytest.mark.slow
-def test_pairs_of_positions(tmp_path: Path) -> None:
-    """Looked up for every pair of as many positions as that takes no longer than the build."""
-    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
-    g = Graph()
-    g.input("input_ids", INT, ["batch", "length"])
-    length = g.node("Squeeze", [g.node("Shape", ["input_ids"], start=1, end=2)])
-    places = g.node("Range", [g.constant(0), length, g.constant(1)])
-    apart = g.node("Sub", [places, g.node("Unsqueeze", [places, g.constant([1])])])
-    near = g.node("Min", [g.node("Abs", [apart]), g.constant(7)])
-    bias = g.node("Gather", [g.constant(np.ones((8, WIDTH)), np.float32), near])
-    x = g.node("Gather", [g.constant(np.ones((50, WIDTH)), np.float32), "input_ids"])
-    g.node("Add", [x, g.node("ReduceMean", [bias, g.constant([0])], keepdims=0)], "last_hidden_state")
-    g.output("last_hidden_state", FLOAT, ["batch", "length", WIDTH])
-    onnx.save(g.model(), tmp_path / "encoder_model.onnx")
-    plan, _ = constants(model)
-    assert find_job(model, plan, BuildOptions(max_encoder=1100)) is not None
-    with pytest.raises(OptionError, match=r"reads 25000000 rows \(too many to check\) .*max_encoder"):
-        find_job(model, plan, BuildOptions(max_encoder=5000))
-
-
-@pytest.mark.slow
 def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     """An encoder's output has another length than what it reads; shapes of the decoder are not looked at."""
     g = Graph()
@@ -306,31 +251,6 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     assert made.profiles[0].shapes["pixels"].max == (1, 24, WIDTH)
 
 
-def fixed_length(path: Path, length: int) -> None:
-    """Let an encoder take sources of one length, as those of speech and images do."""
-    part = onnx.load(path)
-    for value in (*part.graph.input, *part.graph.output):
-        value.type.tensor_type.shape.dim[1].dim_value = length
-    onnx.save(part, path)
-
-
-@pytest.mark.slow
-def test_an_encoder_says_how_much_it_makes_of_a_source(model: Path) -> None:
-    """The decoder takes that much, unless the caller allows more; less would be found out after the first source."""
-    fixed_length(model.with_name("encoder_model.onnx"), 6)
-    constant = "past_key_values.a.encoder.key"
-
-    def largest(**options: Any) -> list[int]:
-        made = build_engine(model, model.with_name("model.engine"), build=BuildOptions(max_chunk=8, **options))
-        assert made.warnings == ()
-        return [profile.shapes[constant].max[2] for profile in made.profiles]
-
-    assert largest() == [6, 6]
-    assert largest(max_encoder=9) == [9, 9]
-    with pytest.raises(OptionError, match="is 5, but the encoder makes 6 positions from every source; give"):
-        largest(max_encoder=5)
-
-
 @pytest.mark.slow
 def test_an_encoder_says_how_much_it_makes_of_the_longest_source(tmp_path: Path) -> None:
     model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
@@ -346,30 +266,6 @@ def test_an_encoder_says_how_much_it_makes_of_the_longest_source(tmp_path: Path)
     assert largest(max_shapes={**shapes, "encoder_hidden_states": (1, 20, WIDTH)}) == 20
     with pytest.raises(OptionError, match=r"8 positions from the longest source \(input_features \[1, 32, 15\]\);"):
         largest(max_encoder=7)
-
-
-def test_what_only_sizes_come_from_goes(model: Path, tmp_path: Path) -> None:
-    """Exporters take the batch from what a layer makes of the text: all layers before it would be built for that."""
-    step = onnx.load(model.with_name("decoder_model.onnx"))
-    (shape,) = (n for n in step.graph.node if n.op_type == "Shape" and n.input[0] == "input_ids")
-    step.graph.initializer.append(numpy_helper.from_array(np.ones((50, WIDTH), np.float32), "text.weight"))
-    text = [helper.make_node("Gather", ["text.weight", "input_ids"], ["text"], "text"),
-            helper.make_node("NonZero", ["text"], ["text.places"], "places"),
-            helper.make_node("Add", ["text", "text"], ["text.states"], "states")]  # fmt: skip
-    shape.input[0] = "text.states"
-    for node in reversed(text):
-        step.graph.node.insert(0, node)
-    onnx.save(step, model.with_name("decoder_model.onnx"))
-    plan, taken = constants(model)
-    paths = model.with_name("encoder_model.onnx"), model.with_name("decoder_model.onnx")
-    made = import_encoder(*paths, taken, plan.options).model
-    assert not any("text" in t.name for t in made.graph.initializer)
-    assert not any(node.op_type == "Gather" for node in made.graph.node)
-    for length in (1, 5):
-        feed = {"input_features": heard(length, length), "attention_mask": np.ones((1, length), np.int64)}
-        wanted = OnnxEncoder(*paths, taken).encode(feed)
-        for name, found in run(made, feed, tmp_path).items():
-            np.testing.assert_array_equal(found, wanted[name])
 
 
 def test_weights_in_two_folders(model: Path, tmp_path: Path) -> None:
@@ -403,20 +299,3 @@ def test_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
         for name, axes in constants.items():
             axis, range_ = axes.index("encoder"), profile.shapes[name]
             assert (range_.min[axis], range_.opt[axis], range_.max[axis], range_.max[0]) == (1, 24, 24, 4)
-
-
-@pytest.mark.slow
-def test_shapes_given_by_name(tmp_path: Path) -> None:
-    model = write(tmp_path / "m.onnx", cross_model("hidden"))
-    shapes = {"min_shapes": {HIDDEN: (1, 24, 32)}, "opt_shapes": {HIDDEN: (4, 24, 32)}}
-    manifest = build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_batch=4, max_encoder=24, **shapes))
-    assert {p.shapes[HIDDEN].min for p in manifest.profiles} == {(1, 24, 32)}
-    with pytest.raises(OptionError, match=r"must be 24 \(from max_encoder\)"):
-        build_engine(model, tmp_path / "m.engine", build=BuildOptions(max_encoder=24, max_shapes={HIDDEN: (1, 25, 32)}))
-
-
-def test_options_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="max_encoder is given, but no input of the model has the length"):
-        build_engine(
-            write(tmp_path / "m.onnx", of_fixed_length()), tmp_path / "m.engine", build=BuildOptions(max_encoder=24)
-        )

@@ -3,7 +3,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 from commands import invoke
 from decoders import DecoderConfig, write_decoder
@@ -13,7 +12,7 @@ from typer.testing import CliRunner
 import trt_kvcache.engine.inspection as inspect_module
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.inspection import EngineReport, EngineTensor, EngineView, inspect_engine, reconcile
+from trt_kvcache.engine.inspection import EngineTensor, EngineView, inspect_engine, reconcile
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, identify
@@ -94,21 +93,6 @@ def test_plugin_aliases_are_not_reported_by_tensorrt(manifest: Manifest) -> None
     caches = tuple(replace(cache, route=Route.PLUGIN) for cache in manifest.plan.caches)
     manifest = replace(manifest, plan=replace(manifest.plan, caches=caches))
     assert reconcile(manifest, replace(agreeing_view(manifest), aliases={})) == ()
-
-
-def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inspect_module, "find_gpus", lambda: (None, (), "no NVIDIA driver that works: gone"))
-    report = inspect_engine(engine)
-    assert (report.view, report.not_opened) == (None, "no NVIDIA driver that works: gone")
-    result = invoke("inspect", engine)
-    assert "checked    hash: ok. Not opened: no NVIDIA driver that works: gone\n" in result.stdout
-    for part in ("tensorrt-rtx 1.7.1.116", "4 of 4 caches in place", "4 sequences, 64 tokens per update"):
-        assert part in result.stdout
-    every = invoke("inspect", engine, "--all", code=None).stdout
-    for part in ("Not opened: no NVIDIA driver", "key_cache.0..1", "prefill", "4x64"):
-        assert part in every
-    data = invoke("inspect", engine, "--json", code=None)
-    assert msgspec.json.decode(data.stdout, type=EngineReport) == report
 
 
 def test_with_a_gpu_a_difference_is_an_error(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

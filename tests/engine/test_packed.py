@@ -11,9 +11,7 @@ from harness import imported, run
 from onnx import TensorProto
 from runtime.families import turned
 
-from trt_kvcache import BuildOptions, build_engine
-from trt_kvcache.engine.manifest import ShapeRange
-from trt_kvcache.importer.plan import CacheDtype, PlanOptions, Route, Target, UpdateForm
+from trt_kvcache.importer.plan import CacheDtype, PlanOptions, Route, Target
 
 HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
 
@@ -69,16 +67,3 @@ def test_rows_are_quantized_where_they_are_written(tmp_path: Path):
     for name, written in rows.items():
         want = reference.packed_scatter(past[name], written, where, lengths)
         np.testing.assert_allclose(found[name.replace("past", "present")], want, rtol=1e-6)
-
-
-def test_built_natively_with_profiles_over_tokens(tmp_path: Path):
-    path = tmp_path / "m.onnx"
-    onnx.save(packed_model(), path)
-    manifest = build_engine(path, tmp_path / "m.engine", build=BuildOptions(max_batch=4, max_chunk=8))
-    (cache,) = manifest.plan.caches
-    assert (cache.route, cache.form) == (Route.NATIVE, UpdateForm.PACKED_NHD)
-    assert manifest.aliases == {"present": "past"}
-    prefill, decode = manifest.profiles
-    assert prefill.shapes["update"] == ShapeRange((1, 2, 8), (32, 2, 8), (32, 2, 8))
-    assert decode.shapes["update"] == ShapeRange((1, 2, 8), (4, 2, 8), (4, 2, 8))
-    assert decode.shapes["lengths"] == ShapeRange((2,), (5,), (5,))

@@ -45,20 +45,6 @@ def with_fixed(symbol: str, size: int) -> CachePlan:
     return replace(PLAN, caches=caches, tensors=tuple(map(fix_axes, PLAN.tensors)))
 
 
-def test_prefill_and_decode() -> None:
-    made = profiles(PLAN, BuildOptions(max_batch=4, opt_batch=2, max_chunk=64))
-    assert list(made) == ["prefill", "decode"]
-    assert made["prefill"].shapes == {
-        "input_ids": ShapeRange((1, 1), (2, 64), (4, 64)),
-        "write_indices": ShapeRange((1,), (2,), (4,)),
-        "nonpad_kv_seqlen": ShapeRange((1,), (2,), (4,)),
-        "attention_span": ShapeRange((1,), (128,), (256,)),
-        "key_cache.0": ShapeRange((1, 4, 256, 64), (2, 4, 256, 64), (4, 4, 256, 64)),
-        "value_cache.0": ShapeRange((1, 4, 256, 64), (2, 4, 256, 64), (4, 4, 256, 64)),
-    }
-    assert made["decode"].shapes["input_ids"] == ShapeRange((1, 1), (2, 1), (4, 1))
-
-
 def with_logits(plan: CachePlan) -> CachePlan:
     """The plan with logits of the last positions only."""
     span = LogitsSpan("logits_span", "logits_span", "logits", "norm", 1, ("head",))
@@ -149,25 +135,6 @@ def test_every_profile_is_legal(
                 assert low == (size if isinstance(size, int) else 2 if axis == "batch+1" else 1)
 
 
-@pytest.mark.parametrize("build", [BuildOptions(), BuildOptions(max_batch=1, max_chunk=7)])
-def test_a_batch_of_one_decodes_as_one_of_two_might(build: BuildOptions) -> None:
-    """So that weights are stored once: only the largest shapes of decode differ, and only along the batch."""
-    tensors = (
-        TensorRole("t", "input", Role.OTHER, "bool", ("n", 8), "test", ("tokens", "")),
-        TensorRole("b", "input", Role.OTHER, "int32", ("m",), "test", ("batch+1",)),
-        TensorRole("e", "input", Role.OTHER, "float16", ("batch", 1500, 4), "test", ("batch", "encoder", "")),
-    )
-    plan = replace(PLAN, tensors=(*PLAN.tensors, *tensors))
-    own, shared = profiles(plan, replace(build, decode_weights="own")), profiles(plan, build)
-    assert shared["prefill"] == own["prefill"]
-    assert shared["decode"].shapes.keys() == own["decode"].shapes.keys()
-    for name, range_ in shared["decode"].shapes.items():
-        before = own["decode"].shapes[name]
-        assert (range_.min, range_.opt) == (before.min, before.opt)
-        more = 0 if name == "attention_span" else 1
-        assert range_.max == (before.max[0] + more, *before.max[1:])
-
-
 @pytest.mark.parametrize("quantized", [False, True])
 def test_auto_is_what_gives_the_smaller_engine(quantized: bool) -> None:
     limits = resolve_limits(PLAN, BuildOptions())
@@ -175,17 +142,6 @@ def test_auto_is_what_gives_the_smaller_engine(quantized: bool) -> None:
     options = BuildOptions(decode_weights="own" if quantized else "shared")
     assert chosen == make_profiles(PLAN, options, limits)
     assert chosen != make_profiles(PLAN, BuildOptions(decode_weights="shared" if quantized else "own"), limits)
-
-
-def test_profiles_that_share_weights_anyway_stay() -> None:
-    unknown = with_input("x", ("a",), ("?",))
-    for plan, build in (
-        (PLAN, BuildOptions(max_batch=2)),
-        (with_fixed("batch", 1), BuildOptions()),
-        (PLAN, BuildOptions(max_chunk=1)),
-        (unknown, BuildOptions(max_shapes={"x": (3,)})),
-    ):
-        assert profiles(plan, build) == profiles(plan, replace(build, decode_weights="own"))
 
 
 def test_limits_and_profiles_follow_the_model() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +22,9 @@ from trt_kvcache.compare.exported_model import Exported
 from trt_kvcache.errors import InvalidModelError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.export import run as exporting
 from trt_kvcache.export import twins
-from trt_kvcache.export.interpreter import Interpreter
 from trt_kvcache.export.reason import failure_reason
 from trt_kvcache.export.run import EXPORTERS, Exporter, export_checkpoint, installed
 from trt_kvcache.model_paths import is_checkpoint
-from trt_kvcache.progress import ProgressEvent, listening
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the stand-in is a script of a POSIX shell")
 TOKENIZER = '{"made": "for a test"}'
@@ -230,25 +227,6 @@ def test_an_exporter_that_takes_too_long_is_ended(
     assert told[1] == "failed, mobius: it took more than 1 s, and was ended; trying genai"
 
 
-def test_programs_of_one_interpreter(tmp_path: Path) -> None:
-    """Each runs as if alone: its arguments, its module's globals, its output, its end by a signal."""
-    (tmp_path / "script.py").write_text(
-        "import sys, beside\nsys.exit(f'{beside.word} {sys.argv[1:]} {sys.stdin.read()!r}')"
-    )
-    (tmp_path / "beside.py").write_text("word = 'found'")
-    with Interpreter(sys.executable, ["colorsys", "no_such_module"]) as interpreter:
-        run = partial(interpreter.run, title="a program")
-        assert run(["-c", "import sys; print('out', end=''); sys.stderr.write('word'); sys.exit(3)"]) == (3, "word")
-        assert run([str(tmp_path / "script.py"), "a", "b c"]) == (1, "found ['a', 'b c'] ''\n")
-        assert run(["-m", "json.tool", "--help"]) == (0, "")
-        assert run(["-c", "import json; json.number = 1; assert 'colorsys' in __import__('sys').modules"])[0] == 0
-        assert "has no attribute 'number'" in run(["-c", "import json; json.number"])[1]
-        assert run(["-c", "import os; os.kill(os.getpid(), 11)"])[0] == -11
-        assert run(["-c", "import time; time.sleep(60)"], seconds=0.2) == (-9, "it took more than 0 s, and was ended")
-        assert run(["-c", "import os; os.kill(os.getppid(), 9)"])[0] == -9
-        assert run(["-c", "import os; print(chr(0) + 'no code'); os.write(2, bytes([255]))"]) == (0, "\ufffd")
-
-
 def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
     checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]
 ) -> None:
@@ -256,20 +234,6 @@ def test_a_chosen_exporters_model_stays_where_the_plan_is_refused(
     with pytest.raises(InvalidModelError):
         export_checkpoint(checkpoint, tmp_path / "out", exporter="torch")
     assert names(tmp_path / "out") == {"model.onnx", "tokenizer.json", "config.json"}
-
-
-def test_progress_is_what_the_exporter_prints(checkpoint: Path, tmp_path: Path, stand_ins: dict[str, str]) -> None:
-    heard: list[ProgressEvent] = []
-    with listening(heard.append):
-        export_checkpoint(checkpoint, tmp_path / "out", exporter="genai")
-    steps = [(event.phase, event.parent, event.finished) for event in heard]
-    first = steps.index(("exporting with genai", None, False))  # after the small twin
-    assert steps[first : first + 4] == [
-        ("exporting with genai", None, False),
-        ("copying", "exporting with genai", False),
-        ("copying", "exporting with genai", True),
-        ("exporting with genai", None, True),
-    ]
 
 
 @pytest.mark.parametrize(

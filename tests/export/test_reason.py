@@ -44,14 +44,3 @@ def test_the_reason(code: str, reason: str, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode
     assert failure_reason(done.stderr) == reason
-
-
-def test_errors_before_and_colors() -> None:
-    """Other lines on stderr do not count; an error of a package is told without its modules."""
-    said = (
-        'W1127 skipping\nTraceback (most recent call last):\n  File "a.py", line 3, in load\n    read()\n    ~~~~^^\n'
-        "\x1b[1mtorch._dynamo.exc.Unsupported\x1b[0m: graph break\n  by line 3\n\nmore\n"
-    )
-    assert failure_reason(said) == "Unsupported: graph break by line 3"
-    bare = said.replace("torch._dynamo.exc.Unsupported\x1b[0m: graph break\n  by line 3", "AssertionError\x1b[0m")
-    assert failure_reason(bare) == "AssertionError: without words, by 'read()'"

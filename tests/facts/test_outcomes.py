@@ -19,8 +19,6 @@ from onnx import TensorProto, helper
 Make = Callable[[], onnx.ModelProto]
 NO_ONNX_TYPE = "Failed to convert ONNX date type to TensorRT data type"
 NOT_A_MULTIPLE = "CHECK(op->input_layouts().size() > idx) failed"
-PADDED = "The update tensor is required to be 4D for padded form, got 3D"
-BROADCAST = "mask must be broadcastable"
 PACKED = {"B_plus_1": (2, 3, 5)}
 
 
@@ -62,9 +60,6 @@ def outcomes() -> Iterator[tuple[str, Make, dict[str, tuple[int, int, int]], str
 
     for opset in (24, 25, 26, 27, 28):
         yield f"opset {opset}", scatter(opset=opset), {}, "built", ""
-    for name in ("UINT16", "UINT32", "UINT64", "STRING", "COMPLEX64", "COMPLEX128", "FLOAT8E4M3FNUZ", "FLOAT8E5M2",
-                 "FLOAT8E5M2FNUZ", "UINT4", "FLOAT8E8M0"):  # fmt: skip
-        yield f"cache of {name}", scatter(dtype=TensorProto.DataType.Value(name)), {}, "parse", NO_ONNX_TYPE
     for operator in ("ScatterElements", "Where"):  # types of a cache on the route of plain operators
         for name, stage, words in (
             *((name, "built", "") for name in ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "INT32", "INT64", "BOOL")),
@@ -84,19 +79,7 @@ def outcomes() -> Iterator[tuple[str, Make, dict[str, tuple[int, int, int]], str
     yield "packed, no indices", packed(indices=False), PACKED, "built", ""
     words = "When update form is kPACKED_NHD, the update lengths tensor must be set"
     yield "packed, no lengths", packed(lengths=False), {}, "build", words
-    forms = {None: PADDED, "padded_bhnd": PADDED, "padded": "Unsupported IO form: padded",
-             "PACKED_NHD": "Unsupported IO form: PACKED_NHD"}  # fmt: skip
-    for form, words in forms.items():
-        yield f"packed form {form}", packed(form), PACKED, "parse", words
     yield "packed, circular", packed(mode="circular"), PACKED, "parse", "Only linear mode is supported"
-    for outputs in (2, 3, 4):
-        words = "only supports Attention nodes with one output"
-        yield f"attention of {outputs} outputs", attention(outputs=outputs), {}, "parse", words
-    for precision in (1, 10, 11, 16):
-        words = "Setting softmax precision is not supported"
-        yield f"precision {precision}", attention(softmax_precision=precision), {}, "parse", words
-    for shape in (("S", 12), ("B", 2, "S", 16)):
-        yield f"mask {shape}", attention(mask=shape), {}, "parse", BROADCAST
     yield "TRT_decomposable", attention(dtype=FLOAT, TRT_decomposable=1), {}, "built", ""  # which the checker refuses
 
 
@@ -150,19 +133,6 @@ def test_which_attentions_have_a_kernel(
     assert split.stage == ("built" if splits else "build")
 
 
-def test_layers_of_updates() -> None:
-    (layer,) = (padded := trt.parse(scatter_model())).updates()
-    assert padded.ok
-    assert layer.cache_mode == tensorrt_rtx.KVCacheMode.LINEAR
-    assert layer.update_form == tensorrt_rtx.AttentionIOForm.PADDED_BHND
-    assert [layer.get_input(i).name for i in range(2)] == ["past", "update"]
-    assert list(tensorrt_rtx.KVCacheMode.__members__) == ["LINEAR"]
-    for domain in ("", "trt.plugins", "any.domain"):
-        (layer,) = (packed := trt.parse(packed_model(domain=domain))).updates()
-        assert (layer.update_form, layer.num_inputs) == (tensorrt_rtx.AttentionIOForm.PACKED_NHD, 4)
-        assert trt.build_parsed(packed, PACKED).stage == "built"
-
-
 KINDS = tensorrt_rtx.CausalMaskKind
 
 
@@ -181,38 +151,11 @@ def test_silent_losses(options: dict[str, Any], expected: dict[str, Any]) -> Non
     assert trt.build_parsed(parsed).stage == "built"
 
 
-def test_short_mask_of_symbolic_length_is_not_padded() -> None:
-    """A profile in which the mask can never be as long as the keys builds."""
-    parsed = trt.parse(attention_model(mask=("B", 1, "S", "M")))
-    (attention,) = parsed.attentions()
-    assert tuple(attention.mask.shape) == (-1, 1, -1, -1)
-    assert trt.build_parsed(parsed, {"M": (1, 8, 12)}).stage == "built"
-
-
 @pytest.mark.parametrize("patch", [None, trt.decomposable])
 def test_float_mask_beside_half(patch: Any) -> None:
     outcome = trt.build(attention_model(mask=("B", 1, "S", 16), mask_dtype=FLOAT), patch=patch)
     assert outcome.stage == "build"
     assert "element type (half) differs from input 1's element type (float)" in outcome.words
-
-
-def test_unequal_head_sizes_even_decomposable() -> None:
-    outcome = trt.build(attention_model(value_head_size=32), patch=trt.decomposable)
-    assert (outcome.stage, "Key and Value must have the same shape" in outcome.words) == ("parse", True)
-
-
-def test_trt_attention_is_lower_right() -> None:
-    """The parser's own operator has lengths and a lower-right causal kind."""
-    graph = Graph()
-    shapes = {"Q": ("B", 4, "S", 16), "K": ("B", 2, 16, 16), "V": ("B", 2, 16, 16)}
-    inputs = [graph.input(name, HALF, shape) for name, shape in shapes.items()]
-    lengths = [graph.input(name, TensorProto.INT32, ["B"]) for name in ("q_lens", "kv_lens")]
-    graph.TRT_Attention(*inputs, "", *lengths, out="Y", causal_kind="lower_right")
-    graph.output("Y", HALF, shapes["Q"])
-    parsed = trt.parse(graph.model())
-    (attention,) = parsed.attentions()
-    assert attention.causal_kind == KINDS.LOWER_RIGHT
-    assert attention.key_value_lengths is not None
 
 
 def test_function_is_taken_for_the_operator_of_its_name() -> None:

@@ -36,22 +36,6 @@ def test_compute_capabilities() -> None:
     assert list(tensorrt_rtx.ComputeCapability.__members__) == expected
 
 
-def test_supports_operator_says_yes_to_what_does_not_parse() -> None:
-    log = trt.Log()
-    network = tensorrt_rtx.Builder(log).create_network(0)
-    assert tensorrt_rtx.OnnxParser(network, log).supports_operator("GroupQueryAttention")
-    graph = Graph()
-    inputs = [graph.input(name, HALF, ["B", "S", width]) for name, width in (("q", 64), ("k", 32), ("v", 32))]
-    inputs += [graph.input(name, HALF, ["B", 2, 16, 16]) for name in ("past_key", "past_value")]
-    inputs += [graph.input("seqlens_k", TensorProto.INT32, ["B"]), graph.input("total", TensorProto.INT32, [])]
-    attrs = {"num_heads": 4, "kv_num_heads": 2, "scale": 0.25}
-    graph.node("GroupQueryAttention", inputs, ["y", "key", "value"], domain="com.microsoft", **attrs)
-    graph.output("y", HALF, ["B", "S", 64])
-    outcome = trt.build(graph.model(domains=["com.microsoft"]))
-    assert outcome.stage == "parse"
-    assert "GroupQueryAttention" in outcome.words
-
-
 def rotary(domain: str, num_heads: int) -> bytes:
     """A 3-D RotaryEmbedding; with zero heads, the default of the contrib operator, the parser divides by zero."""
     graph = Graph()

@@ -155,12 +155,6 @@ def test_blocks_build_on_both_sides(form: str) -> None:
     assert outcome.stage == "built", outcome.words
 
 
-def test_blocks_of_a_name_that_is_for_quantizers_alone() -> None:
-    """ModelOpt's TRT_FP4QDQ stands for a weight that is still to be quantized."""
-    model = product(lambda g, size: g.TRT_FP4QDQ(floats(g, size), domain="trt", block_size=16))
-    assert "Plugin not found" in trt.build(model).words
-
-
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("make", "bits"),

@@ -55,16 +55,6 @@ def test_a_name_with_a_role_is_asked_for_at_a_fixed_shape(tmp_path: Path) -> Non
     assert "position_ids" not in {t.name for t in source.proto.graph.initializer}
 
 
-def test_a_name_of_the_callers_own_is_asked_for_at_a_fixed_shape(tmp_path: Path) -> None:
-    model = with_default(tmp_path, "position_ids", np.zeros((1, 1), np.int64), [1, 1])
-    renamed = onnx.compose.add_prefix(onnx.load(model), "my.", rename_outputs=False)
-    onnx.save(renamed, model)
-    assert not load_source(model).is_edited
-    config = tmp_path / "mine.yaml"
-    config.write_text("roles:\n  positions: my\\.position_ids\n")
-    assert load_source(model, config=str(config)).is_edited
-
-
 @pytest.mark.parametrize(
     ("value", "shape", "said"),
     [

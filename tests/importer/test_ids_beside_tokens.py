@@ -113,18 +113,6 @@ def test_numbers_for_each_token_are_taken_and_refused_by_name(tmp_path: Path, wi
     assert tokens(model, str(config)) == wanted
 
 
-def test_sines_of_a_timestep_are_no_positions(tmp_path: Path) -> None:
-    def timestep(g: Build, x: str) -> str:
-        step = g.Cast(g.input("timestep", TensorProto.INT64, ["batch"]), to=TensorProto.FLOAT)
-        angles = g.Mul(g.Unsqueeze(step, [1, 2]), g.constant(np.linspace(0.1, 1, 16), np.float32))
-        waves = g.Add(g.Sin(angles), g.Cos(angles))
-        made: str = g.Add(x, waves)
-        return made
-
-    model = write(tmp_path, timestep)
-    assert role(model, "timestep") is Role.OTHER
-
-
 def test_a_mask_of_the_hidden_keys_is_none_of_the_visible_ones(tmp_path: Path) -> None:
     """It goes through Not: ones, which a session gives for tokens, would hide them all. Its name says nothing."""
 

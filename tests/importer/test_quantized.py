@@ -71,17 +71,6 @@ def test_a_model_with_canonical_caches(external: bool, tmp_path: Path) -> None:
     build_engine(path, tmp_path / "model.engine")
 
 
-def test_plan_and_comparison_refer_to_the_weights_where_they_are() -> None:
-    """uint4 and int32 are the source's own bytes under another name."""
-    model = import_model(GENAI, OPTIONS).model
-    source = onnx.load(GENAI / "model.onnx", load_external_data=False)
-    places = {tuple(e.value for e in t.external_data) for t in source.graph.initializer if t.external_data}
-    views = [t for t in model.graph.initializer if t.external_data]
-    assert {tuple(e.value for e in t.external_data) for t in views} < places  # but for the small table of words
-    assert types(model)[TensorProto.UINT4] >= 22
-    assert not types(model)[TensorProto.UINT8]
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_a_rewritten_model_has_signed_weights_in_a_file_of_their_own(elsewhere: bool, tmp_path: Path) -> None:
@@ -99,38 +88,6 @@ def test_a_rewritten_model_has_signed_weights_in_a_file_of_their_own(elsewhere: 
     assert {t.data_type for t in signed} == {TensorProto.INT4}
     numbers = sum(int(np.prod(t.dims)) for t in signed)
     assert numbers / 2 <= (target.parent / "out.onnx.signed").stat().st_size < numbers / 2 + 4096 * len(signed)
-
-
-@pytest.mark.slow
-def test_weights_that_are_written_anew_are_not_copied_as_well(tmp_path: Path) -> None:
-    rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
-    (original,) = GENAI.glob("*.data")
-    copy = tmp_path / original.name
-    needed = np.zeros(original.stat().st_size, bool)
-    for tensor in onnx.load(tmp_path / "out.onnx", load_external_data=False).graph.initializer:
-        entries = {e.key: e.value for e in tensor.external_data}
-        if entries.get("location") == original.name:
-            start = int(entries.get("offset", 0))
-            needed[start : start + int(entries["length"])] = True
-    before, after = (np.frombuffer(path.read_bytes(), np.uint8) for path in (original, copy))
-    assert np.array_equal(after, np.where(needed, before, 0))
-    assert np.count_nonzero(before[~needed]) > 10_000
-
-    rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)  # what is there already is fine
-    changed = after.copy()
-    changed[np.flatnonzero(needed)[-1]] ^= 1
-    copy.write_bytes(changed.tobytes())
-    with pytest.raises(OutputError, match="this file exists and differs from the data file that must be copied"):
-        rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
-
-
-def test_inline_weights_stay_inline(tmp_path: Path) -> None:
-    path = write(tmp_path / "in", external=False)
-    rewrite_model(path, tmp_path / "out.onnx")
-    assert [f.name for f in tmp_path.iterdir() if f.is_file()] == ["out.onnx"]
-    model = onnx.load(tmp_path / "out.onnx")
-    assert types(model)[TensorProto.INT4] == 15
-    assert (tmp_path / "out.onnx").stat().st_size < path.stat().st_size + 20_000
 
 
 @pytest.mark.slow

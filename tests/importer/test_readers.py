@@ -5,9 +5,9 @@ from pathlib import Path
 
 import onnx
 import pytest
-from concat_graphs import Decoder, make_decoder
+from concat_graphs import Build, Decoder, joined, make_decoder
 from corpus import entries
-from onnx import ModelProto, helper
+from onnx import ModelProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
@@ -19,6 +19,22 @@ def over_another_axis() -> ModelProto:
     del softmax.attribute[:]
     softmax.attribute.append(helper.make_attribute("axis", 2))
     return model
+
+
+def probabilities(g: Build, x: str) -> str:
+    softmax = next(n for n in g.nodes if n.op_type == "Softmax")
+    g.output(softmax.output[0], TensorProto.FLOAT, ["a", "b", "c", "d"])
+    return x
+
+
+def mixed_past(g: Build, x: str) -> str:
+    return g.Add(x, g.ReduceMean(g.pasts[0], keepdims=0))
+
+
+def before(g: Build, past: str, new: str, present: str) -> str:
+    """Attention reads the keys as they were before this step."""
+    whole = joined(g, past, new, present)
+    return whole if g.part else past
 
 
 def built(model: Callable[[], ModelProto], folder: Path) -> Path:
@@ -39,7 +55,7 @@ def of_corpus(key: str, folder: Path) -> Path:
             r"weights of keys in 'matmul_66' depend on more than the head and the distance",
         ),
         (
-            lambda folder: of_corpus("reader/probabilities shown", folder),
+            lambda folder: built(lambda: make_decoder(Decoder(after=probabilities)), folder),
             r"reads the cache 'past_key_values.0.key', but is not a recognized attention; only",
         ),
         (
@@ -47,11 +63,11 @@ def of_corpus(key: str, folder: Path) -> Path:
             r"Add 'node_Add_98' gets sizes 7 and 64, which do not fit",
         ),
         (
-            lambda folder: of_corpus("update/attention_over_past", folder),
+            lambda folder: built(lambda: make_decoder(Decoder(repeat="tile", mask="positions", write=before)), folder),
             r"Add 'node_add_36' gets sizes 4 and 11, which do not fit",
         ),
         (
-            lambda folder: of_corpus("reader/past in the hidden states", folder),
+            lambda folder: built(lambda: make_decoder(Decoder(after=mixed_past)), folder),
             r"'present.0.key' should hold new rows of the cache 'past_key_values.0.key', but holds none",
         ),
     ],

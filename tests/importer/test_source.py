@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import onnx
 import pytest
 from graphs import Graph, scatter_model
@@ -97,20 +96,6 @@ def test_more_than_two_gib_in_one_file_is_refused_unread(tmp_path: Path) -> None
     path = write(tmp_path / "model.onnx", scatter_model())
     os.truncate(path, 3 << 30)
     assert "cannot be longer than 2 GiB; export the model with external data" in refusal(path)
-
-
-def test_external_files_are_listed_and_not_read(tmp_path: Path) -> None:
-    model = external_model(location="w.bin", offset=0, length=2**36)
-    model.graph.initializer[0].dims[:] = [2**17, 2**17]
-    del model.graph.node[:]
-    model.graph.node.append(helper.make_node("Identity", ["x"], ["y"]))
-    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 4]))
-    with (tmp_path / "w.bin").open("wb") as file:
-        file.truncate(2**36)  # 64 GiB of nothing: whoever reads it does not come back
-    source = load_source(write(tmp_path / "model.onnx", model))
-    assert source.external_files == (tmp_path / "w.bin",)
-    assert source.proto.graph.initializer[0].data_location == TensorProto.EXTERNAL
-    assert not source.proto.graph.initializer[0].HasField("raw_data")
 
 
 def test_paths_are_absolute(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,17 +408,3 @@ def test_failed_rename_takes_back_the_earlier_ones(
     with pytest.raises(OutputError, match="No space left"):
         save_model(source.proto, target / "out.onnx", source)
     assert list(target.rglob("*")) == []
-
-
-def test_integers_in_external_data_are_read_and_weights_are_not(stored: Path) -> None:
-    model = external_model(location="weights/a.bin", offset=0, length=128)
-    rows = TensorProto(name="rows", data_type=TensorProto.INT64, dims=[4], data_location=TensorProto.EXTERNAL)
-    for key, value in {"location": "weights/b.bin", "offset": "8", "length": "32"}.items():
-        rows.external_data.add(key=key, value=value)
-    model.graph.initializer.append(rows)
-    (stored.parent / "weights" / "b.bin").write_bytes(np.arange(5).tobytes())
-    source = load_source(write(stored, model))
-    weight, read = source.proto.graph.initializer
-    assert weight.data_location == TensorProto.EXTERNAL
-    assert onnx.numpy_helper.to_array(read).tolist() == [1, 2, 3, 4]
-    assert len(source.external_files) == 2

@@ -20,18 +20,6 @@ _SPEC.loader.exec_module(api_names)
 USES = api_names.uses()
 
 
-def test_the_sources_are_read() -> None:
-    names = {use.name for use in USES}
-    assert len(names) >= 60
-    assert names >= {
-        "Builder.create_network", "OnnxParser.parse", "LayerType.KV_CACHE_UPDATE", "INetworkDefinition.get_layer",
-        "IAttention.decomposable", "ICudaEngine.get_aliased_input_tensor", "IExecutionContext.set_tensor_address",
-        "IExecutionContext.execute_async_v3", "IBuilderConfig.set_preview_feature", "plugin.aot_impl",
-        "plugin.KernelLaunchParams", "BuilderFlag.REQUIRE_USER_ALLOCATION", "INetworkDefinition.add_attention",
-    }  # fmt: skip
-    assert any(use.arguments == 2 for use in USES if use.name == "IExecutionContext.set_tensor_address")
-
-
 def relevant(excluded: set[str]) -> list[Any]:
     return [use for use in USES if use.name not in excluded and not any(use.name.startswith(f"{e}.") for e in excluded)]
 
@@ -49,21 +37,3 @@ def test_names_and_arguments_of_tensorrt(version: str, tmp_path: Path) -> None:
 def test_names_and_arguments_of_tensorrt_for_rtx() -> None:
     uses = [u for u in relevant(api_names.FULL_ONLY) if not u.name.startswith("plugin.")]
     assert [(u, p) for u in uses if (p := api_names.problem(tensorrt_rtx, u))] == []
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "expected"),
-    [
-        ("IExecutionContext.set_tensor_address", 2, ""),
-        ("IExecutionContext.set_tensor_address", 1, "called with 1 arguments"),
-        ("IExecutionContext.set_tensor_address", 3, "called with 3 arguments"),
-        ("IExecutionContext.set_tensor_addresses", 2, "no such name"),
-        ("LayerType.NO_SUCH_LAYER", -1, "no such name"),
-        ("OnnxParser.parse", 2, ""),
-        ("OnnxParser.parse", 0, "called with 0 arguments"),
-    ],
-)
-def test_what_is_wrong_is_seen(name: str, arguments: int, expected: str) -> None:
-    found = api_names.problem(tensorrt_rtx, api_names.Use("file.py", 1, name, arguments))
-    assert found.startswith(expected)
-    assert bool(found) == bool(expected)

@@ -7,26 +7,19 @@ import numpy as np
 import pytest
 from host_choice import ChoiceCase, HostChoice
 from host_kernel import compiler, sanitizer_flags
-from needs import needs_nvrtc
 from numpy.typing import NDArray
 
 from trt_kvcache.plugins.choice import (
     CANDIDATES,
     CHOICE_DTYPES,
-    choice_source,
-    compile_choice,
     ordered,
     read_keys,
     read_scores,
 )
-from trt_kvcache.plugins.compile import compile_source
 from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.generation.sampling import best
 
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
-
-
-ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
 @pytest.fixture(scope="module")
@@ -152,22 +145,3 @@ def test_candidates_are_the_highest_scores(host: HostChoice, dtype: str) -> None
                 tokens, _ = read_keys(keys[place][1:], dtype)
                 assert set(tokens.tolist()) <= set(wanted.tolist())
     assert complete > 100
-
-
-@pytest.mark.few(1)
-@needs_nvrtc
-@pytest.mark.parametrize("arch", ARCHS)
-def test_it_compiles_without_local_memory(arch: str) -> None:
-    for dtype in CHOICE_DTYPES:
-        use = compile_choice(dtype, arch).resources
-        assert (use.stack_bytes, use.spill_store_bytes, use.spill_load_bytes) == (0, 0, 0), (dtype, use)
-        assert use.registers <= 64, (dtype, use)
-
-
-@needs_nvrtc
-@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
-def test_it_reads_16_bytes_at_a_time_and_computes_no_floats(dtype: str) -> None:
-    text = compile_source(choice_source(dtype), "choice", "sm_80", ptx=True).code.decode()
-    assert text.count("ld.global.v4.u32") >= 4
-    assert "f32" not in text
-    assert ".local" not in text

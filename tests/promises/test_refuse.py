@@ -14,9 +14,7 @@ from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import PlanOptions, Target
 
 OTHERS = [e for e in entries() if e[0] not in net.promises().models]
-REFUSED = (
-    "odd/counts at 7", "case/in-op-cache", "stored/plain-torch/narrow_copy_legacy_op17", "batch/roll", "sizes/tokens",
-)  # fmt: skip
+REFUSED = ("odd/counts at 7", "case/in-op-cache", "stored/plain-torch/narrow_copy_legacy_op17")
 """Keys of models that are refused at different stations."""
 
 

@@ -10,11 +10,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import kernel_device
 import own_loop
 from runtime.engines import write_engine
-from runtime.fake_cuda import GPU, Machine, Status
-from runtime.fake_kernels import FakeKernelDevice
+from runtime.fake_cuda import GPU, Machine
 from runtime.fake_tensorrt import VERSIONS, fake_module
 
 from trt_kvcache.engine import backend, diagnosis, engine_build
@@ -28,15 +26,12 @@ def install() -> None:
     """Replace what touches TensorRT and CUDA, in this process."""
     machine = Machine(total=4 << 30)
     refuse = os.environ.get("FAKE_GPU_REFUSES", "")
-    if os.environ.get("FAKE_GPU_IS_LOST"):
-        machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
 
     def load(name: str) -> Any:
         faults = {"refuse": refuse} if refuse else {}
         return fake_module(machine, rtx=name == "tensorrt-rtx", version=VERSIONS[name], **faults)
 
     _install_for_own_loop(Machine(pageable=True))
-    kernel_device.KernelDevice = FakeKernelDevice
     trt_runner.load_tensorrt = load
     trt_runner.cuda_bindings = machine.bindings
     engine_build.build_engine = _build

@@ -97,9 +97,7 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
             engines report instead of the truth; ``on_host``: names of tensors; ``not_recordable``: words with which a
             step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
             are refused; ``fail_graphs``: the same of contexts that record by themselves; ``fail_late``: the same after
-            a part of the step was put on the stream; ``no_shapes``: words with which the shapes of outputs are not
-            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data; ``no_setting``: what a
-            `RuntimeConfig` does not take.
+            a part of the step was put on the stream; ``no_setting``: what a `RuntimeConfig` does not take.
     """
     module = SimpleNamespace(
         __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
@@ -118,16 +116,16 @@ _first_logger: dict[str, Logger] = {}
 
 
 class Dims:
-    """TensorRT's sizes, which are no tuple. Without a rank it has no length, and ends before its first size."""
+    """TensorRT's sizes, which are no tuple."""
 
-    def __init__(self, sizes: Iterable[int] | None) -> None:
-        self._sizes = None if sizes is None else tuple(sizes)
+    def __init__(self, sizes: Iterable[int]) -> None:
+        self._sizes = tuple(sizes)
 
     def __len__(self) -> int:
-        return -1 if self._sizes is None else len(self._sizes)
+        return len(self._sizes)
 
     def __getitem__(self, index: int) -> int:
-        return (self._sizes or ())[index]
+        return self._sizes[index]
 
 
 def _report(recorder: Any, words: str) -> None:
@@ -355,10 +353,6 @@ class Context:
         return self._addresses.get(name, 0)
 
     def get_tensor_shape(self, name: str) -> Dims:
-        words = self._module.faults.get("no_shapes")
-        if words and name in self._engine._names("OUTPUT"):
-            _report(self.error_recorder, words)
-            return Dims(None)
         return Dims(self._shape(name))
 
     def execute_async_v3(self, stream: int) -> bool:
@@ -420,8 +414,6 @@ class Context:
         for given, shape in self._shapes.items():
             symbols |= dict(zip(engine._dims(given), shape, strict=True))
         found = tuple(d if isinstance(d, int) else symbols.get(d, -1) for d in engine._dims(name))
-        if name in self._module.faults.get("unknown_sizes", ()):
-            return tuple(-1 for _ in found)
         inputs = engine._names("INPUT")
         # The importer's sizes in a decoder are true; exporters give two sizes of an encoder one name.
         if -1 not in engine._open_shape(name) or name in inputs or (engine._aliases and -1 not in found):

@@ -10,9 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from adapters import LLAMAS, Tiny, draw
-from decoders import DecoderConfig, write_decoder
 from runtime.engines import runner_on
-from small_adapter import write_adapter
 
 from trt_kvcache import DecodeSession, PlanOptions
 from trt_kvcache.decoding import Schedule
@@ -133,71 +131,6 @@ def test_any_schedule(device: str, seed: int, slots: int, adapted: Adapted, tmp_
                     name, prompt, count = running.pop(event.sequence)
                     assert tokens[event.sequence] == adapted.tokens(name, prompt, count)
     assert len(ended) > 5
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("device", DEVICES[:2])
-def test_sequences_that_are_moved_about_keep_their_adapter(
-    device: str, seed: int, adapted: Adapted, tmp_path: Path
-) -> None:
-    """Forked, cropped, offloaded, saved, loaded, with common beginnings: scores are those of the text alone."""
-    rng = random.Random(seed)
-    options = PlanOptions(capacity=64, lora_rank=4, lora_slots=2)
-    beginning = [rng.randrange(3, 250) for _ in range(33)]
-    with opened(
-        adapted, device, tmp_path, options, rows=3, schedule=Schedule(max_sequences=6, prefix_cache=1 << 20)
-    ) as session:
-        cache, names = session.cache, dict[int, str | None]()
-        for turn in range(40):
-            act = rng.randrange(8)
-            some = rng.choice([*names]) if names else None
-            if act < 3 and len(names) < 6:
-                name = rng.choice([None, *NAMES])
-                slot = cache.acquire(adapter=name)
-                names[slot] = name
-                session.update({slot: beginning if act else [rng.randrange(3, 250)]})
-            elif some is None:
-                continue
-            elif act == 3 and len(names) < 6:
-                names[cache.fork(some)] = names[some]
-            elif act == 4:
-                cache.crop(some, rng.randrange(1, len(cache.tokens(some)) + 1))
-            elif act == 5:
-                cache.offload(some, tmp_path / f"{turn}.safetensors" if rng.random() < 0.5 else None)
-            elif act == 6:
-                cache.save(tmp_path / "saved.safetensors", [some])
-                cache.release(some)
-                (loaded,) = cache.load(tmp_path / "saved.safetensors").values()
-                names[loaded] = names.pop(some)
-            elif rng.random() < 0.4:
-                cache.release(some)
-                del names[some]
-            else:
-                token = rng.randrange(3, 250)
-                found = session.update({some: [token]})[some]
-                wanted = adapted.logits(names[some], cache.tokens(some))[-1]
-                assert np.abs(found[-1] - wanted).max() < 1e-4
-                if len(cache.tokens(some)) > 60:
-                    cache.release(some)
-                    del names[some]
-
-
-def test_a_model_of_a_fixed_batch_takes_adapters(tmp_path: Path) -> None:
-    """Rows that take no part have none."""
-    write_decoder(tmp_path / "three.onnx", DecoderConfig(batch=3, layers=1))
-    write_decoder(tmp_path / "one.onnx", DecoderConfig(layers=1))
-    write_adapter(tmp_path / "one.onnx", tmp_path / "x", 2, size=3.0)
-    tokens = []
-    for model in ("one", "three"):
-        with DecodeSession.open(tmp_path / f"{model}.onnx", tokenizer=False, adapters={"x": tmp_path / "x"}) as session:
-            slots = [session.add(PROMPT, adapter=name, max_new_tokens=5, eos_token_id=()) for name in (None, "x")]
-            made = {slot: list[int | None]() for slot in slots}
-            while session.running:
-                for event in session.step():
-                    made[event.sequence].append(event.token)
-        tokens.append([made[slot] for slot in slots])
-    assert tokens[0] == tokens[1]
-    assert tokens[0][0] != tokens[0][1]
 
 
 def test_a_sequence_keeps_its_adapter_when_the_name_goes_to_another(adapted: Adapted) -> None:

@@ -15,18 +15,6 @@ def config(count: int, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=count, **more)
 
 
-def test_rows_that_were_given_nothing_share_steps_with_the_others() -> None:
-    runner = EmbeddedRunner(max_batch=3)
-    with DecodeSession(runner, embeddings=TABLE) as session:
-        session.generate(
-            [[1, 2]] * 3, config(4), inputs_embeds=[rows([5, 6]), None, None], positions=[None, [3, 3], None]
-        )
-        assert {batch.rows for batch in runner.given} == {3}
-        runner.given.clear()
-        session.generate([[1, 2]] * 3, config(4))
-        assert all(batch.positions is None for batch in runner.given)
-
-
 def test_the_models_positions_bound_a_sequence_not_its_tokens() -> None:
     """A prompt of more tokens than the model has positions, all of them small."""
     runner = EmbeddedRunner(max_chunk=8)

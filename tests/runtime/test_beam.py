@@ -1,9 +1,7 @@
-"""Beam search: exhaustive where it can be, and transformers' own where that is installed."""
+"""Beam search: exhaustive where it can be."""
 
-import importlib.util
 import math
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -115,74 +113,3 @@ def test_nan_is_an_error() -> None:
 
     with pytest.raises(SessionError, match="NaN"):
         search(broken, GenerationConfig(max_new_tokens=4, num_beams=2))
-
-
-HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("transformers", "torch"))
-
-
-@pytest.mark.skipif(
-    not HAS_TRANSFORMERS, reason="transformers or torch is not installed; with 5.23.0 and 2.13.0 all hypotheses agreed"
-)
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 1.0, 1.7])
-def test_the_same_as_transformers(early_stopping: Any, length_penalty: float) -> None:
-    """The same hypotheses in the same order, from a small random Llama without a cache on our side."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    shape = LlamaConfig(
-        vocab_size=24,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.6,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    llama = LlamaForCausalLM(shape).eval()
-
-    def model(tokens: tuple[int, ...]) -> Logits:
-        with torch.no_grad():
-            logits: Logits = llama(torch.tensor([tokens])).logits[0, -1].float().numpy()
-        return logits
-
-    # Ends that the search comes to early, late, and with several beams at once.
-    often = [
-        token
-        for tokens in (h.tokens for h in search(model, GenerationConfig(max_new_tokens=9, num_beams=6)))
-        for token in tokens[2:]
-    ]
-    likely = sorted(set(often), key=lambda token: (-often.count(token), token))
-    ended_early = 0
-    for beams, eos, others in [
-        (2, likely[:1], {}),
-        (4, likely[1:3], {}),
-        (5, likely[:2], {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}),
-        (3, likely[:3], {"min_new_tokens": 4}),
-        (4, list(range(3, 12)), {}),
-        (3, likely[:2], {"renormalize_logits": True, "suppress_tokens": likely[2:4], "begin_suppress_tokens": [0, 1]}),
-        (3, likely[:1], {"forced_eos_token_id": likely[0], "bad_words_ids": [likely[1:2], [likely[2], likely[3]]]}),
-        (2, likely[:2], {"exponential_decay_length_penalty": (3, 1.4), "min_length": len(PROMPT) + 3}),
-    ]:
-        chosen = {
-            "max_new_tokens": 9, "num_beams": beams, "eos_token_id": eos, "early_stopping": early_stopping,
-            "length_penalty": length_penalty, **others,
-        }  # fmt: skip
-        theirs = llama.generate(
-            torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT)), do_sample=False, pad_token_id=1,
-            num_return_sequences=beams, return_dict_in_generate=True, output_scores=True, **chosen,
-        )  # fmt: skip
-        found = search(model, GenerationConfig(**chosen))
-        expected = [row[len(PROMPT) :].tolist() for row in theirs.sequences]
-        for hypothesis, tokens, score in zip(found, expected, theirs.sequences_scores.tolist(), strict=True):
-            length = len(hypothesis.tokens)
-            assert hypothesis.tokens == tuple(tokens[:length])
-            assert all(token == 1 for token in tokens[length:]), "padding"
-            assert hypothesis.score == pytest.approx(score, rel=1e-4)
-            ended_early += hypothesis.finish_reason is FinishReason.EOS
-    assert ended_early

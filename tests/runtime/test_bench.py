@@ -1,12 +1,10 @@
 """The bench command and what it measures with."""
 
 import io
-import itertools
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from runtime.hash_runner import HashRunner
 
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.measure import Timing, bench_session, default_sizes
+from trt_kvcache.runtime.measure import Timing, bench_session
 from trt_kvcache.runtime.session import DecodeSession
 
 
@@ -40,12 +38,6 @@ def test_what_is_measured_is_what_was_asked_for() -> None:
     assert [(b.rows, int(b.starts[0])) for b in decode[-5:]] == [(4, 10 + i) for i in range(5)]
     assert sum(b.length == 8 and b.starts[0] == 0 for b in runner.steps) >= 5
     assert all(t.low_ms <= t.median_ms <= t.high_ms for t in timings)
-
-
-def test_default_sizes() -> None:
-    assert default_sizes(1000) == [16, 64, 256, 1000]
-    assert default_sizes(3) == [3]
-    assert default_sizes(8, 1, 2) == [1, 2, 4, 8]
 
 
 @pytest.mark.parametrize(
@@ -99,16 +91,3 @@ def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypa
     assert [text.count("prefill ") for text in shown] == [1, 2]
     assert stdout.getvalue().count("prefill ") == 2
     assert "process peak " in stdout.getvalue()
-
-
-def test_a_case_has_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three steps that count, however long they take; all that are asked for where no time is said."""
-    clock = itertools.count(0, 10)
-    monkeypatch.setattr("trt_kvcache.runtime.measure.time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
-    sizes: Any = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 9, "warmup": 5}
-    for seconds, runs in ((5.0, 1 + 3), (None, 5 + 9)):
-        with DecodeSession(HashRunner()) as session:
-            updates: list[Any] = []
-            monkeypatch.setattr(session, "update", updates.append)
-            next(bench_session(session, **sizes, seconds=seconds))
-        assert len(updates) == runs

@@ -4,21 +4,18 @@ import json
 import os
 import random
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from decoders import DecoderConfig, write_decoder
 from runtime.engines import drain
-from runtime.hash_runner import TABLE, WIDTH, Alone, EmbeddedRunner, HashRunner, continued, rows
+from runtime.hash_runner import TABLE, WIDTH, EmbeddedRunner, HashRunner, continued, rows
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, OutputError, SlotError
+from trt_kvcache.errors import CacheFileError, OptionError, OutputError, SlotError
 
 MIXED = (("linear", 64), ("circular", 8), ("circular", 16))
 
@@ -39,32 +36,6 @@ def follow(session: DecodeSession, slot: int) -> list[int | None]:
     """Tokens after what the slot holds and token 7."""
     session.add([7], GenerationConfig(max_new_tokens=5), slot=slot, keep=True)
     return drain(session)[slot]
-
-
-def test_crop_of_a_wrapped_cache_goes_back_one_token_and_no_further(session: DecodeSession) -> None:
-    slot = start(session, list(range(30)))
-    for length in (-1, 31):
-        with pytest.raises(CapacityError, match=f"slot {slot} has 30 tokens; it cannot be cropped to {length}"):
-            session.cache.crop(slot, length)
-    session.cache.crop(slot, 29)
-    assert session.cache.lengths == {slot: 29}
-    with pytest.raises(
-        CapacityError, match=r"cannot be cropped to 28 tokens: circular cache 'cache\.1' holds only the last 8"
-    ):
-        session.cache.crop(slot, 28)
-    assert follow(session, slot) == continued(session._runner, [*range(29), 7], 5)  # type: ignore[arg-type]
-
-
-def test_reorder_copies_only_what_is_needed_twice() -> None:
-    runner = HashRunner()
-    session = DecodeSession(runner)
-    slots = [start(session, [i, i]) for i in range(4)]
-    copied = []
-    runner.copy_rows = lambda source, target, tokens: copied.append((source, target))  # type: ignore[method-assign]
-    session.cache.reorder([3, 2, 1, 0], slots)
-    assert copied == []
-    session.cache.reorder([0, 0, 1, 2], slots)
-    assert len(copied) == 1
 
 
 def test_refusals(session: DecodeSession) -> None:
@@ -165,22 +136,6 @@ def test_files_that_are_refused_change_nothing(tmp_path: Path) -> None:
     assert follow(session, slot) == continued(session._runner, [1, 2, 3, 4, 7], 5)  # type: ignore[arg-type]
 
 
-def test_what_waits_is_saved_with_its_embeddings(tmp_path: Path) -> None:
-    runner = EmbeddedRunner()
-    alone = Alone.of(runner)
-    alone.extend([TABLE[4, 0], 150, 160], [(0, 0, 0), (1, 2, 3), (1, 3, 2)])
-    with DecodeSession(runner, embeddings=TABLE) as session:
-        slot = session.cache.acquire()
-        session.update({slot: [4]}, positions={slot: [0]})
-        session.add([8, 8], slot=slot, inputs_embeds=rows([150, 160]), positions=[[1, 1], [2, 3], [3, 2]])
-        session.cache.save(tmp_path / "slot")
-    with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
-        new = session.cache.load(tmp_path / "slot")[slot]
-        assert session.cache.tokens(new) == [4, 8, 8]
-        session.add(config=GenerationConfig(max_new_tokens=5), slot=new)
-        assert drain(session)[new] == alone.continued(5)
-
-
 def test_files_without_anything_given_are_as_they_were(tmp_path: Path) -> None:
     plain, placed, bad = tmp_path / "plain", tmp_path / "placed", tmp_path / "bad"
     with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
@@ -273,40 +228,3 @@ def test_tensors_of_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
 
 PROMPT, TOKENS, MOVED = [3, 1, 4, 1, 5], 14, 6
 CONFIGS = {"greedy": {}, "drawn": {"do_sample": True, "temperature": 1.5, "seed": 11}}
-GOES_ON = """
-import json, sys
-from trt_kvcache import DecodeSession, GenerationConfig
-model, saved, settings, index, last = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
-with DecodeSession.open(model, max_batch=3) as session:
-    session.add([7, 7, 7], GenerationConfig(max_new_tokens=4, do_sample=True, seed=5))  # it takes the first row
-    (slot,) = session.cache.load(saved).values()
-    number = session.add(last, GenerationConfig(**settings), slot=slot, index=index)
-    events = []
-    while session.running:
-        events += session.step()
-print(json.dumps([event.token for event in events if event.sequence == number]))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokens_are_the_same(name: str, tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
-    settings, index = CONFIGS[name], 3
-    with DecodeSession.open(model, max_batch=2) as session:
-        number = session.add(PROMPT, GenerationConfig(max_new_tokens=TOKENS, **settings), index=index)
-        alone = [event.token for _ in range(TOKENS) for event in session.step() if event.sequence == number]
-        assert len(alone) == TOKENS
-        # The last token of a text is not in the cache yet: it is the first that the other process gets.
-        slot = session.cache.acquire()
-        session.update({slot: PROMPT + alone[: MOVED - 1]})
-        session.cache.save(tmp_path / "saved.npz", [slot])
-    rest = json.dumps({**settings, "max_new_tokens": TOKENS - MOVED})
-    arguments = [str(model), str(tmp_path / "saved.npz"), rest, str(index), json.dumps([alone[MOVED - 1]])]
-    ran = subprocess.run([sys.executable, "-c", GOES_ON, *arguments], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout) == alone[MOVED:]
-    if name == "drawn":  # another index, other numbers: the test can fail
-        arguments[3] = str(index + 1)
-        other = subprocess.run([sys.executable, "-c", GOES_ON, *arguments], capture_output=True, text=True, timeout=120)
-        assert json.loads(other.stdout) != alone[MOVED:]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from trt_kvcache import DecodeSession, GenerationConfig, Tokenizer
 from trt_kvcache.cli.app import app
 from trt_kvcache.decoding import TokenEvent
-from trt_kvcache.errors import CapacityError, SlotError
+from trt_kvcache.errors import CapacityError
 from trt_kvcache.runtime.conversation import Conversation
 
 FORGETFUL = (
@@ -110,16 +110,6 @@ def test_caches_that_cannot_go_back_are_computed_again(session: DecodeSession, m
     assert session.cache.tokens(session.cache.slots[0])[: len(whole)] == whole
 
 
-def test_stop_keeps_the_slot(session: DecodeSession) -> None:
-    slot = session.add([1, 2, 3], BRIEF)
-    session.step()
-    session.stop(slot)
-    session.stop(slot)
-    assert (session.running, session.cache.slots) == ((), (slot,))
-    with pytest.raises(SlotError):
-        session.stop(slot + 1)
-
-
 def chat(folder: Path, *lines: str, code: int = 0, options: tuple[str, ...] = ()) -> Any:
     arguments = ["chat", str(folder), "--max-new-tokens", "6", "--ignore-eos", "--temperature", "0", *options]
     result = CliRunner().invoke(app, arguments, input="".join(f"{line}\n" for line in lines))
@@ -164,22 +154,6 @@ def test_another_answer_and_messages_of_several_lines(folder: Path, session: Dec
     assert stats.startswith("2 answers, 12 tokens")
     assert "in the cache, caches of " in stats
     assert "never" not in found.stderr + found.stdout
-
-
-def test_another_answer_draws_anew(session: DecodeSession) -> None:
-    """And the conversation goes on from the new one; with the same numbers as a conversation that drew it at once."""
-    drawn = GenerationConfig(max_new_tokens=12, do_sample=True, seed=3, eos_token_id=())
-    talk = Conversation(session)
-    answers = []
-    list(talk.say("the cache", drawn))
-    answers.append(talk.messages[-1]["content"])
-    for _ in range(3):
-        list(talk.say_again(drawn))
-        answers.append(talk.messages[-1]["content"])
-    assert len(set(answers)) > 2
-    assert [message["role"] for message in talk.messages] == ["user", "assistant"]
-    spoken(talk, "and")
-    assert len(talk.messages) == 4
 
 
 def test_chat_goes_on_after_an_error(folder: Path) -> None:

@@ -8,11 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from numpy.typing import NDArray
-from runtime.engines import drain
 from runtime.hash_runner import HashRunner, continued, next_token, with_encoder, with_state
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.continuation import Continuation, look_up
 from trt_kvcache.runtime.draft import DraftModel
@@ -88,27 +86,6 @@ def test_a_step_of_the_model_gives_several_tokens() -> None:
             (result,) = session.generate([[1, 2, 3]], config(21, num_assistant_tokens=0))
             assert len(runner.steps) == 21
             assert result.speculation.proposed == 0
-
-
-def test_the_draft_keeps_what_it_knows() -> None:
-    """The next turn and a fork need no token again; what was cropped is gone."""
-    draft = Sometimes()
-    with drafted(draft, schedule=Schedule(max_sequences=6)) as session:
-        slot = session.add([*range(40)], config(6), keep=True)
-        text = [*range(40), *drain(session)[slot]]
-        session.cache.crop(slot, 30)
-        del draft.steps[:], text[30:]
-        session.add([7, 8], config(6), slot=slot, keep=True)
-        found = drain(session)[slot]
-        assert found == continued(session._runner, [*text, 7, 8], 6)  # type: ignore[arg-type]
-        assert sum(step.tokens.size for step in draft.steps) < 30
-        fork = session.cache.fork(slot)
-        for one, token in ((slot, 1), (fork, 2)):
-            session.add([token], config(4), slot=one)
-        held = [*text, 7, 8, *found]
-        assert drain(session) == {
-            one: continued(session._runner, [*held, token], 4) for one, token in ((slot, 1), (fork, 2))  # type: ignore[arg-type]
-        }  # fmt: skip
 
 
 def triples(draft: HashRunner, runner: HashRunner) -> tuple[dict[tuple[int, ...], int], float]:

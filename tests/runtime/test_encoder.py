@@ -107,14 +107,6 @@ def test_token_ids_and_text(tmp_path: Path) -> None:
         assert np.array_equal(hidden, table()[ids][np.newaxis])
 
 
-def test_float16_encoder_of_a_float32_decoder(tmp_path: Path) -> None:
-    model = export(tmp_path, "hidden", dtype=TensorProto.FLOAT16)
-    with DecodeSession.open(model) as session:
-        made = session.encode({"input_features": heard(6, 0).astype(np.float64)})["encoder_hidden_states"]
-    assert made.dtype == np.float32
-    assert np.array_equal(made, (heard(6, 0) / 2).astype(np.float16))
-
-
 @pytest.mark.slow
 def test_an_encoder_elsewhere(tmp_path: Path) -> None:
     """Its file or its folder, where it does not lie beside the model; nothing is opened before it is used."""

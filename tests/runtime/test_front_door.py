@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import inspect
 import json
 import os
 import shutil
@@ -28,16 +26,11 @@ from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime.hash_runner import HashRunner
 from runtime.tokenizers_in_code import byte_level
-from sample_plans import sample_manifest, sample_plan
 from serve.models import write_served
 
-import trt_kvcache
-from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, decoding, errors, plan, reports
+from trt_kvcache import DecodeSession, GenerationConfig, decoding
 from trt_kvcache.decoding import CpuOptions, GpuOptions, Settings
-from trt_kvcache.engine.build_options import BuildValues
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
-from trt_kvcache.files import FileIdentity
-from trt_kvcache.importer.plan_options import PlanValues
 from trt_kvcache.runtime.generation.settings import SYNONYMS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,82 +157,7 @@ def test_settings_are_those_of_the_config() -> None:
     assert not set(SYNONYMS) & {*hints}
 
 
-def test_settings_by_name() -> None:
-    with DecodeSession(HashRunner()) as session:
-        drawn = session.generate([1, 2], temperature=0.9, seed=4, max_new_tokens=8)
-        sampled = GenerationConfig(do_sample=True, temperature=0.9, seed=4, max_new_tokens=8)
-        assert drawn.tokens == session.generate([1, 2], sampled).tokens
-        with pytest.raises(OptionError, match="temperature=0.5 has no effect without do_sample=True"):
-            session.generate([1, 2], temperature=0.5, do_sample=False)
-        greedy = session.generate([1, 2], max_new_tokens=8).tokens
-        assert (
-            session.generate([1, 2], temperature=0, top_p=0.5, seed=4, max_new_tokens=8).tokens
-            == greedy
-            != drawn.tokens
-        )
-        every = session.generate([1, 2], top_k=0, seed=4, max_new_tokens=8).tokens
-        assert session.generate([1, 2], top_k=-1, seed=4, max_new_tokens=8).tokens == every
-        for wrong, right in {"max_tokens": "max_new_tokens", "temprature": "temperature"}.items():
-            with pytest.raises(OptionError, match=f"'{wrong}' is not a generation setting; did you mean {right}"):
-                session.generate([1, 2], **{wrong: 4})  # type: ignore[misc]
-        with pytest.raises(OptionError, match="'xyzzy' is not a generation setting; see GenerationConfig"):
-            session.add([1, 2], xyzzy=4)  # type: ignore[call-arg]
-
-
-def test_what_is_shown_is_short(folder: Path) -> None:
-    with DecodeSession.open(folder) as session:
-        session.add([1, 2, 3])
-        session.step()
-        shown = (session, session.cache, session.plan)
-        lines = [repr(value) for value in shown]
-        page = session._repr_html_()
-    assert lines[0].startswith("<DecodeSession: ONNX Runtime ")
-    assert "2 of 2 caches in place, 1 running" in lines[0]
-    assert lines[1] == "<KVCache: 1 of 8 rows in use, capacity 64, 128.0 KiB>"
-    assert lines[2] == "<CachePlan: 2 of 2 caches in place, 16.0 KiB per sequence>"
-    assert page.count("<table>") == 2
-    assert "<td>2</td>" in page  # caches that are alike are one row
-    assert repr(session) == "<DecodeSession: closed>"
-    assert session._repr_html_() == "<p>DecodeSession: closed</p>"
-    manifest = sample_manifest(sample_plan(2), FileIdentity("<b>", 3, "00"))
-    assert "<td>&lt;b&gt;</td><td>3 B</td><td>00</td>" in manifest._repr_html_()
-    assert all(len(line) < 200 and "\n" not in line for line in lines)
-
-
-INTERNAL = {"Encoder", "Guard", "Slot", "Constants"}
 """Parts of sessions and caches."""
-
-
-def test_names_in_annotations_are_public() -> None:
-    modules = (trt_kvcache, decoding, errors, plan, reports)
-    public = {name for module in modules for name in module.__all__}
-    assert dir(trt_kvcache) == sorted(trt_kvcache.__all__)
-    missing = set()
-    for kind in (getattr(module, name) for module in modules for name in module.__all__):
-        if not (inspect.isclass(kind) or inspect.isfunction(kind)):
-            continue
-        module = sys.modules[kind.__module__]
-        for name in annotated(ast.parse(inspect.getsource(kind)).body[0]):
-            home = getattr(getattr(module, name, None), "__module__", "") or ""
-            if home.startswith("trt_kvcache") and name not in public | INTERNAL:
-                missing.add(f"{kind.__name__}: {name}")
-    assert not missing
-
-
-def annotated(node: ast.stmt) -> set[str]:
-    """Names in the annotations of what is public of a function or class."""
-    found = []
-    for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
-        if isinstance(part, ast.AnnAssign):
-            kind = part.annotation
-            if isinstance(kind, ast.Subscript) and ast.unparse(kind.value) == "Annotated":
-                assert isinstance(kind.slice, ast.Tuple)
-                kind = kind.slice.elts[0]  # what comes after it is for commands and the reference
-            found.append(kind)
-        elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_"):
-            arguments = [*part.args.args, *part.args.kwonlyargs]
-            found += [a.annotation for a in arguments if a.annotation] + ([part.returns] if part.returns else [])
-    return {name.id for part in found for name in ast.walk(part) if isinstance(name, ast.Name)}
 
 
 class Tensor:
@@ -295,11 +213,6 @@ def test_chats_stream(tmp_path: Path) -> None:
         events = list(session.stream_chat(messages, max_new_tokens=5))
     assert "".join(event.text for event in events) == expected.text
     assert events[-1].finish_reason == expected.finish_reason
-
-
-@pytest.mark.parametrize(("options", "values"), [(PlanOptions, PlanValues), (BuildOptions, BuildValues)])
-def test_type_checkers_know_all_options(options: type, values: type) -> None:
-    assert list(values.__annotations__) == [field.name for field in fields(options)]
 
 
 def test_options_as_text_pass_type_checkers(tmp_path: Path) -> None:

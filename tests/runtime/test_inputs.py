@@ -67,15 +67,6 @@ def test_positions(shape: Any, axes: tuple[str, ...], counted: Any, given: Any) 
     assert not StepInputs(plan(role)).uniform
 
 
-def test_positions_that_rows_share() -> None:
-    shared = tensor("p", Role.POSITIONS, ("seq",), ("sequence",))
-    assert_array_equal(value(shared), [3, 4])
-    assert StepInputs(plan(shared)).uniform
-    one_row = tensor("p", Role.POSITIONS, (3, 1, "seq"), ("", "", "sequence"))
-    alone = StepBatch(0, np.array([[5, 6]]), np.array([3]), positions=PLACES[:1])
-    assert_array_equal(value(one_row, alone), FIRST[:, :1])
-
-
 @pytest.mark.parametrize(
     ("roles", "planes", "refusal"),
     [
@@ -98,23 +89,6 @@ def test_which_positions_a_caller_may_give(
             found.read([1], 1)
     else:
         assert_array_equal(found.read([4, 7], 2), [[4, 7]] * planes)
-
-
-def test_a_circular_mask_follows_the_wrap() -> None:
-    mask = tensor("m", Role.MASK, ("batch", 1, "seq", 8), ("batch", "", "sequence", ""), "bool")
-    early = StepBatch(0, np.array([[1, 2, 3]]), np.array([2]))
-    expected = [[1, 1, 1, 0, 0, 0, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 0, 0, 0]]
-    assert_array_equal(value(mask, early, "circular", 8)[0, 0], np.array(expected, bool))
-    late = StepBatch(0, np.array([[1]]), np.array([21]))
-    assert value(mask, late, "circular", 8).all()
-
-
-def test_a_float_mask_hides_with_the_lowest_number_of_its_dtype() -> None:
-    for dtype, lowest in (("float16", -65504.0), ("float", np.finfo(np.float32).min), ("bfloat16", -3.3895314e38)):
-        mask = tensor("m", Role.MASK, ("batch", 1, "seq", 16), ("batch", "", "sequence", ""), dtype)
-        found = value(mask)[0, 0].astype(np.float64)
-        assert_array_equal(found[0, :4], 0)
-        np.testing.assert_allclose(found[0, 4:], lowest, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("extra", "words"), [
@@ -150,9 +124,3 @@ def test_refused_caches() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=words):
             StepInputs(changed)
-
-
-def test_a_mask_over_keys_alone_is_that_of_the_last_token() -> None:
-    mask = tensor("m", Role.MASK, ("batch", "k"), ("batch", "keys"))
-    assert_array_equal(value(mask, bucket=4), [[1] * 5 + [0] * 7, [1] * 11 + [0]])
-    assert value(mask).shape == (2, 16)

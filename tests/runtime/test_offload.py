@@ -215,22 +215,6 @@ def test_a_text_is_computed_from_where_it_differs() -> None:
         computes(session, TEXT, 11)
 
 
-def test_sequences_that_run_give_and_updates_take() -> None:
-    with caching() as session:
-        first = session.add(TEXT, asked(9))
-        session.step()
-        session.step()
-        scores = session.update({(slot := session.cache.acquire()): TEXT}, 5)[slot]  # computed: those asked for
-        assert scores.shape[0] == 5
-        assert [int(s.argmax()) for s in scores] == [
-            continued(session._runner, TEXT[: 7 + i], 1)[0] for i in range(5)  # type: ignore[arg-type]
-        ]  # fmt: skip
-        assert counted(session)[2] == 4
-        assert session.update({(other := session.cache.acquire()): TEXT[:5]}, 0)[other].shape[0] == 0
-        assert counted(session)[2] == 8
-        assert drain(session)[first] == continued(session._runner, TEXT, 9)[1:]  # type: ignore[arg-type]
-
-
 def test_what_was_used_longest_ago_goes() -> None:
     with caching(4) as session:
         computes(session, TEXT, 11)  # 3 blocks

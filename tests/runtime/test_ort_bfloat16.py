@@ -4,16 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
 from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from runtime.families import Twin
 
-from trt_kvcache import DecodeSession, PlanOptions, calibrate_caches
+from trt_kvcache import DecodeSession
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.steps.element_types import has_bfloat16
-from trt_kvcache.plan import CacheDtype
 from trt_kvcache.runtime.ort.cpu_model import NOTE, in_float32
 
 BASE = DecoderConfig(layers=2, capacity=64, vocab=128, dtype="bfloat16", form="heads-major")
@@ -41,32 +38,9 @@ def test_logits_equal_those_of_numpy(tmp_path: Path, form: str, inside: bool) ->
             logits = session.update({slot: [token] for slot in slots})
 
 
-def test_quantized_caches_and_calibration(tmp_path: Path) -> None:
-    """int8 with a scale for each row against NumPy, and with one for each cache against the model's own caches."""
-    model = write_decoder(tmp_path / "model.onnx", BASE)
-    wanted = Twin(model, BASE, levels=127).logits(PROMPT)
-    options = PlanOptions(cache_dtype=CacheDtype.INT8)
-    with DecodeSession.open(model, plan_options=options) as session:
-        found = session.update({session.cache.acquire(): PROMPT})
-        assert np.abs(next(iter(found.values()))[-1] - wanted).max() < 1e-3 * np.abs(wanted).max()
-    options = replace(options, cache_ranges=calibrate_caches(model, [PROMPT]))
-    with DecodeSession.open(model, plan_options=options) as session, DecodeSession.open(model) as own:
-        assert session.generate(PROMPT, max_new_tokens=4).tokens == own.generate(PROMPT, max_new_tokens=4).tokens
-
-
 def test_a_wide_model_is_left_alone(tmp_path: Path) -> None:
     imported = import_model(write_decoder(tmp_path / "model.onnx", replace(BASE, dtype="float16")))
     assert in_float32(imported) is imported
-
-
-def test_large_weights_stay_in_their_file(tmp_path: Path) -> None:
-    imported = import_model(write_decoder(tmp_path / "model.onnx", BASE, external_threshold=2000))
-    before = {t.name: t.data_location for t in imported.model.graph.initializer}
-    made = in_float32(imported).model
-    assert has_bfloat16(imported.model)
-    large = [t for t in made.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
-    assert {t.name.removesuffix("/bfloat16") for t in large} == {n for n, at in before.items() if at}
-    assert all(t.data_type == onnx.TensorProto.BFLOAT16 for t in large)
 
 
 def test_the_command_line_says_so(tmp_path: Path) -> None:

@@ -158,22 +158,6 @@ def test_rules_that_overflow_are_an_error(settings: dict[str, Any]) -> None:
         drawn(GenerationConfig(**settings), 0, [row(9, 1)])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"sequence_bias": {1: -1e300, (2, 0): -1e39}},
-        {"logits_processor": lambda tokens, scores: [-1e300, -1e300, 0]},
-        {"repetition_penalty": 1e300, "sequence_bias": {2: 3e38}},
-        {"min_new_tokens": 4, "eos_token_id": [1, 10**30]},
-        {"suppress_tokens": [1, 2**63], "bad_words_ids": [[10**30], [1, 2**64]]},
-    ],
-    ids="+".join,
-)
-def test_numbers_that_no_score_or_token_has_are_no_matter(settings: dict[str, Any]) -> None:
-    tokens = drawn(GenerationConfig(**settings), 0, [row(0, 1, 2)])
-    assert tokens == [2]
-
-
 class Letters:
     """One letter per token; token 7 begins and token 8 ends a character."""
 
@@ -212,15 +196,6 @@ def test_it_can_be_ended_from_outside() -> None:
     event = sequence.finish(FinishReason.CANCELLED)
     assert (event.sequence, event.token, event.text, event.logprob) == (2, None, "\ufffd", None)
     assert event.finish_reason is sequence.finish_reason is FinishReason.CANCELLED
-
-
-def test_history_grows_past_its_first_room() -> None:
-    sequence = Continuation(0, [1] * 3, GenerationConfig(max_new_tokens=2000))
-    expected = [1] * 3
-    for at in range(1500):
-        sequence.advance(want(at % 10))
-        expected.append(at % 10)
-    assert sequence.tokens.tolist() == expected
 
 
 def test_an_empty_prompt_is_refused() -> None:

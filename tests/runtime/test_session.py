@@ -29,7 +29,6 @@ from trt_kvcache.decoding import Schedule
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
 from trt_kvcache.runtime.draft import DraftModel
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.streams import Streams
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
 RINGED = (("linear", 64), ("circular", 8))
@@ -94,20 +93,6 @@ def test_a_prompt_stalls_nobody(kinds: Any, place: int) -> None:
     )
 
 
-def test_two_prompts_share_the_budget() -> None:
-    """A short prompt waits for a piece of a long one, not for all of it."""
-    runner = HashRunner(max_batch=3)
-    with DecodeSession(runner, schedule=Schedule(prefill_budget=4)) as session:
-        session.add([1], config(40))
-        session.step()
-        long = session.add([*range(40)], config(1))
-        session.step()
-        short = session.add([5, 6, 7], config(1))
-        found = [event.sequence for _ in range(14) for event in session.step()]
-    assert found.index(short) < 4
-    assert long in found
-
-
 @pytest.mark.parametrize("given", [0, -1])
 def test_a_budget_is_a_token_at_least(given: int) -> None:
     with pytest.raises(OptionError, match=f"prefill_budget is {given}; it must be at least 1 token"):
@@ -124,25 +109,6 @@ def test_clients_take_turns() -> None:
         while session.running:
             started += [event.sequence for event in session.step() if event.sequence not in started]
     assert started == [many[0], many[1], two[0], alone, many[2], two[1], many[3]]
-
-
-def test_threads_share_the_steps() -> None:
-    runner = HashRunner(KINDS[2], max_batch=3)
-    session = DecodeSession(runner)
-    results: dict[int, list[list[int]]] = {}
-
-    def work(k: int) -> None:
-        results[k] = [r.tokens for r in session.generate([[k, i + 1] for i in range(4)], config(10 + k))]
-
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    for k in range(6):
-        assert results[k] == [continued(runner, [k, i + 1], 10 + k) for i in range(4)]
-    assert session.cache.slots == ()
-    assert max(batch.rows for batch in runner.steps) > 1
 
 
 def test_async_iteration_and_cancellation() -> None:
@@ -173,40 +139,6 @@ def test_async_iteration_and_cancellation() -> None:
 
     asyncio.run(cancelled())
     assert session.cache.slots == ()
-
-
-def test_a_cancelled_astream_whose_step_fails_later_says_nothing() -> None:
-    runner, go, said = HashRunner(), threading.Event(), []
-
-    def fail(*_: object) -> Any:
-        go.wait(10)
-        raise SessionError("failed")
-
-    runner.step = fail  # type: ignore[method-assign]
-
-    async def cancelled() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
-
-        async def consume() -> None:
-            async for _ in session.astream([[1]], config(60)):
-                pass
-
-        task = asyncio.create_task(consume())
-        await asyncio.sleep(0.05)
-        task.cancel()
-        await asyncio.sleep(0.01)
-        task.cancel()  # while the first one still waits for the step
-        go.set()
-        with suppress(asyncio.CancelledError):
-            await task
-        await asyncio.sleep(0.05)
-        gc.collect()
-        await asyncio.sleep(0)
-
-    with DecodeSession(runner) as session:
-        asyncio.run(cancelled())
-        assert not session.cache.slots
-    assert said == []
 
 
 def test_a_failed_update_is_undone() -> None:
@@ -424,19 +356,6 @@ def test_what_fails_ends_alone(way: str, place: int, drafts: dict[str, Any]) -> 
             assert drain(session)[added[place]] == continued(runner, [*held, 3], 5)
 
 
-def test_a_failing_stream_leaves_other_streams_alone() -> None:
-    runner = HashRunner()
-    session = DecodeSession(runner)
-    runner.fail = {96}
-    good = session.stream([[1, 2, 3]], config(12))
-    bad = session.stream([[96, 9]], config(12))
-    first = next(good)
-    with pytest.raises(SessionError, match="the step failed on purpose"):
-        next(bad)
-    assert [first.token, *(e.token for e in good)] == continued(runner, [1, 2, 3], 12)
-    assert session.cache.slots == ()
-
-
 def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
     runner = HashRunner()
     session = DecodeSession(runner)
@@ -573,6 +492,7 @@ ACTS: dict[str, Callable[[DecodeSession, int, int, Path], object]] = {
     "acquire": lambda s, a, b, _: s.cache.acquire([7]),
     "load": lambda s, a, b, path: s.cache.load(path),
     "add": lambda s, a, b, _: s.add([7], config(3)),
+    "extend": lambda s, a, b, _: s.add([7], config(3), slot=a, keep=True),
     "beams": lambda s, a, b, _: s.generate([[1, 2]], config(3, num_beams=2)),
     "stream": lambda s, a, b, _: s.generate([[1, 2], [3]], config(2)),
     "leave": lambda s, a, b, _: leave(s),
@@ -611,93 +531,6 @@ def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: 
             gc.collect()
             return
         assert act not in ENDING or held.slots == (a, b)
-
-
-@pytest.mark.parametrize("beams", [1, 2])
-def test_rows_of_an_interrupted_reader_serve_the_next(beams: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C came before the rows were freed: the next call finds them free, though nobody stepped in between."""
-    session = DecodeSession(HashRunner(RINGED, max_batch=2))
-    wanted = session.generate([[1, 2], [3]], config(3, num_beams=beams))
-
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Streams, "leave", interrupted)
-        events = session.stream([[1, 2], [3]], config(3, num_beams=beams))
-        with pytest.raises(KeyboardInterrupt):  # a beam search leaves its rows before the first event
-            [events.throw(KeyboardInterrupt) for _ in events]  # type: ignore[attr-defined]
-    del events
-    assert len(session.cache.slots) == 2
-    assert session.generate([[1, 2], [3]], config(3, num_beams=beams)) == wanted
-    assert not session.cache.slots
-
-
-@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}], ids=str)
-def test_what_an_interrupt_at_any_line_of_a_step_leaves_can_be_saved(drafts: dict[str, Any], tmp_path: Path) -> None:
-    """And goes on from there elsewhere: as a file, and as the file that a slot was offloaded to."""
-    prompt, seen = repeating(), set()
-    for line in count(1):
-        session = DecodeSession(HashRunner(RINGED))
-        slot = session.add(prompt, config(6, **drafts), keep=True)
-        session.step()
-        with interrupted(line, *TORN) as left, suppress(KeyboardInterrupt):
-            session.step()
-        text = session.cache.tokens(slot)
-        assert text == [*prompt, *continued(HashRunner(RINGED), prompt, len(text) - 2)]
-        held = session.cache.slot(slot)
-        assert held.length <= min(held.written, len(held.tokens))
-        if left[0] > 0:
-            assert len(seen) == 2
-            return
-        if (state := (len(text), held.length, held.written)) in seen:
-            continue
-        seen.add(state)
-        session.cache.save(tmp_path / "saved")
-        drain_all(session, {})
-        session.cache.offload(slot, tmp_path / "rows")
-        session.cache.restore(slot)
-        for path in (tmp_path / "saved", tmp_path / "rows"):
-            other = DecodeSession(HashRunner(RINGED))
-            ((_, loaded),) = other.cache.load(path).items()
-            tokens = [*other.cache.tokens(loaded), 30]
-            assert int(other.update({loaded: [30]})[loaded][-1].argmax()) == continued(HashRunner(RINGED), tokens, 1)[0]
-
-
-@pytest.mark.parametrize("before", [None, b"old"])
-def test_an_interrupted_offload_to_a_file_leaves_no_other_file(before: bytes | None, tmp_path: Path) -> None:
-    for line in count(1):
-        folder = tmp_path / str(line)
-        folder.mkdir()
-        if before is not None:
-            (folder / "rows").write_bytes(before)
-        session = DecodeSession(HashRunner())
-        slot = session.cache.acquire()
-        session.update({slot: [1, 2, 3]})
-        with interrupted(line, "trt_kvcache/files.py") as left, suppress(KeyboardInterrupt):
-            session.cache.offload(slot, folder / "rows")
-        found = {path.name: path.read_bytes() for path in folder.iterdir()}
-        assert found.keys() <= {"rows"}
-        if found.get("rows") != before:
-            assert DecodeSession(HashRunner()).cache.load(folder / "rows")
-        if left[0] > 0:
-            return
-
-
-def test_an_interrupted_add_to_a_slot_is_complete_or_never_began() -> None:
-    for line in count(1):
-        runner = HashRunner(max_batch=2)
-        session = DecodeSession(runner)
-        slot = session.cache.acquire()
-        session.update({slot: [1, 2, 3]})
-        with interrupted(line, *TORN) as left, suppress(KeyboardInterrupt):
-            session.add([7, 8], config(4), slot=slot, keep=True)
-        if left[0] > 0:
-            return
-        if not session.running:
-            assert (session.cache.tokens(slot), session.cache.slot(slot).length) == ([1, 2, 3], 3)
-            session.add([7, 8], config(4), slot=slot, keep=True)
-        assert drain(session)[slot] == continued(runner, [1, 2, 3, 7, 8], 4)
 
 
 def test_a_long_update_is_interrupted_between_two_steps() -> None:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hybrids import HEADS, SIZE, TAPS, WIDTH, cross_model, encoder_constants, hybrid_logits, hybrid_model, write
-from runtime.engines import drain, runner_on
-from runtime.families import LENGTHS
+from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, UnsupportedModelError
@@ -67,21 +66,6 @@ BOTH = pytest.mark.parametrize("device", ["cpu", "gpu"])
 def opened(device: str, folder: Path, kind: str = "keys", mask: str = "none") -> DecodeSession:
     model = write(folder / "model.onnx", cross_model(kind, mask))
     return DecodeSession(runner_on(device, model, build={"max_encoder": 12}, max_batch=3))
-
-
-@BOTH
-def test_rows_of_one_length_share_a_step(device: str, tmp_path: Path) -> None:
-    constants = [encoder_constants("keys", "none", length, seed) for seed, length in enumerate(LENGTHS)]
-    with opened(device, tmp_path) as session:
-        runner, steps = session._runner, []
-        step = runner.step
-        runner.step = lambda batch: (steps.append(batch.rows), step(batch))[1]  # type: ignore[method-assign]
-        for numbers, rows in (((0, 1, 4), 3), ((0, 2, 4), 1)):
-            for i in numbers:
-                session.add([5, 9, 3], GenerationConfig(max_new_tokens=4), constants=constants[i])
-            drain(session)
-            assert set(steps) == {rows}
-            steps.clear()
 
 
 @BOTH

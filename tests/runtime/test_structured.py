@@ -11,8 +11,6 @@ import pytest
 pytest.importorskip("llguidance", reason="llguidance is not installed (extra: structured)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
-from runtime.engines import open_engine, write_engine
-from runtime.fake_cuda import Machine
 from runtime.tokenizers_in_code import byte_fallback, byte_level
 from serve.models import write_served
 
@@ -75,16 +73,6 @@ def test_json_follows_its_schema_alone_and_beside_others(session: DecodeSession,
             while slot in session.running:
                 tokens += [event.token for event in session.step()]
             assert tokens == together[i].tokens
-
-
-def test_the_gpu_gives_the_same(folder: Path, session: DecodeSession, grammars: Grammars) -> None:
-    engine = write_engine(folder / "model.onnx")
-    settings = {"max_new_tokens": 60, "top_k": 5, "do_sample": True, "seed": 1, "grammar": grammars.json_schema(SCHEMA)}
-    settings["eos_token_id"] = session.config.eos_token_ids
-    expected = session.generate(PROMPTS, **settings)
-    tokenizer = Tokenizer.load(folder)
-    with DecodeSession(open_engine(engine, Machine()), tokenizer) as other:
-        assert [made.tokens for made in other.generate(PROMPTS, **settings)] == [made.tokens for made in expected]
 
 
 def test_other_grammars(session: DecodeSession, grammars: Grammars) -> None:

@@ -46,16 +46,6 @@ texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\uf
 
 
 @patient
-@given(texts)
-@example("😀é😀")
-def test_bytes_of_a_text_become_the_text(text: str) -> None:
-    for tokenizer in (gpt(), llama()):
-        streamed = pieces(tokenizer, tokenizer.encode(text))
-        assert "".join(streamed) == text
-        assert not any("\ufffd" in piece for piece in streamed)
-
-
-@patient
 @given(st.data())
 def test_any_tokens_stream_to_their_text(data: st.DataObject) -> None:
     """Bytes that are no UTF-8 included, as a model with random weights writes them."""
@@ -106,21 +96,6 @@ def test_a_prompt_can_end_inside_a_character() -> None:
     assert "".join(pieces(llama(), [rest, *(3 + byte for byte in "€".encode())], [lead])) == "é€"
 
 
-def test_the_window_stays_small() -> None:
-    """Work per token must not grow with the text: the longest decode is bounded."""
-    seen = []
-
-    class Watched:
-        def decode(self, tokens: Any) -> str:
-            seen.append(len(tokens))
-            return gpt().decode(tokens)
-
-    stream = TextStream(Watched())
-    for token in [*gpt().encode("the cache 😀 " * 50), *[2 + 255] * 300, *[0] * 300]:
-        stream.push(token)
-    assert max(seen) <= 33
-
-
 stops_and_chunks = st.tuples(
     st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
     st.lists(st.text("abc", max_size=4), max_size=12),
@@ -159,15 +134,6 @@ def saved(folder: Path, settings: object = None, template: str | None = None) ->
     if template is not None:
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
     return path
-
-
-def test_a_file_or_its_folder(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-    for place in (path, tmp_path, str(path)):
-        read = Tokenizer.load(place)
-        assert read.encode("the cache") == gpt().encode("the cache")
-        assert read.vocab_size == 300
-        assert (read.eos_token_id, read.special_tokens) == (None, {})
 
 
 def _unigram() -> Raw:

@@ -76,20 +76,6 @@ def test_greedy_decoding_fetches_no_scores(engine: Path, fetched: list[int]) -> 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "more",
-    [{}, {"top_k": 1}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02},
-     {"do_sample": False, "top_k": 50, "prompt_lookup_num_tokens": 3}],
-    ids=str,
-)  # fmt: skip
-def test_sampling_and_drafts_fetch_the_highest_scores(engine: Path, more: dict[str, Any], fetched: list[int]) -> None:
-    config = GenerationConfig(**{"max_new_tokens": 20, "do_sample": True, "top_k": 9, "seed": 5, **more})
-    runner, _ = opened(engine)
-    assert generated(runner, config) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), config)
-    assert fetched == []
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
     "config",
     [GenerationConfig(max_new_tokens=6, do_sample=True, top_k=0, top_p=0.9, seed=1),
      GenerationConfig(max_new_tokens=6, do_sample=True, top_k=200, seed=1),
@@ -235,24 +221,6 @@ def test_the_same_tokens_are_drawn_from_few_scores_as_from_all(dtype: str) -> No
                 assert one.choose(chosen[i, j], tokens, 0) == other.choose(row, tokens, 0), config
             few += 1
     assert few > 200
-    cuda.close()
-
-
-def test_too_many_are_fetched_with_all() -> None:
-    gpu = Machine()
-    cuda = Cuda(0, gpu.bindings())
-    size = 2 * 5000 * 4
-    address, pinned = cuda.allocate(size), cuda.allocate_pinned(size)
-    choice, _ = open_choice(cuda, np.dtype(np.float32), 5000, 2, address, size, pinned)
-    assert choice is not None
-    pinned.data.view(np.float32)[:] = 1.0  # all equal
-    cuda.upload(address, pinned.address, size)
-    assert choice.choose(address, 20_000, 2, 1, 5) is None
-    assert choice.choose(address, 20_000, 2, 1, 1)["token"].tolist() == [[[0]], [[0]]]  # type: ignore[index]
-    launched = gpu.launched
-    assert choice.choose(address, 20_000, 2, 1, 60) is None  # of 96 sets
-    assert choice.choose(address, 20_000, 2, 5, 5) is None  # positions
-    assert gpu.launched == launched
     cuda.close()
 
 

@@ -2,18 +2,13 @@
 
 import gc
 import shutil
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 from encoders import heard, table
-from graphs import Graph
-from hybrids import WIDTH, cross_model, write
-from onnx import TensorProto
 from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import fake_module
@@ -90,15 +85,6 @@ def test_constants_are_those_of_the_cpu(machine: Machine, dtype: str, tmp_path: 
                 host.generate([PROMPTS[i]], CONFIG, [made])
 
 
-def test_rows_with_and_without_a_copy_share_a_step(machine: Machine, tmp_path: Path) -> None:
-    with DecodeSession.open(built(tmp_path)) as session:
-        made = [session.encode({"input_features": heard(6, i)}) for i in range(3)]
-        mixed = [made[0], {name: np.asarray(array) for name, array in made[1].items()}, made[2]]
-        prompts = [[5, 9, 3], [1, 2, 4], [60, 2, 7]]
-        together = [r.tokens for r in session.generate(prompts, CONFIG, mixed)]
-        assert together == [session.generate([p], CONFIG, [c])[0].tokens for p, c in zip(prompts, made, strict=True)]
-
-
 def test_ids_and_what_is_beyond_the_table(machine: Machine, tmp_path: Path) -> None:
     with DecodeSession.open(built(tmp_path, ids=True)) as session:
         hidden = session.encode([5, 9, 3, 8])["encoder_hidden_states"]
@@ -148,40 +134,6 @@ def test_what_a_closed_session_made_cannot_be_copied(machine: Machine, tmp_path:
     assert "float32 [1, 6, 32] on NVIDIA" in repr(made)
     del made
     assert machine.used == 0
-
-
-def test_nothing_is_copied_within_a_step(machine: Machine, tmp_path: Path) -> None:
-    with DecodeSession.open(built(tmp_path)) as session:
-        made = session.encode({"input_features": heard(6, 0)})
-        peek = replace(
-            CONFIG, logits_processor=lambda tokens, scores: (np.asarray(made["encoder_hidden_states"]), scores)[1]
-        )
-        with pytest.raises(
-            SessionError, match="the session is in a step; .* or copy its results from the GPU: do this between"
-        ):
-            session.generate([PROMPTS[0]], peek, [made])
-        assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
-
-
-def test_sources_between_the_steps_of_a_stream(machine: Machine, tmp_path: Path) -> None:
-    """Threads that encode while others decode, with graphs."""
-    with DecodeSession.open(built(tmp_path)) as session:
-        sources = [{"input_features": heard(n, i)} for i, n in enumerate(LENGTHS)]
-        made = [session.encode(source) for source in sources]
-        results: list[list[int]] = [[] for _ in range(3)]
-
-        def work(i: int) -> None:
-            for _ in range(3):
-                results[i] = session.generate([PROMPTS[i]], CONFIG, [session.encode(sources[i])])[0].tokens
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-        for thread in threads:
-            thread.start()
-        for event in session.stream(PROMPTS[:1], CONFIG, made[:1]):
-            session.encode(sources[event.sequence])
-        for thread in threads:
-            thread.join()
-        assert results == [expected(i) for i in range(3)]
 
 
 def test_without_an_engine_it_runs_on_the_cpu_and_says_so(machine: Machine, tmp_path: Path) -> None:
@@ -301,19 +253,6 @@ def test_what_cannot_be_opened_leaves_nothing(
     assert not module.hung
 
 
-def test_two_sessions_of_one_engine(machine: Machine, tmp_path: Path) -> None:
-    engine = built(tmp_path)
-    source = {"input_features": heard(6, 0)}
-    with DecodeSession.open(engine) as one, DecodeSession.open(engine) as two:
-        made = one.encode(source)
-        assert two.generate([PROMPTS[0]], CONFIG, [two.encode(source)])[0].tokens == expected(0)
-        with pytest.raises(PromptError, match="another session"):
-            two.add(PROMPTS[0], constants=made)
-        two.close()
-        assert one.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
-    assert machine.used == 0
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("fault", ["fail_steps", "fail_late"])
 def test_an_encoder_that_fails_once(machine: Machine, fault: str, tmp_path: Path) -> None:
@@ -332,44 +271,3 @@ def test_an_encoder_that_fails_once(machine: Machine, fault: str, tmp_path: Path
             assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
             del made
     assert machine.used == 0
-
-
-def test_outputs_whose_sizes_tensorrt_does_not_know(machine: Machine, tmp_path: Path) -> None:
-    with DecodeSession.open(built(tmp_path)) as session:
-        source, faults = {"input_features": heard(6, 0)}, session._runner.resources.trt.module.faults  # type: ignore[attr-defined]
-        faults["no_shapes"] = "reshape changes volume"
-        words = r"cannot tell the shape of 'encoder_hidden_states': .*reshape changes volume"
-        with pytest.raises(SessionError, match=words):
-            session.encode(source)
-        del faults["no_shapes"]
-        faults["unknown_sizes"] = ("encoder_hidden_states",)
-        with pytest.raises(SessionError, match=r"'encoder_hidden_states' depends on the data: \[-1, -1, -1\]"):
-            session.encode(source)
-        faults.clear()
-        session.encode(source)
-        faults["no_shapes"] = "reshape changes volume"
-        with pytest.raises(SessionError, match=words):
-            session.encode(source)
-
-
-@pytest.mark.slow
-def test_what_is_heard_becomes_shorter(machine: Machine, tmp_path: Path) -> None:
-    """As by the strides of a convolution: the length of what comes out has no name in the model."""
-    g = Graph()
-    g.input("input_features", TensorProto.FLOAT, ["batch", "length", WIDTH])
-    every_other = [g.constant([0]), g.constant([1 << 62]), g.constant([1]), g.constant([2])]
-    g.node("Slice", ["input_features", *every_other], "last_hidden_state")
-    g.output("last_hidden_state", TensorProto.FLOAT, ["batch", "half", WIDTH])
-    onnx.save(g.model(), tmp_path / "encoder_model.onnx")
-    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden"))
-    heard_shapes = [(1, length, WIDTH) for length in (1, 11, 12)]
-    engine = write_engine(model, max_encoder=6, encoder="auto", shapes={"input_features": heard_shapes})
-    with DecodeSession.open(engine) as session, DecodeSession.open(model) as host:
-        for length in (1, 2, 11, 12):
-            source = {"input_features": heard(length, length)}
-            made, wanted = session.encode(source), host.encode(source)
-            hidden = made["encoder_hidden_states"]
-            assert hidden.shape == (1, -(-length // 2), WIDTH)
-            np.testing.assert_array_equal(np.asarray(hidden), wanted["encoder_hidden_states"])
-            tokens = [s.generate([[5, 9]], CONFIG, [c])[0].tokens for s, c in ((session, made), (host, wanted))]
-            assert tokens[0] == tokens[1]

@@ -254,43 +254,6 @@ def test_fault_of_the_gpu(steps: int, backend: str, engine: Path) -> None:
     assert runner.module.hung == []
 
 
-def test_compiled_kernels_are_kept(engine: Path) -> None:
-    machine, batch = Machine(), StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64))
-
-    def run(**arguments: Any) -> list[str]:
-        runner: Any = open_engine(engine, machine, **arguments)
-        runner.step(batch)
-        runner.close()
-        return list(runner.module.compiled)
-
-    file = engine.with_name("model.engine.sm90.kernels")
-    assert len(run()) == 1
-    assert file.read_bytes().startswith(b"KERNELS sm90")
-    assert run() == []
-    file.write_bytes(b"of another GPU")  # refused by TensorRT, and replaced
-    assert len(run()) == 1
-    assert run() == []
-    folder = engine.parent / "kernels"
-    folder.mkdir()
-    assert len(run(kernel_cache=folder)) == 1
-    assert (folder / file.name).exists()
-    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept for the next start: .*no such folder"):
-        run(kernel_cache=folder / "missing")
-
-
-def test_who_forgets_to_close_loses_nothing(engine: Path) -> None:
-    machine = Machine()
-    runner: Any = open_engine(engine, machine)
-    module = runner.module
-    for start in range(4):  # steps that are recorded, too
-        runner.step(StepBatch(0, np.zeros((3, 1), np.int64), np.full(3, start)))
-    del runner
-    gc.collect()
-    assert (machine.used, len(machine.pinned), machine.graphs) == (0, 0, 0)
-    assert module.hung == []
-    assert list(engine.parent.glob("*.kernels"))
-
-
 @pytest.mark.parametrize("same", [True, False], ids=["one GPU", "two GPUs"])
 def test_who_forgets_to_close_disturbs_nobody(engine: Path, same: bool) -> None:
     """Garbage is collected at any time: here while another runner records, or calls another GPU."""

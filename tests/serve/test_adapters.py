@@ -88,19 +88,6 @@ def test_models_list_adapters(service: Service) -> None:
     assert post(service, None, "/v1/models/bob").status == 404
 
 
-def test_requests_of_more_adapters_than_slots_take_turns(
-    service: Service, folder: Path, wanted: dict[str, list[int]]
-) -> None:
-    assert post(service, {"lora_name": "bob"}, LOAD).data["id"] == "bob"
-
-    async def all_of_them() -> list[Reply]:
-        return await asyncio.gather(*(ask(service.app, "/v1/completions", asked(name)) for name in names))
-
-    names = ["ann", "bob", "tiny", "ann", "bob"]
-    for name, reply in zip(names, asyncio.run(all_of_them()), strict=True):
-        assert reply.data["choices"][0]["token_ids"] == wanted[name]
-
-
 def test_adapters_come_and_go(service: Service, wanted: dict[str, list[int]]) -> None:
     card = post(service, {"lora_name": "second", "lora_path": "bob"}, LOAD).data
     assert (card["id"], card["parent"]) == ("second", "tiny")

@@ -178,27 +178,6 @@ def test_each_request_is_a_line_of_a_log_without_its_text(rows: DecodeSession) -
         assert re.fullmatch(pattern, line), line
 
 
-def test_the_real_client(service: Service, alone: DecodeSession) -> None:
-    openai = pytest.importorskip("openai", reason="OpenAI's client is not installed")
-    httpx = pytest.importorskip("httpx2", reason="OpenAI's client comes without httpx2")
-    messages = [{"role": "user", "content": "hi"}]
-    asked: dict[str, Any] = {"model": "tiny", "messages": messages, "max_completion_tokens": 8, "temperature": 0}
-
-    async def run() -> list[str]:
-        there = httpx.AsyncClient(transport=httpx.ASGITransport(service.app))
-        async with openai.AsyncOpenAI(base_url="http://x/v1", api_key="x", max_retries=0, http_client=there) as client:
-            assert [model.id async for model in client.models.list()] == ["tiny"]
-            with pytest.raises(openai.BadRequestError, match="end-of-sequence token, and the model names none"):
-                await client.chat.completions.create(**asked, tools=[{"type": "function", "function": {"name": "f"}}])
-            whole = await client.chat.completions.create(**asked, logprobs=True)
-            assert len(whole.choices[0].logprobs.content) == whole.usage.completion_tokens
-            stream = await client.chat.completions.create(**asked, stream=True)
-            parts = [chunk.choices[0].delta.content or "" async for chunk in stream]
-            return [whole.choices[0].message.content, "".join(parts)]
-
-    assert asyncio.run(run()) == [alone.chat(messages, max_new_tokens=8).text] * 2
-
-
 def test_choices_prompts_and_echo(service: Service, alone: DecodeSession) -> None:
     """`n` choices draw as the prompts of one call do; each prompt of a list as if it were alone."""
     body = {"prompt": ["the", "and the"], "n": 2, "seed": 5, "top_k": 30, "max_tokens": 6, "echo": True}
@@ -265,28 +244,6 @@ def test_logprobs_ids_and_usage_of_a_stream(service: Service, alone: DecodeSessi
     assert chunks[-1]["choices"] == []
     assert chunks[-1]["usage"]["completion_tokens"] == 5
     assert all(chunk["usage"] is None for chunk in chunks[:-1])
-
-
-def test_the_most_probable_tokens(service: Service, alone: DecodeSession) -> None:
-    expected = alone.generate("the", max_new_tokens=4, seed=1, top_k=0, output_logprobs=True, top_logprobs=3)
-    body = {"prompt": "the", "max_tokens": 4, "seed": 1, "logprobs": 3}
-    (choice,) = post(service, body).data["choices"]
-    named = choice["logprobs"]
-    for i, (tops, token) in enumerate(zip(expected.top_logprobs, named["tokens"], strict=True)):
-        assert len(tops) == 3
-        assert set(named["top_logprobs"][i]) >= {token}
-        best = max(named["top_logprobs"][i].values())
-        assert best == pytest.approx(tops[0][1], abs=1e-4)
-
-    asked = {"messages": [{"role": "user", "content": "the"}], "max_tokens": 4, "logprobs": True, "top_logprobs": 2}
-    whole = post(service, asked | GREEDY, CHAT).data["choices"][0]["logprobs"]["content"]
-    chunks = post(service, asked | GREEDY | {"stream": True}, CHAT).chunks
-    streamed = [one for chunk in chunks for c in chunk["choices"] for one in c["logprobs"]["content"]]
-    assert streamed == whole
-    for one in whole:  # greedy: the first of the most probable is the chosen one
-        first, second = one["top_logprobs"]
-        assert first["logprob"] >= second["logprob"]
-        assert first["token"] == one["token"]
 
 
 def test_without_a_tokenizer_there_are_ids(by_ids: Service, alone: DecodeSession) -> None:

@@ -275,14 +275,6 @@ def test_a_complete_journal_of_another_model_is_refused(tmp_path: Path, folder: 
     assert [text_of(line) for line in read(output)] == [text_of(line) for line in read(once)]
 
 
-def test_a_journal_that_does_not_say_whose_it_is_is_refused(tmp_path: Path, rows: DecodeSession) -> None:
-    file = write(tmp_path / "in.jsonl", [{"id": 1, "prompt": "x", "max_tokens": 1}])
-    with Journal(tmp_path / "out") as journal:
-        journal.put(7, b"", 200, b"")
-    with pytest.raises(OutputError, match="holds answers of another model"):
-        job(file, tmp_path / "out", compute(rows))
-
-
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_an_existing_file_stays_beside_a_journal(when: str, tmp_path: Path, rows: DecodeSession) -> None:
     file = write(tmp_path / "in.jsonl", [{"id": at, "prompt": "x", "max_tokens": 1} for at in range(3)])
@@ -301,16 +293,6 @@ def test_an_existing_file_stays_beside_a_journal(when: str, tmp_path: Path, rows
     assert output.read_text() == "mine"
     output.unlink()
     assert job(file, output, compute(rows)).reused == (2 if when == "before" else 3)
-
-
-def test_answers_of_other_caches_are_not_those_of_this_job(folder: Path, rows: DecodeSession) -> None:
-    runners = [RowRunner(rows, "tiny")]
-    options = PlanOptions(cache_dtype=CacheDtype.INT8)
-    with DecodeSession.open(folder, max_batch=4, plan_options=options) as session:
-        runners.append(RowRunner(session, "tiny"))
-        for runner in runners:
-            runner.close()
-    assert runners[0].model != runners[1].model
 
 
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path: Path, rows: DecodeSession) -> None:

@@ -20,11 +20,8 @@ if importlib.util.find_spec("dynamo") is None or importlib.util.find_spec("dynam
     pytest.skip("NVIDIA Dynamo is not installed (extra: dynamo, and ai-dynamo)", allow_module_level=True)
 pytest.importorskip("openai", reason="OpenAI's client is not installed")
 
-import onnx
 import openai
-from adapters import Tiny, draw
-from runtime.tokenizers_in_code import byte_level
-from serve.models import TEMPLATE, free_port, write_served
+from serve.models import free_port, write_served
 
 from trt_kvcache import DecodeSession
 
@@ -184,38 +181,3 @@ def test_workers_go_under_load(tmp_path: Path) -> None:
         workers[2].terminate()
         for at in (1, 2):
             assert workers[at].wait(60) == 0, (tmp_path / f"worker{at}").read_text(errors="replace")
-
-
-def test_the_model_of_a_request_chooses_the_adapter(tmp_path: Path) -> None:
-    tiny = Tiny("mobius/llama_dynamic_f32")
-    folder, names = tmp_path / "model", ("ann", "bob")
-    folder.mkdir()
-    onnx.save(tiny.model, folder / "model.onnx")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    byte_level().save(str(folder / "tokenizer.json"))
-    adapters = {name: tmp_path / name for name in names}
-    for seed, path in enumerate(adapters.values()):
-        draw(tiny, path, seed)
-    prompt, given = [5, 17, 33, 70, 91], {"max_new_tokens": 12, "eos_token_id": ()}
-    with DecodeSession.open(folder, adapters=adapters, capacity=64) as session:
-        wanted = {name or "tiny": session.generate(prompt, adapter=name, **given).text for name in (None, *names)}
-    assert len(set(wanted.values())) == 3
-
-    async def main(url: str) -> dict[str, str]:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-            assert {model.id async for model in client.models.list()} == set(wanted)
-            asked = [
-                client.completions.create(
-                    model=name, prompt=prompt, max_tokens=12, temperature=0, extra_body={"ignore_eos": True}
-                )
-                for name in wanted
-            ]
-            answers = dict(zip(wanted, await asyncio.gather(*asked), strict=True))
-            with pytest.raises(openai.NotFoundError):
-                await client.completions.create(model="cid", prompt=prompt, max_tokens=1)
-            return {name: answer.choices[0].text for name, answer in answers.items()}
-
-    flags = ["--capacity", "64", *(flag for name, path in adapters.items() for flag in ("--lora", f"{name}={path}"))]
-    with cluster(folder, tmp_path, *flags, count=2) as (url, _):
-        until_there(url, [tmp_path / name for name in ("worker0", "worker1", "frontend")])
-        assert asyncio.run(main(url)) == wanted

@@ -1,14 +1,12 @@
 """The process: OpenAI's own client, what the command refuses, and an orderly end."""
 
 import asyncio
-import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +19,6 @@ pytest.importorskip("uvicorn", reason="uvicorn is not installed (extra: serve)")
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 import openai
-import psutil
 from commands import invoke
 
 from trt_kvcache import DecodeSession
@@ -154,57 +151,3 @@ def test_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette.applications", None)
     assert "pip install 'trt-kvcache[serve]'" in run(str(folder))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGTERM that a process can answer")
-def test_load_over_sockets(folder: Path) -> None:
-    """500 requests at once over 8 rows, beside a client that reads a byte a second: none is lost, wrong or held up."""
-    prompts = [[at, at + 1, 7] for at in range(50)]
-    with DecodeSession.open(folder, max_batch=1, tokenizer=False) as session:
-        expected = [session.generate(prompt, max_new_tokens=8, eos_token_id=()).tokens for prompt in prompts]
-
-    async def run(url: str, process: psutil.Process) -> list[int]:
-        memory = []
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=300) as client:
-
-            async def one(at: int) -> None:
-                done = await client.completions.create(
-                    model="tiny", prompt=prompts[at], temperature=0, max_tokens=8,
-                    extra_body={"ignore_eos": True, "return_token_ids": True},
-                )  # fmt: skip
-                assert done.choices[0].model_extra["token_ids"] == expected[at]
-
-            for _ in range(3):
-                await asyncio.gather(*(one(at % len(prompts)) for at in range(500)))
-                memory.append(process.memory_info().rss)
-        return memory
-
-    with (
-        serving(folder, "--max-batch", "8", "--max-queue", "600", "--name", "tiny") as (process, url),
-        socket.socket() as slow,
-    ):
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-        slow.connect(("127.0.0.1", int(url.split(":")[2].split("/")[0])))
-        body = json.dumps({"prompt": [1], "max_tokens": 2000, "ignore_eos": True, "stream": True}).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-        )
-        slow.sendall(f"{head}\r\n\r\n".encode() + body)
-        heard: list[bytes] = []
-        ended = threading.Event()
-
-        def read() -> None:
-            while not ended.wait(1):
-                heard.append(slow.recv(1))
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            memory = asyncio.run(run(url, psutil.Process(process.pid)))
-        finally:
-            ended.set()
-            reader.join()
-        assert b"".join(heard).startswith(b"HTTP/1.1 200"[: len(heard)])
-        assert len(heard) > 2
-        assert memory[2] - memory[1] < 16 << 20

@@ -26,7 +26,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.text.chat_template import Chat, render
 from trt_kvcache.serve.service import Service
-from trt_kvcache.serve.tools import GENERIC, CallReader, Tool, ToolForm, find_form, in_text, tool_grammar
+from trt_kvcache.serve.tools import GENERIC, CallReader, Tool, ToolForm, find_form, in_text
 from trt_kvcache.serve.tools import Function as ToolFunction
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -319,21 +319,3 @@ def allows(session: DecodeSession, grammar: Grammar, text: str) -> bool:
     tokens = [*session.tokenizer.encode(text, special_tokens=False), *session.config.eos_token_ids]
     masks = (mask(np.array(tokens[:at], np.int64)) for at in range(len(tokens)))
     return all(found[token // 32] >> token % 32 & 1 for found, token in zip(masks, tokens, strict=True))
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_what_answers_may_hold(session: DecodeSession, name: str) -> None:
-    form = FORMS[name][1]
-    one, two = written(form, ("f", '{"a": "x"}')), written(form, ("f", '{"a": "x"}'), ("g", "{}"))
-    made = {
-        (required, parallel): tool_grammar(session, form, TOOLS, required=required, parallel=parallel)
-        for required in (False, True) for parallel in (False, True)
-    }  # fmt: skip
-    for (required, parallel), grammar in made.items():
-        assert allows(session, grammar, one)
-        assert allows(session, grammar, two) == (parallel and form.between is not None)
-        assert allows(session, grammar, "some text") != required
-        assert allows(session, grammar, "text " + one) != required
-        for wrong in (one.replace("f", "h", 1) if name != "hermes" else one.replace('"f"', '"h"'),
-                      one.replace('"x"', "5"), one[:-1]):  # fmt: skip
-            assert not allows(session, grammar, wrong), wrong

@@ -1,4 +1,4 @@
-"""The model repository for Triton, run by a stand-in for its python backend; test_triton_server.py has a real one."""
+"""The model repository for Triton, run by a stand-in for its python backend."""
 
 from __future__ import annotations
 

@@ -143,25 +143,6 @@ def test_a_block_of_a_model_is_compared(tmp_path: Path, name: str) -> None:
     assert given.note in " ".join(report.notes)
 
 
-def test_global_and_sliding_window_layers(tmp_path: Path) -> None:
-    report = verify(
-        tmp_path,
-        """decoder (float[B,4,1,16] q, float[B,2,1,16] k, float[B,2,1,16] v, float[B,2,16,16] kc0,
-                    float[B,2,16,16] vc0, float[B,2,64,16] kc1, float[B,2,64,16] vc1, int64[B] wi,
-                    int64[B] local_len, int64[B] global_len)
-                => (float[B,4,1,16] y, float[B,2,16,16] ko0, float[B,2,16,16] vo0, float[B,2,64,16] ko1,
-                    float[B,2,64,16] vo1) {
-            ko0 = TensorScatter<axis=-2, mode="circular">(kc0, k, wi)
-            vo0 = TensorScatter<axis=-2, mode="circular">(vc0, v, wi)
-            x = Attention(q, ko0, vo0, , , , local_len)
-            ko1 = TensorScatter<axis=-2>(kc1, k, wi)
-            vo1 = TensorScatter<axis=-2>(vc1, v, wi)
-            y = Attention(x, ko1, vo1, , , , global_len)
-        }""",
-    )
-    assert report.positions > 3 * 16
-
-
 def test_caches_that_no_caller_carries_are_no_decode(tmp_path: Path) -> None:
     text = """decoder (float[B,2,S,16] k, float[B,2,32,16] c, int64[B] wi) => (float[B,2,32,16] o) {
         doubled = Add(c, c)

@@ -1,12 +1,10 @@
 """Kept verdicts: what is found again, what never is, and the folders that are believed."""
 
-import os
 import stat
 import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from verify import mistakes as m
 from trt_kvcache.importer import ImportedModel, import_model, pipeline
 from trt_kvcache.importer.check import checker, verdicts
 from trt_kvcache.importer.check import region_comparison as running
-from trt_kvcache.importer.check.verdicts import Verdicts, is_private, keeping, open_verdicts
+from trt_kvcache.importer.check.verdicts import Verdicts, keeping, open_verdicts
 from trt_kvcache.importer.plan import PlanOptions
 
 PLAN = PlanOptions(capacity=256)
@@ -84,14 +82,6 @@ def test_asked_to_check_again_it_does_and_keeps_the_verdict(tmp_path: Path, fold
     assert kept == set(folder.iterdir())
     answers(made, Verdicts(folder))
     assert counted == 2 * ran
-
-
-def test_another_capacity_runs_the_end_of_the_caches_only(tmp_path: Path, folder: Path, counted: list[str]) -> None:
-    answers(imported(tmp_path), Verdicts(folder))
-    whole = len(counted)
-    counted.clear()
-    answers(imported(tmp_path, replace(PLAN, capacity=300)), Verdicts(folder))
-    assert 0 < len(counted) < whole
 
 
 def other_weight(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -165,18 +155,6 @@ def test_entries_that_are_not_the_users_own_are_ignored(
     assert counted
 
 
-def test_the_oldest_go_when_there_are_many(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdicts, "_MOST", 20)
-    for number in range(30):
-        path = folder / f"{number:064x}"
-        path.write_bytes(b"")
-        os.utime(path, (number, number))
-    Verdicts(folder).keep("f" * 64, ["a"])
-    names = {path.name for path in folder.iterdir()}
-    assert names == {f"{number:064x}" for number in range(20, 30)} | {"f" * 64}
-    assert Verdicts(folder).find("f" * 64) == {"a"}
-
-
 def test_a_folder_that_cannot_be_written_keeps_none(folder: Path) -> None:
     gone = folder / "gone"
     kept = Verdicts(gone)
@@ -214,28 +192,6 @@ def test_no_verdict_is_believed_where_others_can_write(
     assert open_verdicts(again=False) is None
     (tmp_path / place).chmod(0o700)
     assert open_verdicts(again=False) is not None
-
-
-@posix
-def test_a_shared_folder_with_the_sticky_bit_is_no_harm(folder: Path) -> None:
-    folder.parent.chmod(0o1777)
-    assert is_private(folder)
-    folder.parent.chmod(0o777)
-    assert not is_private(folder)
-    folder.parent.chmod(0o700)
-
-
-@posix
-def test_a_link_to_a_folder_of_others_is_followed_before_it_is_judged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(verdicts.SWITCH, raising=False)
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    (tmp_path / "cache").symlink_to(shared)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert open_verdicts(again=False) is None
 
 
 @posix

@@ -3,21 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 from builder import build_in_child
 from graphs import Graph
 from lowering import CONTRIB, Array, lowered, one_operator, run
 from onnx import TensorProto
-from stored import MODELS
-
-from trt_kvcache.importer import import_model
-from trt_kvcache.verify import verify_import
 
 DTYPES = (np.float32, np.float16)
 RANDOM = np.random.default_rng(7)
@@ -231,16 +225,3 @@ BUILT = {f"{c.op} {c.feeds[next(iter(c.feeds))].ndim} {len(c.feeds)}": c for c i
 def test_tensorrt_builds(name: str) -> None:
     outcome = build_in_child(lowered(BUILT[name].model()).SerializeToString(), [{}])
     assert outcome.stage == "built", outcome.words
-
-
-def test_operators_of_onnxruntime_around_canonical_caches(tmp_path: Path) -> None:
-    path = tmp_path / "model.onnx"
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-    options.optimized_model_filepath = str(path)
-    model = onnx.load(MODELS / "mobius" / "llama_static_f32" / "model.onnx")
-    ort.InferenceSession(model.SerializeToString(), options)
-    assert "SkipSimplifiedLayerNormalization" in {node.op_type for node in onnx.load(path).graph.node}
-    imported = import_model(path)
-    assert {node.domain for node in imported.model.graph.node} == {""}
-    verify_import(imported).check()
