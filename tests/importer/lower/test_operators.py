@@ -77,14 +77,6 @@ def norms(dtype: Any) -> Iterator[Case]:
     for outputs, skip in product((("y",), ("y", "", "", "sum")), ((2, 5, 64), (1, 5, 64), (5, 64))):
         for feeds in some({"x": x, "skip": random(dtype, *skip), "g": g, "s": g, "b": random(dtype, 64)}, "s", "b"):
             yield Case("SkipLayerNormalization", feeds, "x skip g s b", {"epsilon": 1e-5}, outputs)
-    rows = {name: RANDOM.integers(0, 20, (2, 5)).astype(np.int32) for name in ("ids", "kinds", "places")}
-    tables = {name: random(dtype, 20, 64, scale=1.0) for name in ("w", "p", "t")}
-    names = "ids kinds w p t g s mask places"
-    kind = int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
-    for feeds in (rows | tables | {"g": g, "s": g}, rows | {"w": x[0], "p": x[1], "g": g, "s": g}):
-        taken = {n: v % len(feeds["w"]) if v.dtype == np.int32 else v for n, v in feeds.items()}
-        taken = taken if "t" in feeds else {n: v for n, v in taken.items() if n != "kinds"}
-        yield Case("EmbedLayerNormalization", taken, names, {"epsilon": 1e-5}, ("y", "", "sum"), kind=kind)
 
 
 def products(dtype: Any) -> Iterator[Case]:
@@ -103,10 +95,6 @@ def products(dtype: Any) -> Iterator[Case]:
     for first, second in (((4,), (4, 3)), ((2, 4), (4,))):  # vectors are not transposed
         attrs = {"transA": int(len(first) == 1), "transB": int(len(second) == 1)}
         yield Case("FusedMatMul", {"a": random(dtype, *first), "b": random(dtype, *second)}, attrs=attrs)
-    gemm = {"a": random(dtype, 5, 4), "b": random(dtype, 6, 5), "c": random(dtype, 6)}
-    for activation, feeds in product(("Relu", "Tanh", "Sigmoid", "LeakyRelu"), some(gemm, "c")):
-        attrs = {"activation": activation, "alpha": 0.5, "beta": 2.0, "transA": 1, "transB": 1}
-        yield Case("FusedGemm", feeds, attrs=attrs | ({"activation_alpha": 0.25} if activation[0] == "L" else {}))
     conv = {"x": random(dtype, 2, 6, 5), "w": random(dtype, 6, 1, 4), "b": random(dtype, 6)}
     conv["past"] = random(dtype, 2, 6, 3)
     for activation, feeds in product(("none", "silu", "swish"), some(conv, "b")):

@@ -55,10 +55,10 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 def read(model: onnx.ModelProto) -> bool:
     """Repair a model in place after reading it. Return True if this changed which tensors operators read."""
-    edited: bool = _family("tool_repairs").read(model)
+    _family("tool_repairs").read(model)
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
-        edited |= _family("quantizers").read(model)
-    return edited
+        return bool(_family("quantizers").read(model))
+    return False
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:

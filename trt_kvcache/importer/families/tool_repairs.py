@@ -7,7 +7,6 @@
     values that are stated twice    ONNX Runtime's float16 converter states outputs again, without shapes
     names of its own casts          ONNX Runtime's optimizer saves casts, and uses the same names again when it
                                     loads the model: "Duplicate definition of name" (1.32)
-    scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX requires lists
     two steps in one model          optimum merges the first step and all later steps
     slices that are assigned to     torch.onnx writes parts of keys into a tensor of zeros, with ScatterND
 
@@ -42,7 +41,6 @@ from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     FLOATS,
     Scope,
-    attribute_graphs,
     captured_names,
     copied,
     dtype_name,
@@ -61,16 +59,10 @@ __all__ = ["choose", "join_slices", "read"]
 _CONTRIB = "com.microsoft"
 _LONG = "ai.onnx"
 _CASTS = "InsertedPrecisionFreeCast_"
-_REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
-_LISTS: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys((f"Reduce{name}" for name in _REDUCTIONS), (1,)),
-    **dict.fromkeys(("Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split"), (1,)),
-    "Slice": (1, 2, 3, 4), "Pad": (1, 3), "ConstantOfShape": (0,), "Concat": tuple(range(64)),
-}  # fmt: skip
 
 
-def read(model: ModelProto) -> bool:
-    """Repair known faults in place. Return True if a repair changed which tensors the operators read."""
+def read(model: ModelProto) -> None:
+    """Repair known faults in place."""
     _unalias(model)
     for scope in iter_scopes(model):
         _sort(scope)
@@ -79,7 +71,6 @@ def read(model: ModelProto) -> bool:
     if _CONTRIB in used - {entry.domain for entry in model.opset_import}:
         model.opset_import.add(domain=_CONTRIB, version=1)
     _rename_casts(model.graph)
-    return _list(model.graph, {})
 
 
 def _unalias(model: ModelProto) -> None:
@@ -137,34 +128,6 @@ def _sort(scope: Scope) -> None:
     places = {index: place for place, index in enumerate(order)}
     indices = iter(range(len(order)))
     scope.node.sort(key=lambda _: places[next(indices)])
-
-
-def _list(graph: GraphProto, outer: Mapping[str, TensorProto]) -> bool:
-    """Replace scalar constants with lists of one number where an operator needs a list, in a graph and its bodies."""
-    constants = [
-        (n.output[0], a.t) for n in graph.node if is_op(n, "Constant") for a in n.attribute if a.name == "value"
-    ]
-    tensors = {**outer, **dict(constants), **{t.name: t for t in graph.initializer}}
-    scalars = {name: t for name, t in tensors.items() if t.data_type == TensorProto.INT64 and not t.dims}
-    lists: dict[str, TensorProto] = {}
-    is_edited = False
-    for node in graph.node:
-        for place in _LISTS.get(node.op_type, ()) if is_op(node, node.op_type) else ():
-            name = node.input[place] if place < len(node.input) else ""
-            if name in scalars:
-                lists.setdefault(name, _listed(scalars[name], f"{name}/list"))
-                node.input[place] = lists[name].name
-        for attribute in node.attribute:
-            for body in attribute_graphs(attribute):
-                is_edited |= _list(body, tensors)
-    graph.initializer.extend(lists.values())
-    return is_edited or bool(lists)
-
-
-def _listed(scalar: TensorProto, name: str) -> TensorProto:
-    tensor = copied(scalar)
-    tensor.name, tensor.dims[:] = name, [1]
-    return tensor
 
 
 _CACHE_RANK = 4

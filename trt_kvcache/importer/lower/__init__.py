@@ -46,25 +46,6 @@ def skip_layer_norm(call: Call) -> str:
     """
 
 
-def embed_layer_norm(call: Call) -> str:
-    """Return the body (ONNX text) of a layer normalization of the sum of token, position and segment embeddings."""
-    if call.has("mask") or call.is_read("lengths") or not call.has("places"):
-        call.refuse(
-            f"has {'a mask' if call.has('places') else 'no position_ids'}; the importer supports token ids, "
-            "position_ids "
-            "and segments, without a mask",
-            "do not fuse embeddings when you optimize the model (FusionOptions.enable_embed_layer_norm = False)",
-        )
-    return f"""
-        sum = Gather (words, ids)
-        position = Gather (positions, places)
-        sum = Add (sum, position)
-        {call.when("segments", "segment = Gather (kinds, segments)")}
-        {call.when("segments", "sum = Add (sum, segment)")}
-        y = LayerNormalization <axis = -1, epsilon = {call.number("epsilon", 1e-12)}> (sum, scale, shift)
-    """
-
-
 def _refuse_statistics(call: Call, *outputs: str) -> None:
     """Refuse a normalization whose mean or deviation another node reads. Only training needs these outputs."""
     read = [name for name in outputs if call.is_read(name)]
@@ -75,9 +56,6 @@ def _refuse_statistics(call: Call, *outputs: str) -> None:
         )
 
 
-_ACTIVATIONS: dict[str, dict[str, str]] = {
-    "Relu": {}, "Sigmoid": {}, "Tanh": {}, "LeakyRelu": {"activation_alpha": "alpha"},
-}  # fmt: skip
 _GATES = ("none", "silu", "swish")
 
 
@@ -106,27 +84,6 @@ def fused_matmul(call: Call) -> str:
         {_transposed(call, "b", "B")}
         product = MatMul (a, b)
         {scaled("y", "product", call.number("alpha", 1.0))}
-    """
-
-
-def fused_gemm(call: Call) -> str:
-    """Return the body (ONNX text) of FusedGemm: ``activation(Gemm(a, b, c))``."""
-    activation = call.string("activation")
-    settings = {name for name in call.attributes if name.startswith("activation_")}
-    if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
-        call.refuse(
-            f"has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; the importer "
-            "supports "
-            f"{', '.join(_ACTIVATIONS)}",
-            "save the model with basic optimization only",
-        )
-    known = [f"{name} = {call.number(name, 1.0)}" for name in ("alpha", "beta")]
-    known += [f"{name} = {call.integer(name)}" for name in ("transA", "transB")]
-    names = _ACTIVATIONS[activation]
-    stated = ", ".join(f"{names[name]} = {call.number(name)}" for name in sorted(settings))
-    return f"""
-        sum = Gemm <{", ".join(known)}> (a, b, c)
-        y = {activation} {f"<{stated}>" if stated else ""} (sum)
     """
 
 
@@ -285,8 +242,6 @@ _OPERATORS: dict[str, tuple[str, Writer]] = {
     "SimplifiedLayerNormalization": ("x, scale -> y, inverse", simplified_layer_norm),
     "SkipSimplifiedLayerNormalization": ("x, skip, scale, bias -> y, mean, inverse, sum", skip_layer_norm),
     "SkipLayerNormalization": ("x, skip, scale, shift, bias -> y, mean, inverse, sum", skip_layer_norm),
-    "EmbedLayerNormalization": ("ids, segments, words, positions, kinds, scale, shift, mask, places -> y, lengths, sum",
-                                embed_layer_norm),
     "RotaryEmbedding": ("x, positions, cos, sin -> y", rotary_embedding),
     "MRotaryEmbedding": ("x, positions, cos, sin -> y", mrotary_embedding),
     "Gelu": ("x -> y", gelu),
@@ -294,7 +249,6 @@ _OPERATORS: dict[str, tuple[str, Writer]] = {
     "BiasGelu": ("x, bias -> y", gelu),
     "QuickGelu": ("x -> y", quick_gelu),
     "FusedMatMul": ("a, b -> y", fused_matmul),
-    "FusedGemm": ("a, b, c -> y", fused_gemm),
     "CausalConvWithState": ("x, weight, bias, past -> y, present", causal_conv_with_state),
     "MatMulNBits": ("a, b, scales, zero_points, g_idx, bias -> y", matmul_nbits.matmul_nbits),
     "GatherBlockQuantized": ("table, ids, scales, zero_points -> y", matmul_nbits.gather_block_quantized),
@@ -322,7 +276,10 @@ _WEIGHTS = (
     "computes with quantized weights in a format of ONNX Runtime that TensorRT does not have; the importer supports "
     "float weights, MatMulNBits and DequantizeLinear: export the model without this quantization"
 )
+_FUSED = "is a fusion of ONNX Runtime's optimizer for other models; save the model with basic optimization only"
 _REFUSED = {
+    "EmbedLayerNormalization": _FUSED,
+    "FusedGemm": _FUSED,
     "MatMulBnb4": _WEIGHTS,
     "MatMulInteger16": _WEIGHTS,
     "DecoderMaskedMultiHeadAttention": f"keeps its keys in one shared, reordered buffer; {_CACHES}",
