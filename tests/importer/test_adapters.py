@@ -121,33 +121,6 @@ def test_weights_of_fused_modules_are_found_side_by_side(tmp_path: Path) -> None
     assert [(part.start, part.stop) for part in parts] == [(0, 64), (64, 96), (96, 128)]
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_quantized_weights_are_found_by_what_they_are_near_to(symmetric: bool, tmp_path: Path) -> None:
-    pytest.importorskip("onnx_ir", reason="onnx-ir is not installed; ONNX Runtime quantizes with it")
-    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
-
-    quantizer = MatMulNBitsQuantizer(onnx.load(TORCH), bits=4, block_size=32, is_symmetric=symmetric)
-    quantizer.process()
-    quantized = tmp_path / "model.onnx"
-    onnx.save(quantizer.model.model, quantized)
-    assert any(node.op_type == "MatMulNBits" for node in onnx.load(quantized).graph.node)
-    folder = checkpoint_of(TORCH, tmp_path / "checkpoint")
-    plan = plan_model(quantized, replace(OPTIONS, checkpoint=str(folder)))
-    exact = by_module(plan_model(TORCH, replace(OPTIONS, checkpoint=str(folder))))
-    found = by_module(plan)
-    assert len(found) == 14
-    assert {m: (p.inputs, p.outputs) for m, p in found.items()} == {m: (p.inputs, p.outputs) for m, p in exact.items()}
-    other, rng = Tiny("mobius/llama_static_f32"), np.random.default_rng(0)
-    tensors = {f"{module}.weight": rng.normal(size=other.weight(module).T.shape) for module in other.modules}
-    tensors = {name: value.astype(np.float32) for name, value in tensors.items()}
-    (tmp_path / "other").mkdir()
-    save_file(tensors, tmp_path / "other" / "model.safetensors")
-    with pytest.raises(
-        UnsupportedModelError, match="cannot tell which products of the model belong to modules of the checkpoint"
-    ):
-        plan_model(quantized, replace(OPTIONS, checkpoint=str(tmp_path / "other")))
-
-
 def test_a_checkpoint_of_another_model_is_not_taken_for_its_own(tmp_path: Path) -> None:
     tiny = Tiny("mobius/llama_static_f32")
     tensors = {f"{module}.weight": np.ascontiguousarray(tiny.weight(module).T + 1e-3) for module in tiny.modules}

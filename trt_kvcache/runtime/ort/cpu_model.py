@@ -13,7 +13,7 @@ time, unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_len
 K and V are passed as the projections return them, [B, S, N*H]; a rotation is moved to this form. The operator's own
 rotation is not used: it reads only the first position when a step of several tokens starts at row 0 (1.32.0).
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
-tests/runtime/test_ort_attention.py checks that rows beyond a sequence's length are never read.
+tests/runtime/test_ort_fused.py checks that rows beyond a sequence's length are never read.
 """
 
 from __future__ import annotations

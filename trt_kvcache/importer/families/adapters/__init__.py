@@ -127,13 +127,7 @@ def _compared(
 ) -> list[_Match]:
     matches = []
     for product in products:
-        root = graph.constants[product.root]
-        if product.scales is None:
-            parts = contents.parts_of(root, product.turned, folder, weights)
-        else:
-            parts = (
-                contents.parts_near(root, graph.constants[product.scales], folder, weights) if product.turned else []
-            )
+        parts = contents.parts_of(graph.constants[product.root], product.turned, folder, weights)
         if parts:
             planned = tuple(AdapterPart(*part) for part in parts)
             matches.append(_Match(product, planned, None, f"weights of {contents.name}"))
@@ -320,14 +314,12 @@ class Product:
         rows: name of the other operand ``[B, S, inputs]``, or of its source if it merges the first two axes.
         root: name of the initializer that holds the weight.
         turned: True if the initializer is ``[outputs, inputs]``.
-        scales: name of the scales ``[outputs, blocks]`` of a quantized weight ``[outputs, inputs]``, or None.
     """
 
     node: NodeProto
     rows: str
     root: str
     turned: bool
-    scales: str | None
     inputs: int
     outputs: int
     dtype: str
@@ -369,27 +361,25 @@ class ProductGraph:
                 continue
             turned = "transB" in attributes and bool(attributes["transB"].i)
             shape = self.shapes.get(node.input[1])
-            root, flips, scales = self._root(node.input[1])
+            root, flips = self._root(node.input[1])
             if root is None or shape is None or len(shape) != 2 or not all(isinstance(d, int) for d in shape):
                 continue
             inputs, outputs = map(int, reversed(shape) if turned else shape)
             rows = self._with_rows(node.input[0])
             dtype = self._types.get(node.input[0], 0) or self._types.get(node.output[0], 0)
             if rows is not None and dtype in FLOATS:
-                yield Product(node, rows, root, turned ^ flips, scales, inputs, outputs, dtype_name(dtype))
+                yield Product(node, rows, root, turned ^ flips, inputs, outputs, dtype_name(dtype))
 
-    def _root(self, name: str) -> tuple[str | None, bool, str | None]:
-        """Return the initializer of a weight, True if it is transposed, and the name of its scales or None."""
-        turned, scales = False, None
+    def _root(self, name: str) -> tuple[str | None, bool]:
+        """Return the initializer of a weight, and True if it is transposed."""
+        turned = False
         while name not in self.constants:
             node = self._makes.get(name)
             if node is None or node.op_type not in _OF_WEIGHTS:
-                return None, False, None
-            if node.op_type == "DequantizeLinear" and node.input[1] in self.constants:
-                scales = node.input[1]
+                return None, False
             turned ^= node.op_type == "Transpose"
             name = node.input[0]
-        return name, turned, scales
+        return name, turned
 
     def _with_rows(self, name: str) -> str | None:
         """Follow an operand back through Reshape and Cast to a tensor with three or more axes; None if not found."""

@@ -2,8 +2,6 @@
 
 A weight ``[inputs, outputs]`` is one or several transposed tensors ``[outputs, inputs]`` of the checkpoint. The first
 numbers of a column find a candidate, of which then two corners are compared, so the checkpoint is not read completely.
-The rows of a quantized weight are close to rows of the source, except for an unknown zero point in each block. So the
-search subtracts the mean of each block, and compares the angle between two rows.
 
     weights    model.layers.0.self_attn.q_proj.weight_t, model.layers.0.attn.qkv_proj.MatMul.weight
     nodes      /model/layers.0/self_attn/q_proj/MatMul
@@ -24,8 +22,7 @@ import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.protos import byte_size
-from trt_kvcache.importer.weights import detached, raw_bytes
+from trt_kvcache.importer.weights import detached
 from trt_kvcache.lora import module_key
 from trt_kvcache.stored_tensors import StoredTensors
 
@@ -34,8 +31,6 @@ __all__ = ["Contents"]
 Array = npt.NDArray[Any]
 _FEW = 16  # this many first numbers of a column are the key of a tensor
 _CORNER = 64  # the most rows and columns of a corner that is compared
-_NEAR = 0.8  # least cosine; measured: 0.99 for the same row in 4 bits, 0.1 for rows of other tensors
-_BITS: dict[int, int] = {TensorProto.UINT4: 4, TensorProto.INT4: 4, TensorProto.UINT8: 8, TensorProto.INT8: 8}
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
@@ -70,7 +65,6 @@ class Contents:
         self.name = folder.name or str(folder)
         self._tensors = [*_tensors(files)]
         self._index: dict[np.dtype[Any], dict[bytes, list[_Tensor]]] = {}
-        self._near: dict[tuple[int, int], Array] = {}
 
     @classmethod
     def beside(cls, checkpoint: str | None, folder: Path) -> Contents | None:
@@ -100,48 +94,6 @@ class Contents:
             parts.append((fitting[0].module, at, stop))
             at = stop
         return parts
-
-    def parts_near(
-        self, tensor: TensorProto, scales: TensorProto, folder: Path, weights: Mapping[str, TensorProto]
-    ) -> list[tuple[str, int, int]]:
-        """Return the modules of a quantized weight ``[outputs, inputs]``, as `parts_of` does.
-
-        Scales are ``[outputs, blocks]``.
-        """
-        if tensor.data_type not in _BITS or len(tensor.dims) != 2 or len(scales.dims) != 2:
-            return []
-        (outputs, inputs), blocks = tensor.dims, scales.dims[1]
-        if outputs != scales.dims[0] or inputs % blocks or inputs % 2:
-            return []
-        data = _bytes(tensor, folder, weights).reshape(outputs, -1)
-        scale = _array(scales, folder, weights).astype(np.float32)
-        candidates = [t for t in self._tensors if t.array().shape[0] == inputs]
-        firsts = self._directions(inputs, blocks, candidates)
-        parts: list[tuple[str, int, int]] = []
-        at = 0
-        while at < outputs and len(firsts):
-            near = firsts @ _direction(_numbers(data[at], tensor.data_type), scale[at])
-            best = int(near.argmax())
-            others = np.delete(near, best)
-            stop = at + candidates[best].array().shape[1]
-            if near[best] < _NEAR or others.max(initial=0) > _NEAR or stop > outputs:
-                return []
-            last = candidates[best].array()[:, -1].astype(np.float32)
-            end = _direction(_numbers(data[stop - 1], tensor.data_type), scale[stop - 1])
-            if end @ _direction(last, np.ones(blocks, np.float32)) < _NEAR:
-                return []
-            parts.append((candidates[best].module, at, stop))
-            at = stop
-        return parts
-
-    def _directions(self, inputs: int, blocks: int, candidates: list[_Tensor]) -> Array:
-        """Return the normalized first column of each candidate tensor, ``[n, inputs]``, as `_direction` computes it."""
-        key = inputs, blocks
-        if key not in self._near:
-            ones = np.ones(blocks, np.float32)
-            directions = [_direction(t.array()[:, 0].astype(np.float32), ones) for t in candidates]
-            self._near[key] = np.stack(directions) if directions else np.zeros((0, inputs), np.float32)
-        return self._near[key]
 
     def _by_beginning(self, dtype: np.dtype[Any]) -> dict[bytes, list[_Tensor]]:
         """Return a map from first numbers, cast to `dtype`, to the tensors that begin with these numbers."""
@@ -182,30 +134,6 @@ def _cast(values: Array, dtype: np.dtype[Any]) -> Array:
 
 def _key(values: Array) -> bytes:
     return np.ascontiguousarray(values).tobytes()
-
-
-def _numbers(data: Array, data_type: int) -> Array:
-    if _BITS[data_type] == 4:
-        data = np.stack([data & 15, data >> 4], -1).reshape(-1)
-        return ((data ^ 8).astype(np.float32) - 8) if data_type == TensorProto.INT4 else data.astype(np.float32)
-    return (data.view(np.int8) if data_type == TensorProto.INT8 else data).astype(np.float32)
-
-
-def _direction(row: Array, scales: Array) -> Array:
-    """Subtract each block's mean from a row ``[inputs]``, multiply by the block's scale, and normalize to length 1."""
-    blocks = row.reshape(len(scales), -1)
-    flat = ((blocks - blocks.mean(1, keepdims=True)) * scales[:, None]).reshape(-1)
-    unit: Array = flat / max(float(np.linalg.norm(flat)), 1e-30)
-    return unit
-
-
-def _bytes(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
-    tensor = detached(tensor, weights) or tensor
-    if tensor.data_location != TensorProto.EXTERNAL:
-        return np.frombuffer(raw_bytes(tensor), np.uint8)
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    offset = int(entries.get("offset") or 0)
-    return np.memmap(folder / entries["location"], np.uint8, "r", offset, (byte_size(tensor) or 0,))
 
 
 def _array(tensor: TensorProto, folder: Path, weights: Mapping[str, TensorProto]) -> Array:
