@@ -5,7 +5,7 @@
     python tests/net.py -j 2                plan all; exit code 1 if a promise is broken or a plan ends in a trace
     python tests/net.py --quick             the promised ones only
     python tests/net.py --verify            run both models of each plan in ONNX Runtime as well
-    python tests/net.py --only 'mutant/*' --show
+    python tests/net.py --only 'edited/*' --show
     python tests/net.py -j 2 --save before.txt       before a change
     python tests/net.py -j 2 --against before.txt    after it: what became refused or taken, what differs
 
