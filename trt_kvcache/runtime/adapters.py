@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -38,11 +39,6 @@ class Adapter:
     rank: int
     digest: str
     arrays: Mapping[str, Array]
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of host memory that the arrays take."""
-        return sum(array.nbytes for array in self.arrays.values())
 
 
 class Adapters(Mapping[str, int]):
@@ -146,11 +142,8 @@ class AdapterSlots:
 
         Return the adapters that have a slot or will get one, and None. Sequences with other adapters must wait.
         """
-        most = 0 if self._plan is None else self._plan.slots
-        self._needed = set()
-        for adapter in adapters:
-            if adapter is not None and len(self._needed) < most:
-                self._needed.add(adapter)
+        asked = dict.fromkeys(adapter for adapter in adapters if adapter is not None)
+        self._needed = set(islice(asked, 0 if self._plan is None else self._plan.slots))
         return {None, *self._needed}
 
     def place(self, adapters: Sequence[Adapter | None]) -> npt.NDArray[np.int64] | None:
@@ -281,10 +274,10 @@ def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folde
         module, (start, stop) = piece.module, _columns(product)[piece.key]
         if (module.inputs, piece.stop - piece.start) != (product.inputs, stop - start):
             raise _of_another_model(name, folder, module, product.inputs, stop - start)
-        next_ = at + module.rank
-        a[:, at:next_], whole = folder.read(module)
-        b[at:next_, start:stop] = whole[:, piece.start : piece.stop]
-        at = next_
+        rows = slice(at, at + module.rank)
+        a[:, rows], whole = folder.read(module)
+        b[rows, start:stop] = whole[:, piece.start : piece.stop]
+        at = rows.stop
     dtype = array_dtype(product.dtype)
     with np.errstate(over="ignore"):  # overflows are refused below
         factors = a.astype(dtype), b.astype(dtype)

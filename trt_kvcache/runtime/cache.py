@@ -216,9 +216,8 @@ class KVCache:
             if not all(is_whole(i) for i in indices):
                 raise OptionError(f"indices is {shown(indices)}; give whole numbers")
             if len(indices) != len(names) or len(set(names)) != len(names):
-                raise OptionError(
-                    f"reorder takes one index for each of {len(names)} different slots, not {len(indices)}"
-                )
+                wanted = f"one index for each of {len(names)} different slots"
+                raise OptionError(f"reorder takes {wanted}, not {len(indices)}")
             if any(not 0 <= i < len(names) for i in indices):
                 raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
             self._rows.reorder(indices, names)
@@ -280,7 +279,7 @@ class KVCache:
             if path is None and entry.row < 0:
                 return
             contents = self._rows.host_copy(entry) if path is None else FileRows(path, self._runner, slot, entry)
-            self._rows.put(slot, replace(entry, row=-1, offloaded=contents))
+            self._rows.slots[slot] = replace(entry, row=-1, offloaded=contents)
             entry.close()
 
     def restore(self, slot: int) -> None:

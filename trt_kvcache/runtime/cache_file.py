@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,6 +43,7 @@ from trt_kvcache.runtime.token_inputs import Embeds, PositionInput, Positions, r
 _FORMAT = "trt_kvcache.cache.1"
 _EXTENDED_FORMAT = "trt_kvcache.cache.2"
 _ADAPTED_FORMAT = "trt_kvcache.cache.3"
+_Listed = TypeVar("_Listed")
 _PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool")
 
 
@@ -61,7 +62,7 @@ class SavedSlots:
         self._digests: dict[str, bytes] = {}  # digests of the tensors that were read, by name of the tensor
         self.digest = metadata.get("digest")
         self.slots = _slots(self, metadata, runner)
-        self.adapters = _adapters(path, metadata)
+        self.adapters = _listed(path, "adapters", metadata.get("adapters", "{}"), dict[int, str])
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -153,7 +154,7 @@ def load_slots(path: str | os.PathLike[str], runner: Runner, rows: CacheRows, ad
                 entry = rows.with_row(names[old])
                 rows.touch(entry.row, slot.written)
                 _write(runner, entry.row, saved.contents(old))
-                rows.put(names[old], replace(slot.copy(entry.row), used=entry.used))
+                rows.slots[names[old]] = replace(slot.copy(entry.row), used=entry.used)
             saved.check()
         except BaseException:
             for name in names.values():
@@ -233,18 +234,27 @@ def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters 
             )
         saved = SavedSlots(file, path, metadata, runner)
         if adapters is not None:
-            _find_adapters(path, saved.slots, saved.adapters, adapters)
+            for name in saved.slots.keys() & saved.adapters.keys():
+                digest = saved.adapters[name]
+                saved.slots[name].adapter = adapters.with_digest(digest)
+                if saved.slots[name].adapter is None:
+                    raise CacheFileError(
+                        f"{path}: slot {name} was computed with an adapter that is not loaded ({digest[:16]}...); load "
+                        "it first, under any name"
+                    )
         yield saved
 
 
-def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:
-    path = file.path
+def _listed(path: Path, what: str, text: str, kind: type[_Listed]) -> _Listed:
     try:
-        lengths = msgspec.json.decode(metadata.get("slots", ""), type=dict[str, tuple[int, int]])
-        names = {int(name): pair for name, pair in lengths.items()}
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise CacheFileError(f"{path}: its list of slots cannot be read: {error}") from error
-    slots = {}
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CacheFileError(f"{path}: its list of {what} cannot be read: {error}") from error
+
+
+def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:
+    path, slots = file.path, {}
+    names = _listed(path, "slots", metadata.get("slots", ""), dict[int, tuple[int, int]])
     rows = [c.capacity for c in runner.plan.caches if c.mode is UpdateMode.LINEAR]
     for name, (length, written) in names.items():
         try:
@@ -261,24 +271,6 @@ def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dic
         if slots[name].positions or embedded_input(runner.plan) is not None:
             slots[name].by_ids = 0  # a file does not say which tokens came as embeddings
     return slots
-
-
-def _adapters(path: Path, metadata: Mapping[str, str]) -> dict[int, str]:
-    try:
-        return msgspec.json.decode(metadata.get("adapters", "{}"), type=dict[int, str])
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise CacheFileError(f"{path}: its list of adapters cannot be read: {error}") from error
-
-
-def _find_adapters(path: Path, slots: Mapping[int, Slot], digests: Mapping[int, str], adapters: Adapters) -> None:
-    for name, digest in digests.items():
-        if name in slots:
-            slots[name].adapter = adapters.with_digest(digest)
-            if slots[name].adapter is None:
-                raise CacheFileError(
-                    f"{path}: slot {name} was computed with an adapter that is not loaded ({digest[:16]}...); load it "
-                    "first, under any name"
-                )
 
 
 def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> None:
@@ -316,8 +308,7 @@ def _constants(file: SavedSlots, slot: int, runner: Runner) -> Constants:
 
 def _digest(data: Array) -> bytes:
     content = data.reshape(-1).view(np.uint8).data
-    digest: bytes = blake3(f"{data.shape}".encode(), max_threads=blake3.AUTO).update(content).digest()
-    return digest
+    return blake3(f"{data.shape}".encode(), max_threads=blake3.AUTO).update(content).digest()
 
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot], adapters: Mapping[int, str]) -> str:

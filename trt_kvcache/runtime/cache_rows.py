@@ -67,13 +67,12 @@ class CacheRows:
 
     def slot(self, slot: int) -> Slot:
         """Return the state of a slot. Raises `SlotError` if the slot is not in use."""
-        entry = self.slots.get(slot) if is_whole(slot) else None
-        if entry is None:
+        if slot not in self:
             used = ", ".join(map(str, self.slots)) or "none"
             raise SlotError(
                 f"slot {shown(slot)} is not in use (in use: {used}); slots end when their sequence is removed"
             )
-        return entry
+        return self.slots[slot]
 
     def idle(self, slot: int) -> Slot:
         """Return the state of a slot that may be changed. Raises `SlotError` if it is not in use or is generating."""
@@ -120,10 +119,6 @@ class CacheRows:
             self._fill(entry, row)
         return self._name(entry.copy(row))
 
-    def put(self, slot: int, entry: Slot) -> None:
-        """Replace the state of a slot."""
-        self.slots[slot] = entry
-
     def drop(self, slot: int) -> None:
         """Free a slot and its batch row, if the slot is in use."""
         entry = self.slots.pop(slot, None)
@@ -144,7 +139,19 @@ class CacheRows:
         Raises `CapacityError` if the model's caches or state cannot go back to this length.
         """
         entry = self.slot(slot)
-        self._check_crop(slot, entry, length)
+        if 0 < length < entry.length and (why := why_no_return(self._runner.plan, rings=False)):
+            raise CapacityError(
+                f"slot {slot} cannot be cropped to {length} tokens: {why}, and its contents at that length are gone; "
+                "reset the slot, or fork it before it grows"
+            )
+        for cache in self._caches:
+            wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
+            if wrapped and length < min(entry.length, entry.written - 1):
+                raise CapacityError(
+                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds only the "
+                    f"last {cache.capacity} of {entry.written} tokens, and rows that a sequence of {length} tokens "
+                    f"reads were overwritten; crop to {entry.written - 1} or more, or fork the slot before it grows"
+                )
         if length >= entry.length:
             self.slots[slot] = entry.truncated(length)
             return
@@ -186,21 +193,6 @@ class CacheRows:
             f"there are {len(self.slots)} sequences, and max_sequences is {self.max_sequences}; remove one, or open "
             "the session with a larger max_sequences"
         )
-
-    def _check_crop(self, slot: int, entry: Slot, length: int) -> None:
-        if 0 < length < entry.length and (why := why_no_return(self._runner.plan, rings=False)):
-            raise CapacityError(
-                f"slot {slot} cannot be cropped to {length} tokens: {why}, and its contents at that length are gone; "
-                "reset the slot, or fork it before it grows"
-            )
-        for cache in self._caches:
-            wrapped = cache.mode is UpdateMode.CIRCULAR and entry.written > cache.capacity
-            if wrapped and length < min(entry.length, entry.written - 1):
-                raise CapacityError(
-                    f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds only the "
-                    f"last {cache.capacity} of {entry.written} tokens, and rows that a sequence of {length} tokens "
-                    f"reads were overwritten; crop to {entry.written - 1} or more, or fork the slot before it grows"
-                )
 
     # --- what the loop writes
 
@@ -253,13 +245,8 @@ class CacheRows:
         """Record that a step wrote `tokens` waiting tokens of a slot, and then `guesses` guesses, to the cache."""
         entry = self.slots[slot]
         length = entry.length + tokens
-        self.slots[slot] = replace(
-            entry,
-            length=length,
-            written=max(entry.written, length + guesses),
-            embeds=entry.embeds.within(length),
-            used=self._tick(),
-        )
+        written, embeds = max(entry.written, length + guesses), entry.embeds.within(length)
+        self.slots[slot] = replace(entry, length=length, written=written, embeds=embeds, used=self._tick())
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
         """Append the tokens that were chosen after a step to a slot, and zero the rows of its `rejected` guesses.
@@ -362,7 +349,6 @@ class CacheRows:
         return entry.written if any(entry.written > rows for rows in self.rings) else length
 
     def _clean(self, row: int, start: int) -> None:
-        """Zero the cache rows of a batch row from `start` on."""
         if self._dirty[row] > start:
             self._runner.zero_rows(row, start, self._dirty[row])
             self._dirty[row] = start
@@ -397,7 +383,6 @@ class CacheRows:
         return next((row for row in range(self.count) if row not in used), None)
 
     def _free_row(self, keep: Collection[int] = ()) -> int:
-        """Return a free batch row; if there is none, offload a slot to get one."""
         row = self._first_free()
         if row is not None:
             return row

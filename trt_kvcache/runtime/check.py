@@ -183,9 +183,8 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     try:
         runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **settings)
     except BackendError as error:
-        raise type(error)(
-            f"the proof cannot be replayed: {error.message}; --check off opens the engine without it"
-        ) from error
+        said = f"the proof cannot be replayed: {error.message}"
+        raise type(error)(f"{said}; --check off opens the engine without it") from error
     try:
         result = replay(runner, proof)
         ran_on = runner.name

@@ -48,11 +48,9 @@ class Continuation:
             raise OptionError(
                 f"stop_strings {list(config.stops)} need a tokenizer; give one, or leave stop_strings out"
             )
-        self.sequence = sequence
-        self.config = config
+        self.sequence, self.config, self.assisted = sequence, config, 0
         self.finish_reason: FinishReason | None = None
         self.speculation = SpeculationStats()
-        self.assisted = 0
         self._prompt_length = self._length = len(prompt)
         self._most = self._length + config.max_new_tokens
         self._guesser: Sampler | None = None
@@ -115,8 +113,7 @@ class Continuation:
     def finish(self, reason: FinishReason) -> TokenEvent:
         """End the sequence at the caller's request; return an event without a token, but with the remaining text."""
         self.finish_reason = reason
-        text = self._rest()
-        return self._event(None, text, None)
+        return self._event(None, self._rest(), None)
 
     def guesses(self, most: int) -> int:
         """Return how many tokens to guess after the last token in the next update, at most `most`; 0: do not guess."""
@@ -193,6 +190,5 @@ def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.ND
         if ends.size:
             full = ends[ends + count <= tokens.size]
             start = int(full[-1] if full.size else ends[0])
-            guess: npt.NDArray[np.int64] = tokens[start : start + count].copy()
-            return guess
+            return tokens[start : start + count].copy()
     return np.empty(0, dtype=np.int64)

@@ -10,6 +10,7 @@ from trt_kvcache.errors import CapacityError, SlotError
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.token_inputs import common_length
 
 
 class Conversation:
@@ -76,7 +77,10 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         self._again = again
         try:
-            self._begin(self._session.render_chat(self.messages, **self._how), config)
+            tokens = self._session.render_chat(self.messages, **self._how)
+            common = self._keep(tokens)
+            slot = self._slot if common else None
+            self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=again)
         except BaseException:
             self.messages.pop()
             raise
@@ -92,22 +96,14 @@ class Conversation:
             if self._slot in self._session.cache:  # a failed step has freed it
                 self._session.stop(self._slot)
 
-    def _begin(self, tokens: list[int], config: GenerationConfig) -> None:
-        common = self._keep(tokens)
-        slot = self._slot if common else None
-        self._slot = self._session.add(tokens[common:], config, slot=slot, keep=True, index=self._again)
-
     def _keep(self, tokens: list[int]) -> int:
         """Crop the slot to the tokens that it shares with the beginning of `tokens`; return how many these are."""
         cache = self._session.cache
-        if self._slot not in cache:
-            return 0
-        if self._session.plan.prefill_in_one_step:  # the whole conversation is one prompt
+        if self._slot not in cache or self._session.plan.prefill_in_one_step:  # the conversation is then one prompt
             self._free()
             return 0
         cached = cache.tokens(self._slot)
-        alike = next((at for at, (a, b) in enumerate(zip(cached, tokens, strict=False)) if a != b), len(cached))
-        common = min(alike, len(tokens) - 1)  # at least one token has to run
+        common = min(common_length(cached, tokens), len(tokens) - 1)  # at least one token has to run
         try:
             if common < len(cached):
                 cache.crop(self._slot, common)

@@ -28,8 +28,7 @@ class DraftModel:
     """
 
     def __init__(self, runner: Runner, embeddings: EmbeddingsSource = None) -> None:
-        self._runner = runner
-        plan = runner.plan
+        self._runner, plan = runner, runner.plan
         if why := why_no_return(plan, rings=True):
             raise OptionError(
                 f"the draft cannot take back tokens that were rejected: {why}; use another draft, such as one with "

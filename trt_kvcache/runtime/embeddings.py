@@ -62,14 +62,13 @@ class Embeddings:
 
         Raises `SessionError` if a token is `missing`, or the embedding model failed.
         """
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.rows:
-            wrong = tokens[(tokens < 0) | (tokens >= self.rows)]  # NumPy would count negative ids from the end
+        wrong = tokens[(tokens < 0) | (tokens >= self.rows)]  # NumPy would count negative ids from the end
+        if wrong.size:
             raise SessionError(f"token id {int(wrong[0])} has no embedding; the table has 0 to {self.rows - 1}")
         places = self._places(tokens)
         if places.size:
             raise SessionError(f"token id {int(places[0])} has no embedding of its own in {self._name}")
-        rows: Array = self._table[tokens].astype(self._dtype, copy=False)
-        return rows
+        return self._table[tokens].astype(self._dtype, copy=False)
 
     def _places(self, tokens: Indices) -> Indices:
         """Return the token ids that are placeholders for images or sound, and therefore have no embedding."""
@@ -101,9 +100,9 @@ def open_embeddings(source: EmbeddingsSource, plan: CachePlan, vocab: int) -> Em
     if not isinstance(source, (str, os.PathLike)):
         return Embeddings(np.asarray(source), tensor)
     path, name = _split(os.fspath(source))
-    suffix = path.suffix.lower()
     if not path.is_file():
         raise OptionError(f"{path}: there is no such file of embeddings")
+    suffix = path.suffix.lower()
     if suffix == ".onnx":
         return ModelEmbeddings(path, tensor, vocab)
     if suffix == ".npy":
@@ -129,8 +128,6 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
 
     `starts` has the index of each row's first token in its sequence; `waiting` the caller's embeddings of each row.
     """
-    if not any(len(part.at) for part in waiting):
-        return embeddings.look_up(tokens)
     length = tokens.shape[1]
     parts = [part.within(start, start + length) for part, start in zip(waiting, starts, strict=True)]
     known = np.zeros(tokens.shape, np.bool_)
@@ -205,21 +202,13 @@ def _candidates(model: Path) -> Iterator[Path]:
     folder = model if model.is_dir() else model.parent
     for suffix in dict.fromkeys((export_suffix(model), "")):
         yield folder / f"embed_tokens{suffix}.onnx"
-    yield from _named_by_genai(folder)
-    yield folder / "embedding.onnx"
-    yield folder / "embeddings.onnx"
-    yield folder / "embedding" / "model.onnx"
+    with suppress(OSError, ValueError, KeyError, TypeError):  # there is no config, or it has another layout
+        name = read_object(folder / "genai_config.json")["model"]["embedding"]["filename"]
+        if is_inside(name):
+            yield folder / name
+    yield from (folder / name for name in ("embedding.onnx", "embeddings.onnx", "embedding/model.onnx"))
     if folder.absolute().name == "decoder":
         yield folder.absolute().parent / "embedding" / "model.onnx"
-
-
-def _named_by_genai(folder: Path) -> Iterator[Path]:
-    try:
-        name = read_object(folder / "genai_config.json")["model"]["embedding"]["filename"]
-    except (OSError, ValueError, KeyError, TypeError):  # there is no config, or it has another layout
-        return
-    if isinstance(name, str) and is_inside(name):
-        yield folder / name
 
 
 def scaled_by(checkpoint: Path) -> str | None:
@@ -269,9 +258,8 @@ class ModelEmbeddings(Embeddings):
         constants = {t.name for t in model.graph.initializer}
         inputs = [v for v in model.graph.input if v.name not in constants]
         self._ids = self._find_ids(inputs)
-        others = [v for v in inputs if v.name != self._ids.name]
-        self._empty = {v.name: self._features(v, 0) for v in others}
-        self._others = others
+        self._others = [v for v in inputs if v.name != self._ids.name]
+        self._empty = self._filled(0)
         output = self._find_output(model, tensor)
         self._output, self._output_dtype = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
         rows = min(table_rows(model, self._ids.name) or vocab, vocab)
@@ -333,8 +321,7 @@ class ModelEmbeddings(Embeddings):
                 f"{self._path}: an embedding model must have exactly one input of token ids, int [batch, sequence] "
                 f"of any size; this one takes {', '.join(map(_describe, inputs)) or 'nothing'}"
             )
-        ids: onnx.ValueInfoProto = named[0]
-        return ids
+        return named[0]
 
     def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
         """Return `count` features of NaN for an input other than the token ids; an error if it cannot be empty."""
@@ -353,7 +340,8 @@ class ModelEmbeddings(Embeddings):
 
     def _find_output(self, model: onnx.ModelProto, tensor: TensorRole) -> onnx.ValueInfoProto:
         """Return the output for embeddings: the only float output ``[B, S, H]``, or the one named ``inputs_embeds``."""
-        fitting = [v for v in model.graph.output if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3]
+        outputs: list[onnx.ValueInfoProto] = [v for v in model.graph.output if elem_type_of(v) in _FLOATS]
+        fitting = [v for v in outputs if len(shape_of(v) or ()) == 3]
         named = [v for v in fitting if v.name == "inputs_embeds"] or fitting
         if len(named) != 1:
             raise UnsupportedModelError(
@@ -363,8 +351,7 @@ class ModelEmbeddings(Embeddings):
         width = (shape_of(named[0]) or ())[-1]
         if isinstance(width, int):
             check_width(width, tensor, str(self._path))
-        output: onnx.ValueInfoProto = named[0]
-        return output
+        return named[0]
 
     def _probe(self) -> None:
         """Raise `UnsupportedModelError` if a token's embedding depends on other tokens or on its position."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import onnx
@@ -23,20 +23,15 @@ from trt_kvcache.engine.build_process import Job, run_worker
 from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import FileIdentity, identify
-from trt_kvcache.importer import import_model
+from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.families import for_cpu
 from trt_kvcache.importer.plan import Role, Target, TensorRole
+from trt_kvcache.importer.protos import copied, dtype_name, elem_type_of, shape_of
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.check import CheckReport, load_proof
 from trt_kvcache.runtime.replay import replay, rows_needed
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.runtime.step_inputs import StepInputs, model_identity
-
-if TYPE_CHECKING:
-    from onnx import ValueInfoProto
-
-    from trt_kvcache.importer import ImportedModel
-
 
 _LAYERS = frozenset({"Attention", "MatMul", "Gemm", "Conv", "Add", "LayerNormalization", "RMSNormalization", "Softmax"})
 _FLOATS = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -110,8 +105,7 @@ class _ComparedRunner:
         logits: Array = self._runner.step(batch)
         halves = ("float16", "bfloat16")
         wide = {n: v.astype(np.float32) if v.dtype.name in halves else v for n, v in feeds.items()}
-        outputs = self._session.run(wide)
-        differs = {}
+        outputs, differs = self._session.run(wide), {}
         for name in self._names:
             pairs = zip(outputs[name], self._runner.read_output(name).astype(np.float32), strict=True)
             differs[name] = not all(share_of(one, other).within(self._allowed) for one, other in pairs)
@@ -125,14 +119,9 @@ class _ComparedRunner:
 def _layers(model: ModelProto, manifest: Manifest) -> list[ValueInfoProto]:
     known = {v.name: v for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
     taken = {t.name for t in manifest.plan.tensors}
-    layers = []
-    for node in model.graph.node:
-        value = known.get(node.output[0])
-        if node.op_type not in _LAYERS or value is None or value.name in taken:
-            continue
-        kind = value.type.tensor_type
-        if kind.elem_type in _FLOATS and len(kind.shape.dim) in (3, 4):
-            layers.append(value)
+    names = [node.output[0] for node in model.graph.node if node.op_type in _LAYERS]
+    values = [known[name] for name in names if name in known and name not in taken]
+    layers = [v for v in values if elem_type_of(v) in _FLOATS and len(v.type.tensor_type.shape.dim) in (3, 4)]
     if not layers:
         raise UnsupportedModelError("no layer of this model can be compared: none has a known type and rank")
     return layers
@@ -146,14 +135,12 @@ def build_with_outputs(
     Raises `BuildError` if TensorRT refuses the model.
     """
     from trt_kvcache.importer.files.signed_weights import for_tensorrt
-    from trt_kvcache.importer.protos import copied, dtype_name, elem_type_of, shape_of
     from trt_kvcache.importer.serialize import serialize_model
 
     outputs = []
     for value in values:
-        shape = shape_of(value) or ()
+        shape, dtype = shape_of(value) or (), dtype_name(elem_type_of(value))
         axes = tuple("" if isinstance(size, int) else "?" for size in shape)
-        dtype = dtype_name(elem_type_of(value))
         outputs.append(TensorRole(value.name, "output", Role.OTHER, dtype, shape, "added", axes))
     plan = replace(manifest.plan, tensors=(*manifest.plan.tensors, *outputs))
     model = copied(imported.model)
@@ -168,8 +155,7 @@ def build_with_outputs(
     )
     title = f"{manifest.backend} {manifest.backend_version}"
     target, paths = Target(manifest.backend), (str(source), str(engine), str(engine))
-    flipped = for_tensorrt(model, source.parent)
-    job = Job(target, title, *paths, plan, manifest.profiles, build, flipped)
+    job = Job(target, title, *paths, plan, manifest.profiles, build, for_tensorrt(model, source.parent))
     done, _ = run_worker(job, lambda: serialize_model(model))
     identity = FileIdentity(engine.name, done.size, done.blake3)
     built = replace(manifest, plan=plan, engine=identity, proof=None, encoder=None, backend_version=done.version)

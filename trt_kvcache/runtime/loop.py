@@ -110,8 +110,7 @@ class DecodeLoop:
         prefill_budget: int | None = None,
         pause: Callable[[], None] = lambda: None,
     ) -> None:
-        self._runner, self._draft = runner, draft
-        self._embeddings = embeddings
+        self._runner, self._draft, self._embeddings = runner, draft, embeddings
         self._cache, self._adapters, self._pause = rows, AdapterSlots(runner), pause
         self._runs: dict[int, Run] = {}
         self._turns: dict[Hashable, int] = {}  # by client: the turn in which it came, or last got a row
@@ -142,7 +141,7 @@ class DecodeLoop:
         if entry.row >= 0 or client not in self._turns:
             self._turns[client] = self._now()
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes, client)
-        self._cache.put(slot, replace(entry, running=True))
+        self._cache.slots[slot] = replace(entry, running=True)
 
     def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return its `Run`. The slot itself stays in use."""
@@ -187,7 +186,9 @@ class DecodeLoop:
         """
         again = len(group) > 1
         try:
-            batch = self._batch(group, highest=self._top_k(group), masks=self._masks(group))
+            counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
+            highest = 0 if 0 in counts else max(counts, default=0)  # 0: a sequence needs all scores
+            batch = self._batch(group, highest=highest, masks=self._masks(group))
             again = again and not self._runner.plan.states  # the failed step may have replaced the state of some rows
             logits = self._write(group, batch)
         except Exception as error:  # noqa: BLE001 - it may concern some of these sequences only
@@ -229,7 +230,7 @@ class DecodeLoop:
         logits: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
         try:
             for name, more in tokens.items():
-                self._cache.put(name, more.after(self._cache.slot(name)))
+                self._cache.slots[name] = more.after(self._cache.slot(name))
             names, rows = list(tokens), self._cache.count
             for together in (names[at : at + rows] for at in range(0, len(names), rows)):
                 for name in together:
@@ -256,12 +257,11 @@ class DecodeLoop:
                 if slot.length == saved.length:
                     slot.tokens, slot.embeds, slot.positions = saved.tokens, saved.embeds, saved.positions
                     slot.by_ids = saved.by_ids
-                self._cache.put(name, slot)
+                self._cache.slots[name] = slot
             raise
         return {name: np.concatenate(parts) for name, parts in logits.items()}
 
     def _guess(self, runs: Iterable[Run]) -> dict[int, list[int]]:
-        """Return guesses of the next tokens by slot, from the draft model or prompt lookup."""
         guesses: dict[int, list[int]] = {}
         asked: dict[int, tuple[Continuation, int]] = {}
         for run in runs:
@@ -345,24 +345,14 @@ class DecodeLoop:
 
     def _fits(self, group: list[_Piece], piece: _Piece) -> bool:
         last = group[-1]
-        return (
-            piece.row == last.row + 1
-            and len(piece.tokens) == len(last.tokens)
-            and len(group) < self._max_rows
-            and (not self._uniform or self._stand_alike(piece, last))
-            and self._cache.slot(piece.slot).constants.fits(self._cache.slot(last.slot).constants)
-        )
-
-    def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
-        """Return True if the tokens of both slots, equally many, have the same positions."""
-        places = [self._cache.slot(p.slot).positions for p in (piece, other)]
-        stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
-        return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
-
-    def _top_k(self, group: list[_Piece]) -> int:
-        """Return how many of the highest scores the group needs; 0 if a sequence needs all of them."""
-        counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
-        return 0 if 0 in counts else max(counts, default=0)
+        one, other = (self._cache.slot(p.slot) for p in (piece, last))
+        fits = piece.row == last.row + 1 and len(piece.tokens) == len(last.tokens) and len(group) < self._max_rows
+        if not fits or one.constants.sizes != other.constants.sizes:
+            return False
+        if not self._uniform:  # otherwise the tokens of all rows must have the same positions
+            return True
+        stacked = stack_positions([one.positions, other.positions], [piece.start, last.start], len(piece.tokens))
+        return piece.start == last.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
 
     def _masks(self, group: list[_Piece]) -> Masks | None:
         """Return the masks of allowed tokens for each position whose logits are needed; None if no grammar is used."""
@@ -385,7 +375,6 @@ class DecodeLoop:
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
-        adapters = self._adapters.place([slot.adapter for slot in slots])
         embeds = None
         if self._embeddings is not None:
             embeds = embed_step(self._embeddings, tokens, starts, [slot.embeds for slot in slots])
@@ -399,7 +388,7 @@ class DecodeLoop:
             positions=stack_positions([slot.positions for slot in slots], starts, tokens.shape[1]),
             highest=highest,
             masks=masks,
-            adapters=adapters,
+            adapters=self._adapters.place([slot.adapter for slot in slots]),
         )
 
     def _write(self, group: list[_Piece], batch: StepBatch) -> Logits:

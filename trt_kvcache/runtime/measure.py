@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -94,11 +95,7 @@ class BenchReport:
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
     """Return `most` and, before it, all numbers ``first * factor ** k`` below `most`, ascending."""
-    sizes = []
-    while first < most:
-        sizes.append(first)
-        first *= factor
-    return [*sizes, most]
+    return [*takewhile(lambda size: size < most, (first * factor**k for k in count())), most]
 
 
 def bench_session(

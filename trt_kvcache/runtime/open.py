@@ -17,11 +17,11 @@ from trt_kvcache.runtime.generation.settings import changed
 from trt_kvcache.runtime.runner import Runner
 
 
+@dataclass(frozen=True)
 class Unread:
     """Stands for a tokenizer that is missing or cannot be read. `why` is the reason, for messages."""
 
-    def __init__(self, why: str) -> None:
-        self.why = why
+    why: str
 
 
 def find_tokenizer(model: Path) -> Any:
@@ -212,10 +212,10 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
     """Return a session's tokenizer: a given object, one from a path or the model's folder (None), or none (False)."""
-    if tokenizer is None or tokenizer is False:
-        return None if tokenizer is False else find_tokenizer(model)
+    if tokenizer is None:
+        return find_tokenizer(model)
     if not isinstance(tokenizer, (str, os.PathLike)):
-        return tokenizer
+        return None if tokenizer is False else tokenizer
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
     return Tokenizer.load(as_path(tokenizer, "tokenizer"))

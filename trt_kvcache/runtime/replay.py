@@ -241,8 +241,10 @@ class _Replay:
     def run(self) -> Replay:
         for first in range(0, self._facts.rows, self._together):
             self._run_texts(range(first, first + self._together))
-        if self._facts.chooses:
-            self._leave_out_choices()
+        # Another choice of experts explains a finding if few rows differ, and two experts scored alike.
+        for name, (outliers, rows) in self._outliers.items() if self._facts.chooses else ():
+            if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
+                self._findings.pop(name, None)
         return Replay(self._count, tuple(self._findings.values()), tuple(self._worst.values()))
 
     def _run_texts(self, texts: range) -> None:
@@ -282,12 +284,6 @@ class _Replay:
         for row, one, other in zip(rows, wanted, had, strict=True):
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
-    def _leave_out_choices(self) -> None:
-        """Drop findings that another choice of experts explains: few rows differ, and two experts scored alike."""
-        for name, (outliers, rows) in self._outliers.items():
-            if outliers <= _CHOSEN * rows and math.isfinite(self._worst[name].part):
-                self._findings.pop(name, None)
-
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
         """Return the batch rows, with and without a sequence, in which only new tokens' cache rows may change."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
@@ -307,22 +303,18 @@ class _Replay:
         return np.asarray((bits * factors).sum(-1, dtype=np.uint64))
 
     def _compare_cache(self, number: int, part: str, name: str) -> None:
-        if name in self._facts.allowed[part]:
-            for text in self._steps.texts:
-                wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])
-                values = self._steps.read(name, text)
-                had = numbers_of_cache(self._steps.tensors[name], values, end, *wanted.shape)
-                self._note(name, number, part, text, share_of(wanted, had))
+        for text in self._steps.texts if name in self._facts.allowed[part] else ():
+            wanted, end = self._proof.arrays[f"{part}/{name}"][text], int(self._steps.ends[text])
+            had = numbers_of_cache(self._steps.tensors[name], self._steps.read(name, text), end, *wanted.shape)
+            self._note(name, number, part, text, share_of(wanted, had))
 
     def _compare_untouched(
         self, number: int, part: str, buffer: Carried, row: int, before: Array, starts: Array
     ) -> None:
         """Check that the cache rows to which no token was written have the same bits as before."""
         changed = self._prints(buffer, row) != before
-        if not changed.any():
-            return
         text = row - self._steps.row(0)
-        if row not in self._spare:
+        if changed.any() and row not in self._spare:
             start, end, places = int(starts[text]), int(self._steps.ends[text]), np.arange(buffer.capacity)
             # If past and present are two buffers, rows without a token may become zeros.
             changed &= (places < end) | self._cache_rows(buffer, row).any(-1)

@@ -102,8 +102,7 @@ class PromptReader:
     ) -> None:
         self._runner, self._rows, self._tokenizer, self._why = runner, rows, tokenizer, why
         self._constants = ConstantInputs(runner.plan, runner.home)
-        self._embeddings = embeddings
-        self._tensor = embedded_input(runner.plan)
+        self._embeddings, self._tensor = embeddings, embedded_input(runner.plan)
         self._positions = PositionInput(runner.plan)
 
     @property
@@ -113,11 +112,8 @@ class PromptReader:
 
     def takes(self, token: int) -> bool:
         """Return True if a prompt may have this token id although the caller gives no embedding for it."""
-        return (
-            is_whole(token)
-            and 0 <= token < self.vocab
-            and (self._embeddings is None or self._embeddings.missing([token]) is None)
-        )
+        known = is_whole(token) and 0 <= token < self.vocab
+        return known and (self._embeddings is None or self._embeddings.missing([token]) is None)
 
     def read_all(
         self, prompts: Sequence[Prompt], constants: ConstantsAll, inputs_embeds: EmbedsAll, positions: PositionsAll
@@ -185,7 +181,9 @@ class PromptReader:
         Raises `PromptError` if the prompt is not text or a flat list of known ids, a tokenizer is missing, or
         embeddings or positions do not fit the tokens or the model.
         """
-        tokens = self._ids(prompt)
+        if isinstance(prompt, str):
+            prompt = self.text_tokenizer("a prompt").encode(prompt)
+        tokens = read_ids(prompt, self._runner.vocab)
         if inputs_embeds is None:
             self._check_embeddings(tokens)
         embeds = None if inputs_embeds is None else self._embeds(inputs_embeds, len(tokens))
@@ -202,11 +200,6 @@ class PromptReader:
             f"token id {missing} has no embedding of its own: an image or sound stands in its place; give "
             "inputs_embeds, with the outputs of the model's encoders"
         )
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            prompt = self.text_tokenizer("a prompt").encode(prompt)
-        return read_ids(prompt, self._runner.vocab)
 
     def text_tokenizer(self, what: str) -> Any:
         """Return the tokenizer. Raises `PromptError` if there is none; `what` names the text that needs it."""
@@ -225,8 +218,7 @@ class PromptReader:
                 f"{self._tensor.dtype} [{count}, {width}]: one embedding for each id. This includes the ids of "
                 "images, which are only placeholders"
             )
-        with np.errstate(over="ignore"):  # overflows are found below
-            # a copy: the caller may change the array
+        with np.errstate(over="ignore"):  # overflows are found below; a copy, because the caller may change the array
             embeds = np.array(array, array_dtype(self._tensor.dtype), order="C")
         if not np.isfinite(embeds).all():
             raise PromptError(

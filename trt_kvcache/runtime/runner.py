@@ -128,7 +128,6 @@ class Runner(Protocol):
 
     def identity(self) -> str:
         """Return a digest of the source model's content, equal for a model and its engines. May read whole files."""
-        ...
 
     def step(self, batch: StepBatch) -> Logits:
         """Run one step to its end. Raises `SessionError` if it failed; cache rows below `starts` are unchanged then.
@@ -139,15 +138,12 @@ class Runner(Protocol):
             chooses tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R, keep, N]`` instead:
             at least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
         """
-        ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """Copy all state, and the first `tokens` cache rows of each cache, from one batch row to another."""
-        ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache; state becomes 0 if `start` is 0."""
-        ...
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
         """Return a host copy of the first `tokens` cache rows of a batch row of one past tensor.
@@ -156,11 +152,9 @@ class Runner(Protocol):
             An array in the engine's layout: `physical_shape` without its batch axis, with `tokens` entries on its
             sequence axis. State is returned whole.
         """
-        ...
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """Overwrite the first cache rows of a batch row with data from `read_row`."""
-        ...
 
     def write_adapter(self, name: str, slot: int, data: Array | None) -> None:
         """Write matrix A or B of a LoRA adapter to one adapter slot (from 1 on) of a model input; slot 0 stays zero.
@@ -168,11 +162,9 @@ class Runner(Protocol):
         The input is ``[slots + 1, inputs, rank]`` or ``[slots + 1, rank, outputs]``. The matrix has the input's dtype;
         its rank may be smaller. The rest of the slot becomes 0; if `data` is None, the whole slot.
         """
-        ...
 
     def host_memory(self, size: int) -> HostMemory:
         """Return host memory for `pack_rows`, page-locked for a GPU. Raises `SessionError` if too little is free."""
-        ...
 
     def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
         """Copy the cache rows of tokens ``start .. stop - 1`` of one batch row to host memory, and wait for the end.
@@ -180,11 +172,9 @@ class Runner(Protocol):
         If `start` is 0, the state is copied, too. `into` (from `host_memory`) gets the buffers one after the other,
         each as a contiguous array ``[planes, tokens, width]`` (planes: such as heads), see `Carried`.
         """
-        ...
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
         """Write data that `pack_rows` returned to a batch row, as the same range of tokens."""
-        ...
 
     def view(self, name: str) -> Any:
         """Return the whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
@@ -192,8 +182,6 @@ class Runner(Protocol):
         On the CPU, it is a NumPy array. On a GPU, it is an object with ``__dlpack__``; a bfloat16 or float8 cache comes
         as unsigned integers with the same bits.
         """
-        ...
 
     def close(self) -> None:
         """Free all memory. Calling it again does nothing."""
-        ...

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
@@ -107,9 +107,9 @@ class DecodeSession:
     ) -> None:
         if not hasattr(runner, "plan"):
             raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
-        why, tokenizer = (
-            (tokenizer.why, None) if isinstance(tokenizer, Unread) else ("there is no tokenizer", tokenizer)
-        )
+        why = "there is no tokenizer"
+        if isinstance(tokenizer, Unread):
+            why, tokenizer = tokenizer.why, None
         able = any(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode"))
         if isinstance(tokenizer, (str, bytes)) or (tokenizer is not None and not able):
             raise OptionError(
@@ -450,7 +450,7 @@ class DecodeSession:
         inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
         positions: PositionsAll | npt.ArrayLike = None,
         **settings: Unpack[Settings],
-    ) -> Iterator[TokenEvent]:
+    ) -> Generator[TokenEvent]:
         """Continue every prompt; yield an event per token. `TokenEvent.sequence` is the index of the prompt.
 
         Arguments and errors are those of `generate`. Prompts are checked at the call; the first step runs when the
@@ -533,14 +533,17 @@ class DecodeSession:
             raise OptionError(f"slot {slot} got its constants when its sequence began; leave the constants out")
         with self._guard.lock, self._guard.idle:
             new, after = self._reader.read_added(slot, prompt, constants, inputs_embeds, positions)
-            if slot is not None:
-                self._check_adapter(int(slot), config)
             continuation = Continuation(-1, after.tokens, config, self._tokenizer, index=index)
             if slot is None:
                 adapter = self.adapters.find(config.adapter)
                 name = self._rows.take(constants=new.constants, adapter=adapter, queue=True)
             else:
-                name = int(slot)
+                name, own = int(slot), self._rows.slot(slot).adapter
+                if config.adapter is not None and own is not self.adapters.find(config.adapter):
+                    raise OptionError(
+                        f"adapter is {shown(config.adapter)}, but slot {slot} was computed with "
+                        f"{'no adapter' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
+                    )
                 self._rows.give_row(name)
             continuation.sequence = name
             entry = new.after(self._rows.slot(name))
@@ -651,14 +654,6 @@ class DecodeSession:
             check_config(result, self.plan, draft=self._draft is not None)
             self.adapters.find(result.adapter)
             return result
-
-    def _check_adapter(self, slot: int, config: GenerationConfig) -> None:
-        own = self._rows.slot(slot).adapter
-        if config.adapter is not None and (own is None or own is not self.adapters.find(config.adapter)):
-            raise OptionError(
-                f"adapter is {shown(config.adapter)}, but slot {slot} was computed with "
-                f"{'no adapter' if own is None else shown(own.name)}; leave it out, or begin a new sequence"
-            )
 
     def _read(self, prompts: Prompt | Sequence[Prompt], *inputs: Any) -> tuple[list[ReadPrompt], bool]:
         """Check all prompts and their inputs. Return the prompts, and True if `prompts` is one prompt, not a list."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +31,7 @@ from trt_kvcache.input_values import (
 )
 from trt_kvcache.runtime.buffers import carried_buffers, carried_caches, filled_up
 from trt_kvcache.runtime.encoders.constants import ConstantInputs
-from trt_kvcache.runtime.generation.token_masks import Mask, Masks, all_tokens
+from trt_kvcache.runtime.generation.token_masks import Mask, all_tokens
 from trt_kvcache.runtime.runner import Array, Runner, StepBatch
 
 SPAN_BUCKET = 256
@@ -70,9 +69,8 @@ class StepLogits:
             )
         tensor = named_axes(tensor, plan)
         self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
-        what = f"logits '{tensor.name}' {list(tensor.shape)}"
+        self._what = what = f"logits '{tensor.name}' {list(tensor.shape)}"
         size = tensor.shape[-1] if tensor.shape else "?"
-        self._what = what
         for dim, axis in zip(tensor.shape[:-1], tensor.axes[:-1], strict=True):
             if axis in ("batch", "sequence", "kept", "tokens") or dim == 1:
                 continue
@@ -105,9 +103,8 @@ class StepLogits:
 
     def shape(self, batch: StepBatch) -> tuple[int, ...]:
         """Return the shape of the logits output in this step."""
-        sizes, tensor = batch.sizes, self._tensor
-        dims = zip(tensor.shape[:-1], tensor.axes[:-1], strict=True)
-        return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)
+        dims = zip(self._tensor.shape[:-1], self._tensor.axes[:-1], strict=True)
+        return (*(d if isinstance(d, int) else batch.sizes[a] for d, a in dims), self.vocab)
 
     def last(self, output: Array, batch: StepBatch) -> Array:
         """Return the logits ``[R, keep, V]`` of the last `keep` positions of a step's output. Errors: see `check`."""
@@ -151,9 +148,7 @@ class StepInputs:
     """
 
     def __init__(self, plan: CachePlan, bucket: int = SPAN_BUCKET) -> None:
-        self._bucket = bucket
-        self._caches = carried_caches(plan)
-        self._plan = plan
+        self._bucket, self._plan, self._caches = bucket, plan, carried_caches(plan)
         self._spans = {s.name: s for s in plan.spans}
         self._logits_span = () if plan.logits_span is None else (plan.logits_span.name,)
         filled = [t for t in plan.tensors if t.io == "input" and t.role not in _EXTERNAL]
@@ -162,7 +157,8 @@ class StepInputs:
         self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
         self._largest = max(c.capacity for c in self._caches)
         self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
-        self.uniform = any(_has_no_rows(t) for t in self._inputs)
+        per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
+        self.uniform = any(t.role in per_row and not {"batch", "tokens"} & set(t.axes) for t in self._inputs)
         self.constants = ConstantInputs(plan)
         self.embedded = next((t for t in self._inputs if t.embedded), None)
         self.max_rows = fixed_rows(plan)
@@ -194,10 +190,8 @@ class StepInputs:
         The model and its smallest cache limit the result. Raises `OptionError` if `asked` is more than they allow.
         """
         bounds = [c.contract.max_update_length for c in self._caches if c.contract]
-        allowed = min(c.capacity for c in self._caches)
-        allowed = min([allowed, *(b for b in bounds if b is not None)])
-        if self.fixed_length is not None:
-            allowed = self.fixed_length
+        allowed = min([*(c.capacity for c in self._caches), *(b for b in bounds if b is not None)])
+        allowed = allowed if self.fixed_length is None else self.fixed_length
         if self._plan.prefill_in_one_step:
             default = allowed
         if asked is not None and asked > allowed:
@@ -217,8 +211,7 @@ class StepInputs:
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Return the inputs by name, C-contiguous, in the model's dtypes; no caches, state, constants and spans."""
-        sizes = batch.sizes
-        arrays = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
+        arrays = {t.name: np.empty(self._shape(t, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, arrays)
         return arrays
 
@@ -230,9 +223,9 @@ class StepInputs:
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
         """Return shapes of the inputs in `arrays`, spans (cache rows to read) and constants; compute no values."""
-        sizes = batch.sizes
-        filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
-        constants = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
+        filled = {t.name: self._shape(t, batch) for t in self._inputs}
+        given = batch.constants[0].arrays if batch.constants else {}
+        constants = {name: (batch.rows, *array.shape[1:]) for name, array in given.items()}
         return filled | constants | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
     def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
@@ -249,21 +242,20 @@ class StepInputs:
         if role in (Role.ZEROS, Role.ADAPTER):
             return np.zeros([1] * len(tensor.shape), dtype)
         if role is Role.MASK:
-            ring = self._reach[tensor.name] if self._circular(tensor) else None
+            circular = any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
+            ring = self._reach[tensor.name] if circular else None
             held, new = newest_tokens(batch.starts, batch.length, keys, ring)
             visible = (held >= 0) & (held <= new)
-            if dtype.kind not in "iub":  # this is a bias that is added to the scores
-                visible = np.where(visible, 0.0, _lowest(dtype))
+            if dtype.kind not in "iub":  # a bias that is added to the scores: finite, because all keys may be hidden
+                visible = np.where(visible, 0.0, float(ml_dtypes.finfo(dtype).min))  # type: ignore[no-untyped-call]
             return place((visible, ("batch", "sequence", "keys")), tensor.axes, mask=True)
         known = from_lengths(role, batch.starts, batch.length, self._reach[tensor.name])
         assert known, role  # `_check` refuses other roles
         return place(by_token(known[0], tensor) if role is Role.POSITIONS else known, tensor.axes)
 
-    def _shape(self, tensor: TensorRole, sizes: dict[str, int], batch: StepBatch) -> tuple[int, ...]:
-        known = sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
-        return tuple(
-            d if isinstance(d, int) else known[axis] for d, axis in zip(tensor.shape, tensor.axes, strict=True)
-        )
+    def _shape(self, tensor: TensorRole, batch: StepBatch) -> tuple[int, ...]:
+        known = batch.sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
+        return tuple(d if isinstance(d, int) else known[a] for d, a in zip(tensor.shape, tensor.axes, strict=True))
 
     def _rows(self, longest: int, capacity: int) -> int:
         return min(-(-longest // self._bucket) * self._bucket, capacity)
@@ -271,9 +263,6 @@ class StepInputs:
     def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
         """Return the caches that attention reads with a lengths or mask input; all caches if the plan does not say."""
         return [c for c in caches_under(self._plan, tensor.name) if c.carried] or list(self._caches)
-
-    def _circular(self, tensor: TensorRole) -> bool:
-        return any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
 
     def _capacity_under(self, tensor: TensorRole) -> int:
         readers = self._readers(tensor)
@@ -295,7 +284,6 @@ class StepInputs:
         return capacity
 
     def _check(self) -> None:
-        """Refuse models with inputs that the runtime cannot fill."""
         if not self._caches:
             raise UnsupportedModelError("the model keeps no KV cache from step to step, so it cannot decode")
         carried = {c.past for c in self._caches}
@@ -370,13 +358,9 @@ class StepInputs:
             )
         if not isinstance(cache.update_length, int) or cache.update_length == 1:
             return
-        if cache.mode is UpdateMode.CIRCULAR or cache.form is UpdateForm.PACKED_NHD or self._plan.states:
-            what = (
-                "state"
-                if self._plan.states
-                else f"a {cache.mode.value} cache"
-                + (" of packed updates" if cache.form is UpdateForm.PACKED_NHD else "")
-            )
+        packed = " of packed updates" if cache.form is UpdateForm.PACKED_NHD else ""
+        if cache.mode is UpdateMode.CIRCULAR or packed or self._plan.states:
+            what = "state" if self._plan.states else f"a {cache.mode.value} cache{packed}"
             raise UnsupportedModelError(
                 f"the model's number of tokens per step is fixed at {cache.update_length}, and padding tokens would "
                 f"change the contents of cache '{cache.past}' or of its model ({what}): export the model with a "
@@ -388,17 +372,6 @@ class StepInputs:
                 "logits of the last token, so a step of fewer tokens has no logits. Export the model with logits "
                 "of all positions, or with a dynamic number of tokens"
             )
-
-
-def _has_no_rows(tensor: TensorRole) -> bool:
-    """Return True if an input has no axis for batch rows, although each row may need another value."""
-    per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
-    return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
-
-
-def _lowest(dtype: np.dtype[Any]) -> float:
-    """Return the lowest finite number, which hides a key. Even if all keys are hidden, no NaN appears."""
-    return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 
 def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
@@ -456,15 +429,20 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
     if positions is not None:
         positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
     adapters = None if batch.adapters is None else np.pad(batch.adapters, beside[0])
+
+    def whole_masks(words: int) -> Mask:
+        assert batch.masks is not None
+        masks = all_tokens((rows, keep, words))
+        masks[taking_part, : batch.keep] = batch.masks(words)
+        return masks
+
     whole = replace(
         batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep, embeds=embeds,
-        positions=positions, adapters=adapters, masks=_whole_masks(batch, rows, keep, taking_part),
+        positions=positions, adapters=adapters, masks=batch.masks and whole_masks,
     )  # fmt: skip
     idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
     names = [buffer.past for buffer in carried_buffers(runner.plan)]
-    saved = [
-        (name, row, runner.read_row(name, row, int(starts[row - first]) + length)) for name in names for row in idle
-    ]
+    saved = [(n, row, runner.read_row(n, row, int(starts[row - first]) + length)) for n in names for row in idle]
     try:
         logits = run(whole)
     finally:
@@ -474,16 +452,3 @@ def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callabl
             for i, start in enumerate(batch.starts):
                 runner.zero_rows(batch.first_row + i, int(start) + batch.length, int(start) + length)
     return logits[taking_part, : batch.keep]
-
-
-def _whole_masks(batch: StepBatch, rows: int, keep: int, taking_part: slice) -> Masks | None:
-    asked = batch.masks
-    if asked is None:
-        return None
-
-    def read(words: int) -> Mask:
-        masks = all_tokens((rows, keep, words))
-        masks[taking_part, : batch.keep] = asked(words)
-        return masks
-
-    return read

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from contextlib import suppress
 
 from trt_kvcache.errors import SessionError, SlotError, TrtKvCacheError
@@ -16,8 +16,6 @@ from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop, Outcomes
 from trt_kvcache.runtime.requests import ReadPrompt
-
-_Waiting = deque[tuple[Continuation, ReadPrompt]]
 
 
 class Reader:
@@ -85,7 +83,7 @@ class Streams:
         """Drop the events of an added sequence that `step` has not returned yet."""
         self.unclaimed[:] = [outcome for outcome in self.unclaimed if outcome[0] != slot]
 
-    def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
+    def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Generator[TokenEvent]:
         """Generate for several prompts, and yield their events. Closing the iterator ends unfinished sequences."""
         waiting = deque(zip(continuations, prompts, strict=True))
         mailbox: Outcomes = []
@@ -126,7 +124,7 @@ class Streams:
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
             self._end(reader.slots)
 
-    def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
+    def _join(self, waiting: deque[tuple[Continuation, ReadPrompt]], mine: set[int], mailbox: Outcomes) -> None:
         """Give free batch rows to waiting prompts, and add these to the loop; `SlotError` if no row gets free."""
         self.end_gone()
         while waiting and self._rows.free:
@@ -157,7 +155,7 @@ class Streams:
             self._rows.drop(slot)
 
 
-async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
+async def in_a_thread(events: Generator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
     """Yield the events of a stream, each computed in a thread. Closing waits for the current step."""
     step: asyncio.Task[TokenEvent | None] | None = None
     try:
@@ -169,20 +167,14 @@ async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent
             yield event
     finally:
         if step is None or step.done():
-            _close(events)
+            events.close()
         else:  # cancelled: the iterator cannot be closed while it runs
             step.add_done_callback(lambda task: _give_up(task, events))
             await asyncio.wait([step])
 
 
-def _give_up(step: asyncio.Task[TokenEvent | None], events: Iterator[TokenEvent]) -> None:
+def _give_up(step: asyncio.Task[TokenEvent | None], events: Generator[TokenEvent]) -> None:
     """Close a stream after its last step. Get the step's error, so that asyncio does not report it."""
     if not step.cancelled():
         step.exception()
-    _close(events)
-
-
-def _close(events: Iterator[TokenEvent]) -> None:
-    close = getattr(events, "close", None)
-    if close is not None:
-        close()
+    events.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,9 +89,8 @@ class Grammars:
 
         Raises `OptionError` if the expression does not compile, or matches no text.
         """
-        return self._compile(
-            self._matcher.grammar_from_regex(_text(pattern, "regular expression")), "regular expression"
-        )
+        what = "regular expression"
+        return self._compile(self._matcher.grammar_from_regex(_text(pattern, what)), what)
 
     def choice(self, texts: Sequence[str]) -> Grammar:
         """Return a grammar that allows exactly one of these texts. Raises `OptionError` for no text or an empty one."""
@@ -145,20 +144,18 @@ class _Vocabulary:
         self.eos_token_id = ends[0]
         self.tokens = [table.texts.get(token, b"") for token in range(vocab)]
         self.special_token_ids = sorted({*ends, *(token for token in table.special if token < vocab)})
-        self.greedy: Any = None
+        self.greedy: Callable[[str], list[int]]
 
     def __call__(self, text: str) -> list[int]:
         """Return token ids for a text that a grammar forces: the tokenizer's ids, if they decode to the same text."""
-        ids: list[int] = []
         try:
             ids = self._tokenizer.encode(text, special_tokens=False)
         except Exception:  # noqa: BLE001 - a tokenizer may fail on a part of a text; other tokens write it, too
             ids = []
         # Tokenizers may add a space before the text, or normalize it.
         written = b"".join(self.tokens[token] if token < len(self.tokens) else b"" for token in ids)
-        if written != text.encode() or not set(ids).isdisjoint(self.special_token_ids):
-            ids = self.greedy(text)
-        return ids
+        good = written == text.encode() and set(ids).isdisjoint(self.special_token_ids)
+        return ids if good else self.greedy(text)
 
 
 class _Matched:

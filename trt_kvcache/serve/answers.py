@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from functools import cached_property
 from typing import Any
@@ -38,12 +38,11 @@ class TokenNames:
 
     @cached_property
     def _known(self) -> TokenBytes | None:
-        read = getattr(self._tokenizer, "token_bytes", None)
+        read: Callable[[], TokenBytes] | None = getattr(self._tokenizer, "token_bytes", None)
         try:
-            table: TokenBytes | None = None if read is None else read()
+            return None if read is None else read()
         except OptionError:  # the tokenizer's tokens are not bytes
             return None
-        return table
 
     @property
     def has_text(self) -> bool:
@@ -55,11 +54,9 @@ class TokenNames:
         known = self._known
         if known is None or token not in known.texts:
             text = "" if self._tokenizer is None else self._tokenizer.decode([token])
-            is_text = text and "\ufffd" not in text
-            return {
-                "token": text if is_text else f"token_id:{token}",
-                "bytes": list(text.encode()) if is_text else None,
-            }
+            if text and "\ufffd" not in text:
+                return {"token": text, "bytes": list(text.encode())}
+            return {"token": f"token_id:{token}", "bytes": None}
         data = known.texts[token]
         if token in known.special:
             return {"token": data.decode(errors="replace"), "bytes": None}
@@ -91,11 +88,8 @@ class Answer:
         self._readers = None if asked.uses is None else [asked.uses.reader() for _ in asked.works]
         self._start, self._first = time.perf_counter(), 0.0
         self.model, self.created = model, int(time.time())
-        self._head = {
-            "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}",
-            "created": self.created,
-            "model": model,
-        }
+        name = f"{'chatcmpl' if self._chat else 'cmpl'}-{secrets.token_hex(12)}"
+        self._head = {"id": name, "created": self.created, "model": model}
 
     def take(self, place: int, event: TokenEvent) -> str:
         """Add an event of sequence number `place`; return the event's text, without parts of tool calls."""
@@ -219,16 +213,14 @@ class Answer:
         assert event.logprob is not None
         chosen = self._named(event.token, event.logprob)
         top = [self._named(*pair) for pair in event.top_logprobs]
-        if self._drops_space(place, chosen, event.text):
+        # Many tokenizers drop the space of the first token at the start of a text.
+        first = not self._done[place].tokens and chosen["token"].startswith(" ")
+        if first and event.text[:1] not in ("", " "):
             bare = chosen["token"][1:]
             if all(one["token"] != bare for one in top):
                 for one in (chosen, *(one for one in top if one["token"] == chosen["token"])):
                     one |= {"token": bare, "bytes": one["bytes"] and one["bytes"][1:]}
         return {"chosen": chosen, "top": top, "offset": len(self._asked.prompts[place]) + len(self._done[place].text)}
-
-    def _drops_space(self, place: int, chosen: dict[str, Any], text: str) -> bool:
-        """Return True if decoding drops the space of the first token, as many tokenizers do at the start of a text."""
-        return not self._done[place].tokens and chosen["token"].startswith(" ") and text[:1] not in ("", " ")
 
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {**self._names.of(token), "logprob": max(logprob, _NEVER)}

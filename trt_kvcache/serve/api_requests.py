@@ -338,17 +338,15 @@ def prepare(
         _check_prompt(session, prompt)
     works = [Work(prompt, index) for prompt in tokens for index in range(count)]
     prompts = [text for text in texts for _ in range(count)]
-    uses = _uses(session, request) if isinstance(request, ChatRequest) else None
+    uses = None
+    if isinstance(request, ChatRequest):
+        try:
+            parallel = request.parallel_tool_calls is not False
+            uses = use_tools(session, request.tools or [], request.tool_choice, parallel=parallel)
+        except OptionError as error:
+            raise _quoting(error, "tools", "they cannot be used", f"tools: {error}") from None
     config = replace(_config(session, request, limit, uses), adapter=adapter)
     return Asked(request, works, prompts, config, uses)
-
-
-def _uses(session: DecodeSession, request: ChatRequest) -> ToolUse | None:
-    try:
-        parallel = request.parallel_tool_calls is not False
-        return use_tools(session, request.tools or [], request.tool_choice, parallel=parallel)
-    except OptionError as error:
-        raise _quoting(error, "tools", "they cannot be used", f"tools: {error}") from None
 
 
 def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]], list[str], int]:
@@ -358,7 +356,10 @@ def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]]
             raise ApiError(400, f"messages[{at}].role: supported: system, developer, user, assistant, tool", "messages")
         if message.content is None and not message.tool_calls:
             raise ApiError(400, f"messages[{at}].content is missing", "messages")
-        fields: dict[str, Any] = {"role": message.role, "content": _text(message, at), "name": message.name}
+        text = joined_text(message.content or "", {"text": "text", "refusal": "refusal"})
+        if text is None:
+            raise ApiError(400, f"messages[{at}].content: expected a text, or parts of type text", "messages")
+        fields: dict[str, Any] = {"role": message.role, "content": text, "name": message.name}
         if message.tool_calls:
             fields["tool_calls"] = [_called(call, at) for call in message.tool_calls]
         fields["tool_call_id"] = message.tool_call_id
@@ -375,18 +376,15 @@ def _chat(session: DecodeSession, request: ChatRequest) -> tuple[list[list[int]]
 
 
 def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any], tools: list[Any]) -> list[int]:
-    how: dict[str, Any] = {}
     values: dict[str, Any] = {} if request.reasoning_effort is None else {"reasoning_effort": request.reasoning_effort}
     if request.reasoning_effort == "none":
         values["enable_thinking"] = False
-    if values := {**values, **(request.chat_template_kwargs or {})}:
-        how["values"] = values
+    values |= request.chat_template_kwargs or {}
+    how: dict[str, Any] = {"values": values} if values else {}
     if request.continue_final_message:
         if request.add_generation_prompt:
-            raise ApiError(
-                400, "continue_final_message contradicts add_generation_prompt; set "
-                "add_generation_prompt to false", "continue_final_message",
-            )  # fmt: skip
+            said = "continue_final_message contradicts add_generation_prompt; set add_generation_prompt to false"
+            raise ApiError(400, said, "continue_final_message")
         how["continues"] = True
     elif request.add_generation_prompt is False:
         how["generation_prompt"] = False
@@ -427,13 +425,6 @@ def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | No
     return "".join(strings) if len(strings) == len(texts) else None
 
 
-def _text(message: Message, at: int) -> str:
-    text = joined_text(message.content or "", {"text": "text", "refusal": "refusal"})
-    if text is None:
-        raise ApiError(400, f"messages[{at}].content: expected a text, or parts of type text", "messages")
-    return text
-
-
 def _prompts(session: DecodeSession, request: CompletionRequest) -> tuple[list[list[int]], list[str], int]:
     if request.echo and request.logprobs is not None:
         raise ApiError(400, "echo: tokens of the prompt have no logprobs; leave out echo or logprobs", "echo")
@@ -466,20 +457,21 @@ def _ids(session: DecodeSession, prompt: Any) -> list[int]:
     return [int(token) for token in session.tokenizer.encode(prompt)]
 
 
+def check_known(session: DecodeSession, tokens: list[int], field: str) -> None:
+    """Raise `ApiError` if the model does not know one of the token ids in this field of a request."""
+    wrong = next((token for token in tokens if not 0 <= token < session.vocab), None)
+    if wrong is not None:
+        raise ApiError(400, f"token id {wrong} is out of range; the model has 0 to {session.vocab - 1}", field)
+
+
 def _check_prompt(session: DecodeSession, prompt: list[int]) -> None:
     if not prompt:
         raise ApiError(400, "the prompt is empty; it needs at least one token", "prompt")
-    wrong = next((token for token in prompt if not 0 <= token < session.vocab), None)
-    if wrong is not None:
-        raise ApiError(400, f"token id {wrong} is out of range; the model has 0 to {session.vocab - 1}", "prompt")
+    check_known(session, prompt, "prompt")
     capacity = session.cache.capacity
     if capacity is not None and len(prompt) > capacity:
-        raise ApiError(
-            400,
-            f"the prompt has {len(prompt)} tokens, and the model takes {capacity} with the answer; give a shorter one",
-            "prompt",
-            "context_length_exceeded",
-        )
+        said = f"the prompt has {len(prompt)} tokens, and the model takes {capacity} with the answer"
+        raise ApiError(400, f"{said}; give a shorter one", "prompt", "context_length_exceeded")
 
 
 def _config(
@@ -544,18 +536,14 @@ def _add_grammar(
     if grammar is None:
         return
     if "grammar" in settings:
-        raise ApiError(
-            400, f"{field}: another field already restricts the answer; leave out one of these fields", field
-        )
+        said = "another field already restricts the answer; leave out one of these fields"
+        raise ApiError(400, f"{field}: {said}", field)
     settings["grammar"] = grammar
 
 
 def _biases(session: DecodeSession, biases: dict[str, float]) -> dict[int | tuple[int, ...], float]:
     for token in biases:
         if not re.fullmatch(r"[0-9]{1,9}", token) or int(token) >= session.vocab:
-            raise ApiError(
-                400,
-                f"logit_bias: {token[:40]!r} is not a token id; the model has 0 to {session.vocab - 1}",
-                "logit_bias",
-            )
+            said = f"{token[:40]!r} is not a token id; the model has 0 to {session.vocab - 1}"
+            raise ApiError(400, f"logit_bias: {said}", "logit_bias")
     return dict(session.config.sequence_bias) | {int(token): bias for token, bias in biases.items()}

@@ -102,8 +102,8 @@ class RowRunner:
     async def _body(self, row: Row) -> dict[str, Any]:
         if row.error:
             raise ApiError(400, f"row {row.number}: {row.error}", code="invalid_row")
-        request: ChatRequest | CompletionRequest
-        request = read_request(row.body, ChatRequest) if row.url == CHATS else read_request(row.body, CompletionRequest)
+        kind: type[ChatRequest | CompletionRequest] = ChatRequest if row.url == CHATS else CompletionRequest
+        request = read_request(row.body, kind)
         adapter = find_adapter(request.model, self._name, self._session.adapters)
         asked = await asyncio.to_thread(prepare, self._session, request, _MOST, adapter)
         answer = Answer(asked, adapter or self._name, self._names)
@@ -194,14 +194,13 @@ class Journal:
         self.path = output.with_name(output.name + ".journal")
         with self._one_line():
             self._db = sqlite3.connect(self.path, timeout=0, isolation_level=None)
+        columns = "number INTEGER PRIMARY KEY, digest BLOB, status INTEGER, line BLOB"
         try:
             with self._one_line():
                 # Locked until the end, so that SQLite needs no shared memory, which network file systems lack.
-                self._db.execute("PRAGMA locking_mode=EXCLUSIVE")
-                self._db.execute("PRAGMA journal_mode=WAL")
-                self._db.execute("PRAGMA synchronous=NORMAL")
+                for pragma in ("locking_mode=EXCLUSIVE", "journal_mode=WAL", "synchronous=NORMAL"):
+                    self._db.execute(f"PRAGMA {pragma}")
                 self._db.execute("CREATE TABLE IF NOT EXISTS made (model TEXT)")
-                columns = "number INTEGER PRIMARY KEY, digest BLOB, status INTEGER, line BLOB"
                 self._db.execute(f"CREATE TABLE IF NOT EXISTS rows ({columns})")
         except OutputError:
             self._db.close()
@@ -225,15 +224,12 @@ class Journal:
             yield
         except sqlite3.Error as error:
             if "locked" in str(error):
-                raise OutputError(
-                    f"{self.path}: another process is writing it; wait for its end, or give another -o"
-                ) from None
-            if "not a database" in str(error):
-                raise OutputError(f"{self.path}: this file is not the journal of a batch; remove it") from None
-            raise OutputError(
-                f"{self.path}: cannot be written: {error}; its content is kept, and the same command continues from "
-                f"there"
-            ) from None
+                why = "another process is writing it; wait for its end, or give another -o"
+            elif "not a database" in str(error):
+                why = "this file is not the journal of a batch; remove it"
+            else:
+                why = f"cannot be written: {error}; its content is kept, and the same command continues from there"
+            raise OutputError(f"{self.path}: {why}") from None
 
     def claim(self, model: str) -> None:
         """Record the model's digest (`RowRunner.model`); raise `OutputError` if the journal has answers of another."""
@@ -256,9 +252,8 @@ class Journal:
     def find(self, row: Row) -> tuple[int, bytes] | None:
         """Return the status and the line of a row's answer; None if the journal has no answer for it."""
         with self._one_line():
-            record: tuple[int, bytes] | None = self._db.execute(
-                "SELECT status, line FROM rows WHERE number = ? AND digest = ?", (row.number, row.digest)
-            ).fetchone()
+            query = "SELECT status, line FROM rows WHERE number = ? AND digest = ?"
+            record: tuple[int, bytes] | None = self._db.execute(query, (row.number, row.digest)).fetchone()
         return record
 
     def clear(self) -> None:
@@ -380,9 +375,8 @@ def _row(number: int, line: bytes, defaults: dict[str, Any]) -> Row:
     if openai:
         body, url = fields.get("body"), fields.get("url")
         if unknown := sorted(fields.keys() - _OPENAI):
-            return Row(
-                number, name, True, error=f"unknown field {unknown[0]!r}; expected: custom_id, method, url, body"
-            )
+            said = f"unknown field {unknown[0]!r}; expected: custom_id, method, url, body"
+            return Row(number, name, True, error=said)
         if not isinstance(body, dict) or fields.get("method") != "POST" or url not in (COMPLETIONS, CHATS):
             return Row(number, name, True, error=f"method has to be POST, url {COMPLETIONS} or {CHATS}, body an object")
     else:
@@ -413,14 +407,8 @@ def write_lines(output: Path, lines: Iterable[bytes]) -> None:
 @contextmanager
 def _table(output: Path, file: BinaryIO) -> Iterator[Any]:
     arrow, parquet = _arrow(output)
-    schema = arrow.schema(
-        {
-            "id": arrow.string(),
-            "status_code": arrow.int32(),
-            "text": arrow.list_(arrow.string()),
-            "body": arrow.string(),
-        }
-    )
+    text = arrow.string()
+    schema = arrow.schema({"id": text, "status_code": arrow.int32(), "text": arrow.list_(text), "body": text})
     rows: list[dict[str, Any]] = []
 
     def flush() -> None:

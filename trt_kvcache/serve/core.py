@@ -43,11 +43,9 @@ class _Request:
     """The sequences of one client's request, and the queue of their events and errors."""
 
     def __init__(self, works: Sequence[Work], config: GenerationConfig) -> None:
-        self.works, self.config = works, config
-        self.loop = asyncio.get_running_loop()
+        self.works, self.config, self.loop = works, config, asyncio.get_running_loop()
         self.events: asyncio.Queue[tuple[int, TokenEvent | TrtKvCacheError]] = asyncio.Queue()
-        self.came = time.perf_counter()
-        self.gone = False
+        self.came, self.gone = time.perf_counter(), False
 
 
 @dataclass(eq=False)
@@ -168,10 +166,9 @@ class ServingCore:
             if self._closed:
                 raise EndingError("the server is shutting down; ask again later")
             busy = len(self._runs) + sum(len(other.works) for other in self._came)
-            if busy + len(works) > self.rows + self.max_queue:
-                raise QueueFullError(
-                    f"{busy} sequences run or wait (at most {self.rows + self.max_queue} can); ask again later"
-                )
+            most = self.rows + self.max_queue
+            if busy + len(works) > most:
+                raise QueueFullError(f"{busy} sequences run or wait (at most {most} can); ask again later")
             self._came.append(request)
             self._changed.notify()
         self.metrics.prompt_tokens.inc(sum(len(work.tokens) for work in works))
@@ -275,8 +272,7 @@ class ServingCore:
             _log.exception("a sequence could not be removed")
 
     def _end_all(self, error: TrtKvCacheError, outcomes: _Outcomes) -> None:
-        for slot in list(self._runs):
-            run = self._runs[slot]
+        for slot, run in [*self._runs.items()]:
             outcomes.append((run.request, run.place, error))
             self._end(slot, "error")
         with suppress(TrtKvCacheError):  # the session is closed
@@ -335,8 +331,7 @@ class Metrics:
     def __init__(
         self, model: str, running: Callable[[], int], waiting: Callable[[], int], usage: Callable[[], float]
     ) -> None:
-        self._registry = CollectorRegistry()
-        self._model = model
+        self._registry, self._model = CollectorRegistry(), model
         gauges: tuple[tuple[str, str, Callable[[], float]], ...] = (
             ("num_requests_running", "Sequences that have a row of the caches.", running),
             ("num_requests_waiting", "Sequences that wait for a row.", waiting),
@@ -366,8 +361,8 @@ class Metrics:
         return Counter(_name(name), text, ["model_name"], registry=self._registry).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(_name(name), text, ["model_name"], registry=self._registry, buckets=buckets)
-        return histogram.labels(self._model)
+        made = Histogram(_name(name), text, ["model_name"], registry=self._registry, buckets=buckets)
+        return made.labels(self._model)
 
 
 def _name(stem: str) -> str:

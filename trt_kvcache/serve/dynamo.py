@@ -97,11 +97,8 @@ def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> 
     except (OSError, ValueError) as error:
         why = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
         raise OptionError(f"{config} {why}; copy the file again") from None
-    defaults = {
-        "architectures": ["trt_kvcache"],
-        "model_type": "trt_kvcache",
-        "eos_token_id": sorted(session.config.eos_token_ids),
-    }
+    ends = sorted(session.config.eos_token_ids)
+    defaults = {"architectures": ["trt_kvcache"], "model_type": "trt_kvcache", "eos_token_id": ends}
     texts = {name: read_file(source / name, _LARGEST) for name in TEXTS if (source / name).is_file()}
     texts["config.json"] = json.dumps(defaults | said).encode()
     digest = blake3(msgspec.json.encode(sorted(texts.items()))).hexdigest(16)
@@ -144,15 +141,12 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
 
     async def start(self, worker_id: int) -> EngineConfig:
         """Return the model's name and limits for the frontend."""
-        return EngineConfig(
-            model=self._name,
-            served_model_name=self._name,
-            llm=LlmRegistration(
-                context_length=self._session.cache.capacity,
-                max_num_seqs=self._session.max_batch,
-                max_num_batched_tokens=self._session.max_batch * self._session.max_chunk,
-            ),
+        limits = LlmRegistration(
+            context_length=self._session.cache.capacity,
+            max_num_seqs=self._session.max_batch,
+            max_num_batched_tokens=self._session.max_batch * self._session.max_chunk,
         )
+        return EngineConfig(model=self._name, served_model_name=self._name, llm=limits)
 
     async def on_endpoint_ready(self, endpoint: Any) -> None:
         """Register each adapter at Dynamo, as a separate model."""
@@ -264,13 +258,8 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
     temperature = asked.get("temperature", 1.0)
     settings["do_sample"] = temperature != 0
     if temperature != 0:  # greedy decoding takes none of these
-        settings |= {
-            "temperature": temperature,
-            "top_k": max(0, asked.get("top_k", 0)),
-            "top_p": asked.get("top_p", 1.0),
-            "min_p": asked.get("min_p"),
-            "seed": asked.get("seed"),
-        }
+        settings |= {"temperature": temperature, "top_k": max(0, asked.get("top_k", 0))}
+        settings |= {"top_p": asked.get("top_p", 1.0), "min_p": asked.get("min_p"), "seed": asked.get("seed")}
     if "repetition_penalty" in asked:
         settings["repetition_penalty"] = asked["repetition_penalty"]
     return Work(tokens), changed(session.config, settings | {"adapter": adapter})

@@ -143,10 +143,8 @@ def _format(text: TextSettings | None) -> dict[str, Any] | None:
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise ApiError(
-            400, f"tools: there is no tool of type {str(tool.get('type'))[:40]!r} here; supported: function", "tools",
-            "unsupported",
-        )  # fmt: skip
+        said = f"there is no tool of type {str(tool.get('type'))[:40]!r} here; supported: function"
+        raise ApiError(400, f"tools: {said}", "tools", "unsupported")
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 
@@ -188,10 +186,10 @@ class ResponseAnswer:
             yield self._event(
                 "response.output_text.delta", delta=text, logprobs=[], content_index=0, **self._place(self._message_id)
             )
-        if event.finish_reason is None and len(self._answer.calls(0)) == self._called:
-            return
-        yield from self._ends(whole=event.finish_reason is not None)
-        if event.finish_reason is not None:
+        ended = event.finish_reason is not None
+        if ended or len(self._answer.calls(0)) > self._called:
+            yield from self._ends(whole=ended)
+        if ended:
             status = self._status()
             yield self._event(f"response.{status}", response=self._body(status))
 
@@ -251,13 +249,11 @@ class ResponseAnswer:
         return {"item_id": item, "output_index": len(self._items)}
 
     def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "type": "message", "id": self._message_id, "role": "assistant", "status": status, "content": content
-        }  # fmt: skip
+        same = {"type": "message", "id": self._message_id, "role": "assistant"}
+        return same | {"status": status, "content": content}
 
     def _body(self, status: str) -> dict[str, Any]:
-        request = self._request
-        usage = self._answer.usage
+        request, usage = self._request, self._answer.usage
         said = {name: getattr(request, name) for name in ("instructions", "max_output_tokens", "user")}
         return {
             "id": self._id, "object": "response", "created_at": self._answer.created, "status": status,

@@ -81,8 +81,7 @@ class _Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        numbers = list(HANDLED_SIGNALS)
-        usual = {number: signal.signal(number, self.handle_exit) for number in numbers}
+        usual = {number: signal.signal(number, self.handle_exit) for number in HANDLED_SIGNALS}
         try:
             yield
         finally:
@@ -90,9 +89,8 @@ class _Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
         # A second signal ends the wait.
-        self._until = now if self._service.draining else now + self._drain
+        self._until = time.monotonic() + (0 if self._service.draining else self._drain)
         self._service.draining = True
 
     async def on_tick(self, counter: int) -> bool:

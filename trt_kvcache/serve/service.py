@@ -9,8 +9,9 @@ import hmac
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from trt_kvcache.serve.api_requests import (
     ChatRequest,
     CompletionRequest,
     as_api,
+    check_known,
     find_adapter,
     prepare,
     read_adapter_request,
@@ -113,8 +115,8 @@ class Service:
             Route("/version", self._version),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
-            Route("/v1/completions", self._completions, methods=["POST"]),
-            Route("/v1/chat/completions", self._chats, methods=["POST"]),
+            Route("/v1/completions", partial(self._answer, kind=CompletionRequest), methods=["POST"]),
+            Route("/v1/chat/completions", partial(self._answer, kind=ChatRequest), methods=["POST"]),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
             Route("/v1/responses", self._responses, methods=["POST"]),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -138,10 +140,8 @@ class Service:
     def refusal(self, scope: Scope) -> ApiError | None:
         """Return the error for a request under /v1 that must be refused (key, shutdown, queue); None if it may run."""
         if self._keys and not self._has_key(scope):
-            return ApiError(
-                401, "no valid API key; send the header 'Authorization: Bearer KEY'", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+            said = "no valid API key; send the header 'Authorization: Bearer KEY'"
+            return ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
         if scope["method"] == "POST" and self.draining:
             return ApiError(503, "the server is shutting down and takes no new requests", code="ending", headers=LATER)
         if scope["method"] == "POST" and self.active >= self._most:
@@ -162,9 +162,8 @@ class Service:
         return _json({"status": "ok"}) if self.core.alive else _json({"status": said}, 503)
 
     async def _ready(self, request: Request) -> Response:
-        if self.draining or not self.core.alive:
-            return _json({"status": "ending"}, 503)
-        return _json({"status": "ready"})
+        ending = self.draining or not self.core.alive
+        return _json({"status": "ending"}, 503) if ending else _json({"status": "ready"})
 
     async def _metrics(self, request: Request) -> Response:
         return Response(self.core.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
@@ -173,8 +172,7 @@ class Service:
         return _json({"version": __version__})
 
     async def _models(self, request: Request) -> Response:
-        cards = [self._card(), *map(self._card, self._session.adapters)]
-        return _json({"object": "list", "data": cards})
+        return _json({"object": "list", "data": [self._card(), *map(self._card, self._session.adapters)]})
 
     async def _model(self, request: Request) -> Response:
         return _json(self._card(find_adapter(request.path_params["name"], self._name, self._session.adapters)))
@@ -226,12 +224,6 @@ class Service:
         find_adapter(request.model, self._name, self._session.adapters)
         return _json({"prompt": await asyncio.to_thread(detokenized, self._session, request)})
 
-    async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, CompletionRequest)
-
-    async def _chats(self, request: Request) -> Response:
-        return await self._answer(request, ChatRequest)
-
     # --- answers
 
     async def _answer(self, http: Request, kind: type[_Kind]) -> Response:
@@ -264,8 +256,7 @@ class _Door:
         self._service, self._inner = service, inner
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        guarded = scope["type"] == "http" and scope["path"].startswith(_GUARDED)
-        if not guarded:
+        if scope["type"] != "http" or not scope["path"].startswith(_GUARDED):
             await self._inner(scope, receive, send)
             return
         start, status = time.perf_counter(), 0
@@ -325,8 +316,8 @@ async def _body(http: Request) -> bytes:
     return bytes(body)
 
 
-async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Return the result of a coroutine. If the client disconnects, cancel the coroutine and raise ClientDisconnect."""
+async def _unless_gone(http: Request, work: Awaitable[_T]) -> _T:
+    """Return the result of `work`. If the client disconnects, cancel `work` and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await http.receive())["type"] != "http.disconnect":
@@ -346,11 +337,7 @@ async def _unless_gone(http: Request, work: Coroutine[Any, Any, _T]) -> _T:
 
 async def _streamed(http: Request, events: _Events, answer: Answer | ResponseAnswer) -> Response:
     """Return a streamed response of server-sent events. An error before the first token still sets the HTTP status."""
-
-    async def first() -> tuple[int, TokenEvent]:
-        return await anext(events)
-
-    lines = _lines(await _unless_gone(http, first()), events, answer)
+    lines = _lines(await _unless_gone(http, anext(events)), events, answer)
     return _Stream(lines, media_type="text/event-stream", headers=_NO_CACHE)
 
 
@@ -453,14 +440,12 @@ def tokenized(session: DecodeSession, request: TokenizeRequest) -> list[int]:
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
     if request.prompt is not None:
-        return [
-            int(t) for t in tokenizer.encode(request.prompt, special_tokens=request.add_special_tokens is not False)
-        ]
-    how: dict[str, Any] = {"values": request.chat_template_kwargs} if request.chat_template_kwargs else {}
+        special = request.add_special_tokens is not False
+        return [int(token) for token in tokenizer.encode(request.prompt, special_tokens=special)]
+    values = {"values": request.chat_template_kwargs} if request.chat_template_kwargs else {}
+    how: dict[str, Any] = {"generation_prompt": request.add_generation_prompt is not False, **values}
     try:
-        return session.render_chat(
-            request.messages or [], generation_prompt=request.add_generation_prompt is not False, **how
-        )
+        return session.render_chat(request.messages or [], **how)
     except OptionError as error:
         logged = "messages: the chat template does not take them"
         raise ApiError(400, str(error), "messages", logged=logged) from None
@@ -471,9 +456,7 @@ def detokenized(session: DecodeSession, request: DetokenizeRequest) -> str:
 
     Raises `ApiError` if the model does not know a token, or has no tokenizer.
     """
-    wrong = next((token for token in request.tokens if not 0 <= token < session.vocab), None)
-    if wrong is not None:
-        raise ApiError(400, f"token id {wrong} is out of range; the model has 0 to {session.vocab - 1}", "tokens")
+    check_known(session, request.tokens, "tokens")
     return str(_tokenizer(session).decode(request.tokens))
 
 

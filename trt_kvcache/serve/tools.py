@@ -171,9 +171,8 @@ def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
         two = _calls(render, tools, prompt, around, _NAMES)
     except OptionError:  # the template may refuse more than one call
         two = ""
-    pattern = "{}{}{}{}(.*){}{}{}{}".format(
-        *map(re.escape, (one[0], _NAMES[0], middle, written, _NAMES[1], middle, written, end))
-    )
+    parts = (one[0], _NAMES[0], middle, written, _NAMES[1], middle, written, end)
+    pattern = "{}{}{}{}(.*){}{}{}{}".format(*map(re.escape, parts))
     if match := re.fullmatch(pattern, two, re.DOTALL):
         between = match[1]
     form = ToolForm(one[0].lstrip(), middle, between, end)
@@ -200,9 +199,8 @@ def _after(text: str, prompt: str) -> str:
 
 def _calls(render: Render, tools: Any, prompt: str, around: tuple[str, ...], names: Sequence[str]) -> str:
     """Return the text that the template writes for calls of these functions, without texts that every answer has."""
-    calls = [
-        {"id": _ID, "type": "function", "function": {"name": name, "arguments": dict(_ARGUMENTS)}} for name in names
-    ]
+    functions = [{"name": name, "arguments": dict(_ARGUMENTS)} for name in names]
+    calls = [{"id": _ID, "type": "function", "function": function} for function in functions]
     said = _after(render([_USER, {"role": "assistant", "content": "", "tool_calls": calls}], tools), prompt)
     head, tail = around
     if not said.endswith(tail):
@@ -312,9 +310,10 @@ def tool_grammar(
 
     If no call is required, text may come before the calls, or the answer may be only text.
     """
-    calls = " | ".join(
-        f"{_quoted(tool.function.name + form.middle)} %json {_schema(tool.function.parameters)}" for tool in tools
-    )
+    functions = [tool.function for tool in tools]
+    schemas = [{"type": "object", **(function.parameters or {}), "x-guidance": JSON_FORM} for function in functions]
+    heads = [_quoted(function.name + form.middle) for function in functions]
+    calls = " | ".join(f"{head} %json {json.dumps(schema)}" for head, schema in zip(heads, schemas, strict=True))
     more = f"({_quoted(form.between)} call)*" if parallel and form.between is not None else ""
     rest = form.begin if required else form.begin.removeprefix(form.trigger)
     lines = [f"called: {_quoted(rest)} call {more} {_quoted(form.end)}", f"call: {calls}"]
@@ -329,10 +328,6 @@ def tool_grammar(
 
 def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
-
-
-def _schema(parameters: dict[str, Any] | None) -> str:
-    return json.dumps({"type": "object", **(parameters or {}), "x-guidance": JSON_FORM})
 
 
 class CallReader:
@@ -371,7 +366,7 @@ class CallReader:
                 _, stop = json.JSONDecoder().raw_decode(self._rest, len(start))
             except ValueError:
                 return
-            called = {"name": start[len(lead) : len(start) - len(self._form.middle)]}
-            called["arguments"] = self._rest[len(start) : stop]
+            name, arguments = start[len(lead) : len(start) - len(self._form.middle)], self._rest[len(start) : stop]
+            called = {"name": name, "arguments": arguments}
             self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": called})
             self._rest = self._rest[stop:]

@@ -97,16 +97,15 @@ class TritonPythonModel:
         asked = await asyncio.to_thread(prepare, self._session, read, 1, adapter)
         stream = _element(request, "stream")
         done = Generation(asked.works[0].tokens)
-        events = self._core.events(asked.works, asked.config)
-        async with aclosing(events):
+        async with aclosing(self._core.events(asked.works, asked.config)) as events:
             async for _, event in events:
                 done.take(event)
                 last = event.finish_reason is not None
                 if not (stream or last):
                     continue
-                text, tokens = (event.text, [event.token] if event.token is not None else [])
-                if not stream:
-                    text, tokens = done.text, done.tokens
+                text, tokens = done.text, done.tokens
+                if stream:
+                    text, tokens = event.text, [] if event.token is None else [event.token]
                 reason = REASONS.get(event.finish_reason, "stop") if event.finish_reason is not None else ""
                 outputs = [
                     pb_utils.Tensor("text_output", np.array([text.encode()], np.object_)),

@@ -37,10 +37,6 @@ class Constants:
         """Sizes of all arrays, in the order of the plan. Sequences with equal sizes can share a step."""
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
-    def fits(self, other: Constants) -> bool:
-        """Return True if batch rows with these constants can share a step."""
-        return self is other or self.sizes == other.sizes
-
 
 NO_CONSTANTS = Constants()
 """The constants of a sequence, for a model that takes no constants."""
@@ -87,10 +83,6 @@ class ConstantInputs:
             takes = f"it takes {', '.join(names)}" if names else "it takes no such input"
             raise PromptError(f"{unknown[0]!r} is not an input that the model takes once per sequence; {takes}")
         return Constants({t.name: self._checked(t, values[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
-
-    def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all constants as inputs of a step of `rows` batch rows, by name."""
-        return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
     def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:
         array: Array | DeviceArray = value if isinstance(value, DeviceArray) else np.asarray(value)

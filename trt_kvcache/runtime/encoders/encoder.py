@@ -54,7 +54,6 @@ class Encoder(Protocol):
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
             SessionError: the encoder failed.
         """
-        ...
 
 
 def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -> Encoder:
@@ -82,7 +81,11 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
             try:
                 return TensorRTEncoder(engine, runner, constants, guard)
             except TrtKvCacheError as error:
-                raise _with_way_out(error, find_encoder(model)) from error
+                own = find_encoder(model)
+                if own is None or "--encoder" in error.message:
+                    raise
+                way_out = f"or give {own} as --encoder, so that the encoder runs on the CPU"
+                raise type(error)(f"{error.message}; {way_out}") from error
     path = find_encoder(model) if file is None else named_encoder(file)
     if path is None:
         raise OptionError(
@@ -96,13 +99,6 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
     return OnnxEncoder(path, first_step, constants, where)
 
 
-def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
-    """Add to the error of an encoder engine how to run the encoder on the CPU, if the encoder's model exists."""
-    if model is None or "--encoder" in error.message:
-        return error
-    return type(error)(f"{error.message}; or give {model} as --encoder, so that the encoder runs on the CPU")
-
-
 class OnnxEncoder:
     """An `Encoder` on the CPU.
 
@@ -110,15 +106,8 @@ class OnnxEncoder:
     them. Raises `InvalidModelError` or `UnsupportedModelError` if a model cannot run or does not fit the decoder.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        first_step: Path | None,
-        constants: Sequence[TensorRole],
-        where: str = "",
-    ) -> None:
+    def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole], where: str = "") -> None:
         self.where = where
-        self._path = path
         self._session = open_on_cpu(str(path), path, BY_HAND, spinning=False)
         inputs = self._session.inputs
         self._reader = SourceReader(path, [SourceInput(v.name, input_dtype(v), tuple(v.shape)) for v in inputs])
@@ -137,8 +126,7 @@ class OnnxEncoder:
         if ids is not None and ids.dtype.kind in "iu" and (wrong := ids[ids < 0].tolist()):
             # Gather would count negative ids from the end of a table.
             raise PromptError(f"'{IDS}' has the token id {wrong[0]}; ids count from 0")
-        wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
-        names = list(dict.fromkeys(wanted))
+        names = list(dict.fromkeys([*parts.own.values(), *([parts.hidden] if parts.hidden else [])]))
         outputs = dict(zip(names, self._session.run(names, feed), strict=True))
         constants = {name: outputs[output] for name, output in parts.own.items()}
         if self._first is not None:
@@ -167,8 +155,7 @@ class FirstStep:
         model = load_source(path, first_step=True).proto
         take_first_branch(model.graph)
         self.outputs = keep_outputs(model.graph, wanted)
-        unknown = [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]
-        if unknown:
+        if unknown := [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]:
             raise UnsupportedModelError(
                 f"{path}: the encoder's keys and values depend on '{unknown[0]}'; they may depend only on {IDS}, "
                 f"{HIDDEN} and {MASK}: compute the keys and values yourself, and give them as constants"

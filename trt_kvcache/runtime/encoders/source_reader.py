@@ -58,9 +58,7 @@ class SourceReader:
         for name, value in self._inputs.items():
             if name in feed:
                 continue
-            shape = [
-                1 if axis == 0 else sizes.get(d) if isinstance(d, str) else d for axis, d in enumerate(value.shape)
-            ]
+            shape = [1, *(sizes.get(d) if isinstance(d, str) else d for d in value.shape[1:])]
             if _MASK not in name or None in shape:
                 raise PromptError(f"the encoder {self._path} takes {self._takes}; '{name}' is missing")
             feed[name] = np.ones(shape, value.dtype)

@@ -6,7 +6,7 @@ there may be fewer than `num_beams` live beams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from trt_kvcache.runtime.cache_rows import CacheRows
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 from trt_kvcache.runtime.generation.processors import log_softmax, process
+from trt_kvcache.runtime.generation.sampling import highest
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.requests import ReadPrompt
@@ -68,10 +69,9 @@ def beam_search(
     Raises:
         SessionError: the logits have NaN or infinity, or the settings forbid every token.
     """
-    bounds = [(config.max_new_tokens, FinishReason.LENGTH)] + (
-        [] if free_tokens is None else [(free_tokens + 1, FinishReason.CAPACITY)]
-    )
-    most, at_most = min(bounds, key=lambda bound: bound[0])
+    most, at_most = config.max_new_tokens, FinishReason.LENGTH
+    if free_tokens is not None and free_tokens + 1 < most:
+        most, at_most = free_tokens + 1, FinishReason.CAPACITY
     live = [_Beam((), (), 0.0)]
     ended: list[Hypothesis] = []
     scores = logits[np.newaxis]
@@ -94,31 +94,27 @@ def beam_search(
         ended = sorted(ended, key=lambda hypothesis: -hypothesis.score)[: config.num_beams]
         if not beams or _is_over(beams[0], ended, length, most, config):
             break
+        if parents != list(range(len(live))):
+            decoder.reorder(np.array(parents, dtype=np.int64))
         live = beams
-        indices = np.array(parents, dtype=np.int64)
-        if not np.array_equal(indices, np.arange(scores.shape[0])):
-            decoder.reorder(indices)
         scores = decoder.step(np.array([beam.tokens[-1] for beam in live], dtype=np.int64))
     return ended
 
 
 def hypothesis_events(
-    hypothesis: Hypothesis, sequence: int, config: GenerationConfig, tokenizer: TokenDecoder | None = None,
-    prompt: Tokens | None = None,
-) -> list[TokenEvent]:  # fmt: skip
-    """Return the events of a hypothesis, one for each token, as if the tokens had been generated one by one.
+    hypothesis: Hypothesis, sequence: int, config: GenerationConfig, tokenizer: TokenDecoder | None, prompt: Tokens
+) -> Iterator[TokenEvent]:
+    """Yield the events of a hypothesis, one for each token, as if the tokens had been generated one by one.
 
     `prompt` has the tokens before the new text; a space at the start of the text depends on them.
     """
-    text = None if tokenizer is None else TextStream(tokenizer, () if prompt is None else prompt)
-    events = []
+    text = None if tokenizer is None else TextStream(tokenizer, prompt)
     for at, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True), start=1):
         reason = hypothesis.finish_reason if at == len(hypothesis.tokens) else None
         piece = "" if text is None or reason is FinishReason.EOS else text.push(token)
         if text is not None and reason is not None:
             piece += text.flush()
-        events.append(TokenEvent(sequence, token, piece, logprob if config.output_logprobs else None, reason))
-    return events
+        yield TokenEvent(sequence, token, piece, logprob if config.output_logprobs else None, reason)
 
 
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
@@ -137,23 +133,16 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
     if config.renormalize_logits:
         ruled = [log_softmax(row) if row.max() > -np.inf else row for row in ruled]
     totals = np.stack(ruled) + np.array([[beam.total] for beam in live])
-    best = _highest(totals.ravel(), (1 + len(config.eos_token_ids)) * config.num_beams)
+    values, count = totals.ravel(), (1 + len(config.eos_token_ids)) * config.num_beams
+    best = highest(values, min(count, values.size))
+    best = best[values[best] > -np.inf]
+    best = best[np.argsort(-values[best], kind="stable")][:count]  # the highest first; equal values by index
     expanded = []
     for parent, token in (divmod(flat, totals.shape[1]) for flat in best.tolist()):
         beam = live[parent]
         logprobs = (*beam.logprobs, float(own[parent, token]))
         expanded.append((parent, _Beam((*beam.tokens, token), logprobs, float(totals[parent, token]))))
     return expanded
-
-
-def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
-    """Return the indices of the `count` highest values above -inf, highest first. Equal values are ordered by index."""
-    if count < values.size:
-        bound = np.partition(values, values.size - count)[values.size - count]
-        candidates = np.flatnonzero((values >= bound) & (values > -np.inf))
-    else:
-        candidates = np.flatnonzero(values > -np.inf)
-    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
 
 
 def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
@@ -169,7 +158,7 @@ def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, confi
 def beam_events(
     rows: CacheRows, loop: DecodeLoop, guard: Guard, adapters: Adapters, streams: Streams,
     prompts: Sequence[ReadPrompt], config: GenerationConfig, tokenizer: TokenDecoder | None,
-) -> Iterator[TokenEvent]:  # fmt: skip
+) -> Generator[TokenEvent]:  # fmt: skip
     """Search with beams for each prompt in turn, and yield the events of its best hypothesis.
 
     Raises `SlotError` if fewer batch rows are free than the search has beams, `SessionError` if a step failed.
@@ -193,8 +182,7 @@ def beam_events(
                     reader.slots.add(slots[-1])
             beams = _LiveBeams(guard, rows, loop, slots)
             logits = beams.update([prompt])[0]
-            free_tokens = rows.free_tokens(slots[0])
-            best = beam_search(ids, logits, beams, config, free_tokens=free_tokens)[0]
+            best = beam_search(ids, logits, beams, config, free_tokens=rows.free_tokens(slots[0]))[0]
         finally:
             streams.leave(reader)
         yield from hypothesis_events(best, index, config, tokenizer, ids)

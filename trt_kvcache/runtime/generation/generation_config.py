@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from trt_kvcache.arguments import as_path, is_number, is_whole, shown
 from trt_kvcache.engine.engine_folder import load_settings
@@ -31,8 +31,12 @@ LogitsProcessor = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.float32]"],
 ``[V]``."""
 
 
+_T = TypeVar("_T")
 _choice = partial(Setting, group="How tokens are chosen (as in transformers' GenerationConfig)")
+_count = partial(_choice, metavar="N", least=0)
+_plain_choice = partial(_choice, has_flag=False)
 _end = partial(Setting, group="When a sequence ends")
+_plain_end = partial(_end, has_flag=False)
 
 
 @described
@@ -70,11 +74,10 @@ class GenerationConfig:
     ] = 0
     min_length: Annotated[
         int,
-        _end(
+        _plain_end(
             more="A sequence cannot end before it has this many tokens, those of the prompt included. If both are "
             "set, `min_new_tokens` counts.",
             least=0,
-            has_flag=False,
         ),
     ] = 0
     do_sample: Annotated[
@@ -122,14 +125,12 @@ class GenerationConfig:
     ] = None
     seed: Annotated[
         int | None,
-        _choice(
+        _count(
             "Seed of the random numbers. Default: a new one, which is printed.",
             "For sampling. The random number that chooses a token depends only on `seed`, on the number `i` of the "
             "sequence in its call and on the position of the token in the sequence. So tokens do not depend on "
             "what else runs, and a sequence that continues in another session or process, or after it was cropped, "
             "gets the same tokens.",
-            metavar="N",
-            least=0,
         ),
     ] = None
     repetition_penalty: Annotated[
@@ -142,27 +143,20 @@ class GenerationConfig:
     ] = 1.0
     presence_penalty: Annotated[
         float,
-        _choice(
+        _plain_choice(
             more="Subtracted from the scores of tokens that were generated, however often; tokens of the prompt do "
-            "not count.",
-            has_flag=False,
+            "not count."
         ),
     ] = 0.0
     frequency_penalty: Annotated[
         float,
-        _choice(
+        _plain_choice(
             more="Subtracted from the score of a token once for each time that it was generated; tokens of the "
-            "prompt do not count.",
-            has_flag=False,
+            "prompt do not count."
         ),
     ] = 0.0
     no_repeat_ngram_size: Annotated[
-        int,
-        _choice(
-            more="No token may complete an n-gram of this size that occurred already; 0 allows all.",
-            metavar="N",
-            least=0,
-        ),
+        int, _count(more="No token may complete an n-gram of this size that occurred already; 0 allows all.")
     ] = 0
     sequence_bias: Annotated[
         Mapping[int | tuple[int, ...], float],
@@ -177,33 +171,28 @@ class GenerationConfig:
     ] = field(default_factory=dict, hash=False)
     bad_words_ids: Annotated[
         Sequence[Sequence[int]],
-        _choice(
+        _plain_choice(
             more="Runs of tokens that no sequence may contain. (A run that consists of one end-of-sequence token "
-            "is ignored.)",
-            has_flag=False,
+            "is ignored.)"
         ),
     ] = ()
-    suppress_tokens: Annotated[Sequence[int], _choice(more="Tokens that are never chosen.", has_flag=False)] = ()
+    suppress_tokens: Annotated[Sequence[int], _plain_choice(more="Tokens that are never chosen.")] = ()
     begin_suppress_tokens: Annotated[
-        Sequence[int], _choice(more="Tokens that are not chosen as the first new token.", has_flag=False)
+        Sequence[int], _plain_choice(more="Tokens that are not chosen as the first new token.")
     ] = ()
     forced_bos_token_id: Annotated[
         int | None,
-        _end(
-            more="The first new token after a prompt of one token, such as the language of a translation.",
-            has_flag=False,
-        ),
+        _plain_end(more="The first new token after a prompt of one token, such as the language of a translation."),
     ] = None
     forced_eos_token_id: Annotated[
         int | Sequence[int] | None,
-        _end(more="If a sequence reaches `max_new_tokens`, its last token is one of these.", has_flag=False),
+        _plain_end(more="If a sequence reaches `max_new_tokens`, its last token is one of these."),
     ] = None
     exponential_decay_length_penalty: Annotated[
         tuple[int, float] | None,
-        _end(
+        _plain_end(
             more="``(start, factor)``: the score of an end-of-sequence token rises by "
-            "``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.",
-            has_flag=False,
+            "``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones."
         ),
     ] = None
     logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = ()
@@ -251,10 +240,9 @@ class GenerationConfig:
     ] = False
     renormalize_logits: Annotated[
         bool,
-        _choice(
+        _plain_choice(
             more="Beam search compares probabilities that are normalized again, to a sum of 1, after the "
-            "rules changed the scores.",
-            has_flag=False,
+            "rules changed the scores."
         ),
     ] = False
     output_logprobs: Annotated[
@@ -267,10 +255,9 @@ class GenerationConfig:
     ] = False
     top_logprobs: Annotated[
         int,
-        _choice(
+        _plain_choice(
             more="With `output_logprobs`: each event also has the log-probabilities of this many most probable tokens.",
             least=0,
-            has_flag=False,
         ),
     ] = 0
     prompt_lookup_num_tokens: Annotated[
@@ -285,24 +272,21 @@ class GenerationConfig:
         ),
     ] = None
     max_matching_ngram_size: Annotated[
-        int, _choice(more="Longest n-gram that prompt lookup looks up.", least=1, has_flag=False)
+        int, _plain_choice(more="Longest n-gram that prompt lookup looks up.", least=1)
     ] = 2
     num_assistant_tokens: Annotated[
         int | None,
-        _choice(
+        _count(
             "Tokens that the --draft guesses at a time. Default: 4.",
             "The result stays the same. 0: the draft is not used. None: 4 if there is a draft and prompt lookup is "
             "off.",
-            metavar="N",
-            least=0,
         ),
     ] = None
     adapter: Annotated[
         str | None,
-        _choice(
+        _plain_choice(
             more="Name of the adapter (LoRA) that the sequence is computed with, see `DecodeSession.adapters`; None: "
-            "the model itself.",
-            has_flag=False,
+            "the model itself."
         ),
     ] = None
 
@@ -419,11 +403,8 @@ class GenerationConfig:
             )
         if self.num_beams == 1:
             return
-        drawn = [
-            f"{name}={getattr(self, name)!r}"
-            for name, off in _IDLE["do_sample=True"].items()
-            if getattr(self, name) != off
-        ]
+        off = _IDLE["do_sample=True"]
+        drawn = [f"{name}={getattr(self, name)!r}" for name in off if getattr(self, name) != off[name]]
         together = {
             (" and ".join(drawn) or "do_sample=True") + ", which draws tokens": self.do_sample,
             "stop_strings": bool(self.stops),
@@ -462,19 +443,19 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 def _several(values: Any) -> Collection[Any]:
     """Return the caller's collection; refuse texts, mappings, single values, and what can be read only once."""
-    if (
-        isinstance(values, (str, bytes, Mapping))
-        or not isinstance(values, Collection)
-        or not getattr(values, "ndim", 1)
-    ):
-        raise TypeError
-    return values
+    wrong = isinstance(values, (str, bytes, Mapping)) or not getattr(values, "ndim", 1)
+    return _only(values, isinstance(values, Collection) and not wrong)
+
+
+def _only(value: _T, legal: object) -> _T:
+    """Return the value if it is legal; else raise an error."""
+    if not legal:
+        raise ValueError
+    return value
 
 
 def _id(value: Any) -> int:
-    if not is_whole(value) or value < 0:
-        raise ValueError
-    return int(value)
+    return int(_only(value, is_whole(value) and value >= 0))
 
 
 def _ids(values: Any) -> tuple[int, ...]:
@@ -486,69 +467,48 @@ def _id_or_ids(value: Any) -> int | tuple[int, ...] | None:
 
 
 def _run(tokens: Any) -> tuple[int, ...]:
-    """Return a sequence of tokens as a tuple of ids; refuse an empty one."""
-    if not (run := _ids(tokens)):
-        raise ValueError
-    return run
-
-
-def _between(value: float, low: float, high: float = math.inf) -> float:
-    """Return the value if it is above `low` and at most `high`; else raise an error."""
-    if not low < value <= high:
-        raise ValueError
-    return value
+    run = _ids(tokens)
+    return _only(run, run)
 
 
 def _texts(value: Any) -> str | tuple[str, ...] | None:
-    texts = () if value is None else (value,) if isinstance(value, str) else tuple(_several(value))
-    if not all(isinstance(text, str) and text for text in texts):
-        raise TypeError
-    return value if value is None or isinstance(value, str) else texts
+    if value is None or isinstance(value, str):
+        return _only(value, value != "")
+    return _only(tuple(_several(value)), all(isinstance(text, str) and text for text in value))
 
 
 def _decay(value: Any) -> tuple[int, float] | None:
     if value is None:
         return None
     start, factor = _several(value)
-    if not is_number(factor) or not math.isfinite(factor):
-        raise ValueError
-    return _id(start), _between(float(factor), 0)
+    return _id(start), float(_only(factor, is_number(factor) and 0 < factor < math.inf))
 
 
 def _biases(value: Any) -> dict[int | tuple[int, ...], float]:
     biases: dict[int | tuple[int, ...], float] = {}
     for key, bias in value.items() if isinstance(value, Mapping) else _several(None):
-        if not is_number(bias) or math.isnan(bias) or bias == math.inf:
-            raise ValueError
-        biases[_run(key) if isinstance(key, tuple) else _id(key)] = float(bias)
+        run = _run(key) if isinstance(key, tuple) else _id(key)
+        biases[run] = float(_only(bias, is_number(bias) and bias < math.inf))
     return biases
 
 
 def _processors(value: Any) -> Any:
-    if callable(value):
-        return value
-    if not all(map(callable, _several(value))):
-        raise TypeError
-    return tuple(value)
+    return value if callable(value) else _only(tuple(_several(value)), all(map(callable, value)))
 
 
-def _early(value: Any) -> bool | str:
-    if not isinstance(value, bool) and not (isinstance(value, str) and value == "never"):
-        raise TypeError
-    return value
+def _early(value: Any) -> Any:
+    return _only(value, isinstance(value, bool) or (isinstance(value, str) and value == "never"))
 
 
 def _grammar(value: Any) -> Any:
-    if value is not None and not callable(getattr(value, "start", None)):
-        raise TypeError
-    return value
+    return _only(value, value is None or callable(getattr(value, "start", None)))
 
 
 _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "temperature": (lambda v: _between(v, 0), "above 0; for the most probable token do not sample"),
-    "top_p": (lambda v: _between(v, 0, 1), "above 0 and at most 1"),
+    "temperature": (lambda v: _only(v, v > 0), "above 0; for the most probable token do not sample"),
+    "top_p": (lambda v: _only(v, 0 < v <= 1), "above 0 and at most 1"),
     "top_k": (lambda v: max(v, 0), ""),  # -1 is vLLM's value for all
-    "repetition_penalty": (lambda v: _between(v, 0), "above 0; 1 means no penalty"),
+    "repetition_penalty": (lambda v: _only(v, v > 0), "above 0; 1 means no penalty"),
     "early_stopping": (_early, 'True, False or "never"'),
     "eos_token_id": (_id_or_ids, "a token id, 0 or more, or several, or None"),
     "forced_bos_token_id": (lambda v: v if v is None else _id(v), "a token id, 0 or more, or None"),
@@ -623,7 +583,17 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
             "a generation_config.json"
         )
     for key in sorted(content.keys() - known - _WITHOUT_EFFECT):
-        _check_other(path, key, content[key], changes)
+        value = content[key]
+        said = f"{path}: {key}={shown(value)} is not supported"
+        if key in _UNSUPPORTED:
+            if (tuple(value) if isinstance(value, list) else value) not in _UNSUPPORTED[key]:
+                raise OptionError(f"{said}; remove it from the file, or do without it")
+        elif key == "forced_decoder_ids":
+            raise OptionError(f"{said}; give these tokens as the prompt, and remove it from the file")
+        elif key != "max_length":
+            _warn(path, f"{key} is not a setting of transformers' GenerationConfig; ignored")
+        elif "max_new_tokens" not in changes:
+            _warn(path, f"max_length={value} is ignored, because it counts the prompt, too; use max_new_tokens")
     settings = {key: content[key] for key in known & content.keys()}
     if "sequence_bias" in settings:
         settings["sequence_bias"] = _sequence_bias(path, settings["sequence_bias"])
@@ -634,24 +604,6 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
         for name in [name for name in names if name not in changes]:
             _warn(path, f"{name}={shown(settings.pop(name))} has no effect without {switch}; ignored")
     return settings
-
-
-def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -> None:
-    if key in _UNSUPPORTED:
-        if (tuple(value) if isinstance(value, list) else value) not in _UNSUPPORTED[key]:
-            raise OptionError(
-                f"{path}: {key}={shown(value)} is not supported; remove it from the file, or do without it"
-            )
-    elif key == "forced_decoder_ids":
-        raise OptionError(
-            f"{path}: {key}={shown(value)} is not supported; give these tokens as the prompt, and remove it from the "
-            "file"
-        )
-    elif key == "max_length":
-        if "max_new_tokens" not in changes:
-            _warn(path, f"max_length={value} is ignored, because it counts the prompt, too; use max_new_tokens")
-    else:
-        _warn(path, f"{key} is not a setting of transformers' GenerationConfig; ignored")
 
 
 def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:

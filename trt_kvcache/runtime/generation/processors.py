@@ -7,7 +7,7 @@ that shape the distribution for sampling are in `sampling`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,8 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
     if config.no_repeat_ngram_size:
         scores = ban_repeated_ngrams(scores, tokens, config.no_repeat_ngram_size)
     if config.bad_words_ids:
-        scores = ban_runs(scores, tokens, [run for run in config.bad_words_ids if not _is_end(run, config)])
+        runs = [run for run in config.bad_words_ids if len(run) > 1 or run[0] not in config.eos_token_ids]
+        scores = ban_tokens(scores, [run[-1] for run in runs if _is_next(run, tokens)])
     if new_tokens < config.min_new_tokens or (not config.min_new_tokens and tokens.size < config.min_length):
         scores = ban_tokens(scores, config.eos_token_ids)
     first = config.forced_bos_token_id if tokens.size - new_tokens == 1 else None
@@ -82,10 +83,6 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
     for processor in config.logits_processors:
         scores = _called(processor, scores, tokens)
     return scores
-
-
-def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
-    return len(run) == 1 and run[0] in config.eos_token_ids
 
 
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
@@ -136,14 +133,8 @@ def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
     if tokens.size < size:
         return scores
     grams = np.lib.stride_tricks.sliding_window_view(tokens, size)
-    suffix = tokens[tokens.size - size + 1 :]
-    completes = (grams[:, :-1] == suffix).all(axis=1)
+    completes = (grams[:, :-1] == tokens[tokens.size - size + 1 :]).all(axis=1)
     return ban_tokens(scores, grams[completes, -1])
-
-
-def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> Scores:
-    """Forbid every token that would complete one of these token sequences."""
-    return ban_tokens(scores, [run[-1] for run in runs if _is_next(run, tokens)])
 
 
 def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:

@@ -37,20 +37,17 @@ def best(logits: Logits) -> tuple[int, float]:
     if logits.dtype == CHOICE:
         at = int(logits["score"].argmax()) if logits.size > 1 else 0
         return int(logits["token"][at]), float(logits["score"][at])
-    if logits.dtype != np.float16:
-        scores = as_scores(logits)
-        token = int(scores.argmax())  # NaN counts as the highest
-        return token, float(scores[token])
-    bits = np.ascontiguousarray(logits).view(np.int16)
-    # flip the bits of negative numbers except the sign, because their order is reversed
-    keys = bits ^ ((bits >> 15) & 0x7FFF)
-    token = int(keys.argmax())
-    top = float(logits[token])
-    if keys.min() < _LOWEST or top == 0:  # NaN with a sign bit; and -0, which the keys order below 0
-        scores = as_scores(logits)
-        token = int(scores.argmax())
-        top = float(scores[token])
-    return token, top
+    if logits.dtype == np.float16:
+        bits = np.ascontiguousarray(logits).view(np.int16)
+        # flip the bits of negative numbers except the sign, because their order is reversed
+        keys = bits ^ ((bits >> 15) & 0x7FFF)
+        token = int(keys.argmax())
+        top = float(logits[token])
+        if keys.min() >= _LOWEST and top != 0:  # no NaN with a sign bit; and no -0, which the keys order below 0
+            return token, top
+    scores = as_scores(logits)
+    token = int(scores.argmax())  # NaN counts as the highest
+    return token, float(scores[token])
 
 
 def as_scores(logits: Logits) -> npt.NDArray[np.float32]:
@@ -185,10 +182,8 @@ class Sampler:
 
 
 def _no_token(new_tokens: int) -> OptionError:
-    return OptionError(
-        f"after {new_tokens} new tokens, the grammar and the other settings leave no token to "
-        "choose; change one of them"
-    )
+    left = "the grammar and the other settings leave no token to choose"
+    return OptionError(f"after {new_tokens} new tokens, {left}; change one of them")
 
 
 def _check_ruled(top: float) -> None:
@@ -234,7 +229,7 @@ def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
     """
     left = scores if isinstance(scores, Candidates) else Candidates(scores)
     # A temperature keeps the order of the scores, so it can come second, when few are left.
-    if 0 < config.top_k < left.scores.size:
+    if config.top_k:
         left = keep_top_k(left, config.top_k)
     if config.temperature != 1:
         left = Candidates(apply_temperature(left.scores, config.temperature), left.ids)
@@ -280,7 +275,7 @@ def keep_min_p(left: Candidates, share: float) -> Candidates:
     return left.only(np.flatnonzero(np.exp(left.scores - left.scores.max()) >= np.float32(share)))
 
 
-def highest(scores: Scores, count: int) -> Ids:
+def highest(scores: npt.NDArray[np.floating[Any]], count: int) -> Ids:
     """Return the ascending indices of the `count` highest scores, and of all that tie with the lowest of these.
 
     The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a bound:

@@ -67,9 +67,8 @@ def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> Generation
             if said := _ELSEWHERE.get(name):
                 raise OptionError(f"'{name}' is not a generation setting: {said}")
             near = SYNONYMS.get(name) or next(iter(get_close_matches(name, known, 1)), "")
-            raise OptionError(
-                f"'{name}' is not a generation setting; {f'did you mean {near}?' if near else 'see GenerationConfig'}"
-            )
+            advice = f"did you mean {near}?" if near else "see GenerationConfig"
+            raise OptionError(f"'{name}' is not a generation setting; {advice}")
     return replace(config, **with_sampling(settings))
 
 

@@ -30,7 +30,6 @@ class Grammar(Protocol):
 
     def start(self) -> TokenMask:
         """Return the mask function of a new sequence. Each sequence needs a separate mask function."""
-        ...
 
 
 def words(vocab: int) -> int:

@@ -96,12 +96,7 @@ def open_on_cpu(
     return CpuSession(session, name or str(path))
 
 
-def type_name(value: Any) -> str:
-    """Return the type of a session's input or output, as ONNX Runtime names it, such as ``"float16"``."""
-    name: str = value.type.removeprefix("tensor(").removesuffix(")")
-    return name
-
-
 def input_dtype(value: Any) -> np.dtype[Any]:
-    """Return the dtype of a session's input or output."""
-    return helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(type_name(value).upper()))
+    """Return the dtype of a session's input or output, whose type is a text such as ``"tensor(float16)"``."""
+    name = value.type.removeprefix("tensor(").removesuffix(")")
+    return helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(name.upper()))

@@ -18,7 +18,7 @@ tests/runtime/test_ort_fused.py checks that rows beyond a sequence's length are 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypeGuard
 
@@ -31,7 +31,7 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant, tidy
 from trt_kvcache.importer.lower import CONTRIB
 from trt_kvcache.importer.lower.matmul_nbits import NUMBERS, middle
-from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, Mask, Role, UpdateMode
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, Mask, Role, UpdateMode
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors, names_read, replace_field
 from trt_kvcache.importer.protos import is_op as is_proto_op
@@ -96,11 +96,13 @@ def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
 def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan, mask: Mask) -> _Match | None:
     caches = [c for c in plan.caches if c.past in item.caches]
     updates = [_update(graph, tensor, node) for tensor in node.inputs[1:3]] if is_op(node, "Attention") else []
-    if len(caches) != 2 or len(updates) != 2 or not _known(item) or not _is_causal(mask):
+    if len(caches) != 2 or len(updates) != 2 or not _known(item) or not mask.causal:
         return None
     key, value = updates
     lengths = [t for t in graph.inputs if t.name == mask.lengths]
-    if key is None or value is None or not lengths or not all(_is_linear(c) for c in caches):
+    if key is None or value is None or not lengths or mask.mask is not None or mask.right_window >= 0:
+        return None
+    if not all(c.mode is UpdateMode.LINEAR and c.carried and len(c.readers) == 1 for c in caches):
         return None
     starts = plan.tensor(Role.WRITE_INDICES)
     valid = plan.tensor(Role.VALID_LENGTHS)
@@ -118,22 +120,9 @@ def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan,
 
 
 def _known(item: AttentionPlan) -> bool:
-    sizes = (item.query_heads, item.kv_heads, item.head_size)
-    return (
-        item.dtype == "float"
-        and all(isinstance(size, int) for size in sizes)
-        and item.head_size == item.value_head_size
-        and int(item.head_size) % _HEAD_STEP == 0
-    )
-
-
-def _is_causal(mask: Mask) -> bool:
-    plain = mask.mask is None and mask.right_window < 0
-    return mask.causal and mask.lengths is not None and plain
-
-
-def _is_linear(cache: CacheUpdate) -> bool:
-    return cache.mode is UpdateMode.LINEAR and cache.carried and len(cache.readers) == 1
+    known = all(isinstance(size, int) for size in (item.query_heads, item.kv_heads, item.head_size))
+    fits = item.dtype == "float" and item.head_size == item.value_head_size
+    return known and fits and int(item.head_size) % _HEAD_STEP == 0
 
 
 def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
@@ -153,9 +142,8 @@ def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node |
 
 
 def _fuse(emitter: Emitter, match: _Match) -> None:
-    item, (key, value) = match.plan, match.updates
+    item, (key, value), lengths = match.plan, match.updates, match.lengths
     heads, kv_heads, size = int(item.query_heads), int(item.kv_heads), int(item.head_size)
-    lengths = match.lengths
     last = emitter.once(("last", lengths.name), lambda: _int32(emitter, "Sub", [lengths, emitter.ints(1)], "last"))
     longest = emitter.once(
         ("longest", lengths.name), lambda: _int32(emitter, "ReduceMax", [lengths], "longest", keepdims=0)
@@ -181,8 +169,7 @@ def _fuse(emitter: Emitter, match: _Match) -> None:
     if not packed:
         split = emitter.op("Reshape", [output, emitter.ints([0, 0, heads, size])], "split")
         turned = emitter.op("Transpose", [split], "heads", perm=_SWAPPED)
-        maker = turned.inputs[0]
-        maker.outputs = [target]
+        turned.inputs[0].outputs = [target]
 
 
 def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attributes: int) -> gs.Tensor:
@@ -227,14 +214,10 @@ def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
         return result, False
     merged = _only(turned.outputs[0], "Reshape")
     shape = small_constant(merged.inputs[1]) if merged is not None else None
-    if merged is None or shape is None or not _keeps_rows(shape.tolist(), width):
+    # shapes that turn [B, S, N, H] into [B, S, N*H] for every B and S
+    if merged is None or shape is None or shape.tolist() not in ([0, 0, width], [0, 0, -1], [0, -1, width]):
         return result, False
     return merged.outputs[0], True
-
-
-def _keeps_rows(shape: Iterable[int], width: int) -> bool:
-    """Return True if a Reshape of ``[B, S, N, H]`` to `shape` gives ``[B, S, N*H]`` for every B and S."""
-    return list(shape) in ([0, 0, width], [0, 0, -1], [0, -1, width])
 
 
 def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
@@ -370,14 +353,14 @@ def in_float32(imported: ImportedModel) -> ImportedModel:
         return imported
     model = copied(imported.model)
     state_type(model, (TensorProto.BFLOAT16,), TensorProto.FLOAT)
-    large = {name for scope in iter_scopes(model) if isinstance(scope, GraphProto) for name in _large(scope)}
+    graphs = [scope for scope in iter_scopes(model) if isinstance(scope, GraphProto)]
+    large = {name for graph in graphs for name in _large(graph)}
     for tensor in iter_tensors(model):
         if tensor.data_type == TensorProto.BFLOAT16 and tensor.name not in large:
             values = numpy_helper.to_array(tensor).astype(np.float32)
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-    for scope in iter_scopes(model):
-        if isinstance(scope, GraphProto):
-            _cast(scope, large)
+    for graph in graphs:
+        _cast(graph, large)
     plan = _widened(imported.plan)
     return replace(imported, model=model, plan=replace(plan, notes=(NOTE, *plan.notes)))
 
@@ -391,7 +374,6 @@ def _large(graph: GraphProto) -> Iterator[str]:
 
 
 def _cast(graph: GraphProto, large: Container[str]) -> None:
-    """Insert a Cast to float32 after each large bfloat16 weight."""
     casts = []
     for tensor in graph.initializer:
         if tensor.name in large:

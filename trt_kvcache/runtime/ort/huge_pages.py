@@ -51,7 +51,9 @@ def _move(before: set[tuple[int, int]], until: float) -> None:
         for new in _without(_anonymous(), before):
             for first, last in _full(*new, size):
                 for address in range(first, last, _AT_ONCE * size):
-                    if not _collapse(address, min(_AT_ONCE * size, last - address)) or time.perf_counter() > until:
+                    length = ctypes.c_size_t(min(_AT_ONCE * size, last - address))
+                    failed = ctypes.CDLL(None).madvise(ctypes.c_void_p(address), length, _COLLAPSE)
+                    if failed or time.perf_counter() > until:
                         return
 
 
@@ -85,9 +87,3 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     full = (entries >> np.uint64(63)).reshape(-1, size // _PAGE).all(axis=1)  # bit 63: the page is present
     edges = np.flatnonzero(np.diff(full, prepend=False, append=False)).reshape(-1, 2)
     yield from ((start + int(first) * size, start + int(last) * size) for first, last in edges)
-
-
-def _collapse(address: int, size: int) -> bool:
-    """Move a range of memory into huge pages; return True if moving more may succeed."""
-    library = ctypes.CDLL(None)
-    return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)

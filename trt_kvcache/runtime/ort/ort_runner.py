@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,13 +68,9 @@ class OnnxRuntimeRunner:
     files. Past and present of a cache are bound to one address; then ONNX Runtime's TensorScatter and
     GroupQueryAttention write only the update (measured on 1.31.1).
 
-    Args:
-        model: path of the ``.onnx`` file, as exported or rewritten.
-        options: options of the plan.
-        max_batch: batch rows of every cache; None: 8, or fewer if memory is short.
-        max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
-        threads: threads of ONNX Runtime; None: one per core.
-        default_capacity: capacity of caches that grow, if `options` gives none; None: the importer's default.
+    `model` is the path of the ``.onnx`` file, as exported or rewritten, and `options` are those of the plan.
+    `DecodeSession.open` and `CpuOptions` explain the other arguments; without `max_batch` there are 8 batch rows, or
+    fewer if memory is short.
 
     Raises:
         ModelError, OptionError: the model cannot be used, or an option does not fit it.
@@ -127,10 +123,9 @@ class OnnxRuntimeRunner:
         threads: int | None,
     ) -> CpuSession:
         """Open the session and allocate the caches, while the comparison of the models runs."""
-        self._source = imported.source
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
-        self._stamps = [(path, times[:-1]) for path, times in self._source.stamps.items()]
+        self._stamps = [(path, times[:-1]) for path, times in imported.source.stamps.items()]
         self.inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
         self._limits = index_limits(imported.model, imported.plan)
@@ -145,7 +140,9 @@ class OnnxRuntimeRunner:
         per_row = sum(b.row_bytes * (1 if n in in_place else 2) for n, b in self._carried.items())
         self.max_batch = _admit(per_row, self.inputs.batch(max_batch))
         _admit_weights(model_run)
-        session = _opened(imported, model_run, threads, self.name)
+        advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
+        with phase("loading weights"), huge_pages(wait=False), exact_experts():
+            session = open_on_cpu(model_run, imported.source.path, advice, threads=threads, name=self.name)
         self._session: CpuSession | None = session
         imported.source.check_unchanged()
         # Only outside of GroupQueryAttention; see `fuse_attention`.
@@ -274,12 +271,11 @@ class OnnxRuntimeRunner:
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
         """Return the size of the vocabulary, found by a step over empty caches (they stay empty); 0 if no step runs."""
-        rows = self.inputs.max_rows or 1
-        length = self.inputs.fixed_length or 1
-        tokens = np.zeros((rows, length), np.int64)
-        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self.inputs.no_embeds(tokens))
         if self.inputs.constants.tensors:
             return 0  # the size stays unknown, because there are no constants to run a step with
+        rows = self.inputs.max_rows or 1
+        tokens = np.zeros((rows, self.inputs.fixed_length or 1), np.int64)
+        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self.inputs.no_embeds(tokens))
         spans = {n: self._spans[n][:size] for n, size in self.inputs.span_sizes(batch).items()}
         feeds = self.inputs.arrays(batch) | spans | self._adapters | {n: a[:rows] for n, a in self._past.items()}
         (logits,) = session.run([self._logits.name], feeds)
@@ -292,13 +288,11 @@ class OnnxRuntimeRunner:
             self._bindings.move_to_end(key)
             return self._bindings[key]
         binding = session.binding()
-        spans = self.inputs.span_sizes(batch)
         inputs = self.inputs.arrays(batch)
+        spans = {n: self._spans[n][:size] for n, size in self.inputs.span_sizes(batch).items()}
         sample = batch.constants[0].arrays if batch.constants else {}
         arrays = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in sample.items()}
-        for name, array in (inputs | arrays | {n: self._spans[n][:size] for n, size in spans.items()}).items():
-            bind(binding.bind_input, name, array)
-        for name, array in self._adapters.items():
+        for name, array in (inputs | arrays | spans | self._adapters).items():
             bind(binding.bind_input, name, array)
         rows = slice(batch.first_row, batch.first_row + batch.rows)
         for name, buffer in self._carried.items():
@@ -334,24 +328,11 @@ def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) 
     return quantized.model, quantized.plan
 
 
-def _opened(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
-    advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
-    with phase("loading weights"), huge_pages(wait=False), exact_experts():
-        return open_on_cpu(model, imported.source.path, advice, threads=threads, name=name)
-
-
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
     """Return the caches that ONNX Runtime can write in place: the same operator reads past and writes present."""
-    readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in model.graph.node:
-        for name in node.input:
-            readers.setdefault(name, []).append(node)
-    names = set()
-    for buffer in carried:
-        nodes = readers.get(buffer.past, [])
-        if len(nodes) == 1 and (buffer.past, buffer.present) in _writes(nodes[0]):
-            names.add(buffer.past)
-    return names
+    reads = Counter(name for node in model.graph.node for name in node.input)
+    written = {names for node in model.graph.node for names in _writes(node)}
+    return {b.past for b in carried if reads[b.past] == 1 and (b.past, b.present) in written}
 
 
 def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:

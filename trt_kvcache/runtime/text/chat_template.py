@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 from trt_kvcache.errors import OptionError
@@ -109,9 +110,7 @@ def render(
     pattern = re.compile("|".join(map(re.escape, known)))
     hidden, tools = _hidden([messages, chat.tools], pattern, known)
 
-    def write_hidden(messages: list[dict[str, Any]]) -> str:
-        return write(messages, tools)
-
+    write_hidden = partial(write, tools=tools)
     shown = _continued(write_hidden, hidden, name) if chat.continues else write_hidden(hidden)
     return _parts(shown, text, pattern, known, name)
 
@@ -128,8 +127,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
 
         def parse(self, parser: Any) -> nodes.Node:
             line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.Scope(body, lineno=line)
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
     def refuse(message: object) -> None:
         raise TemplateError(str(message))
@@ -140,10 +138,9 @@ def _compile(template: str, name: str) -> Callable[..., str]:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
-    now = datetime.now()  # the same time in every run of the template
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = now.strftime
+    environment.globals["strftime_now"] = datetime.now().strftime  # the same time in every run of the template
 
     def run(work: Callable[[], Any]) -> Any:
         try:
@@ -189,19 +186,15 @@ def _written(write: Write, messages: list[dict[str, Any]], name: str) -> tuple[l
     template fails on the messages, or ignores one of them.
     """
     try:
-        text = write(messages)
-        _check_traces(write, messages, text, name)
+        return messages, _traced(write, messages, name)
     except OptionError as error:
         system = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in messages]
         if system == messages:
             raise
         try:
-            text = write(system)
-            _check_traces(write, system, text, name)
+            return system, _traced(write, system, name)
         except OptionError:
             raise error from None
-        return system, text
-    return messages, text
 
 
 def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str, Any], str]]:
@@ -219,8 +212,8 @@ def _texts(messages: list[dict[str, Any]]) -> Iterator[tuple[int, str, dict[str,
                 yield at, f", its call of '{call['name']}'", call, "name"
 
 
-def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name: str) -> None:
-    marked = deepcopy(messages)
+def _traced(write: Write, messages: list[dict[str, Any]], name: str) -> str:
+    text, marked = write(messages), deepcopy(messages)
     for number, (_, _, place, key) in enumerate(_texts(marked)):
         place[key] += f"{_MARK}{number}."
     try:
@@ -245,6 +238,7 @@ def _check_traces(write: Write, messages: list[dict[str, Any]], text: str, name:
             f"the chat template of {name} does not write messages[{at}] ({messages[at].get('role')}{what}), so the "
             "model would not see it; leave it out, or put its text into a user message"
         )
+    return text
 
 
 # The end of a prompt, and special tokens.

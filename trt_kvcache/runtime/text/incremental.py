@@ -24,7 +24,6 @@ class TokenDecoder(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of `tokens` without special tokens, with U+FFFD for bytes that are not UTF-8."""
-        ...
 
 
 class TextStream:
@@ -60,8 +59,7 @@ class TextStream:
             text = self._decode()
         complete = _complete(text)
         new = complete[len(self._emitted) :]
-        if new:
-            self._emitted = complete
+        self._emitted += new
         if new and complete == text:
             # All text was returned. The tokens since the last time that this happened are enough context, if they
             # decode alone.

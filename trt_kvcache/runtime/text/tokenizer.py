@@ -40,7 +40,7 @@ class Tokenizer:
         self._settings = settings or {}
         self.name = name or "the tokenizer"
         for token, text in self.special_tokens.items():
-            if not _is_unicode(text):
+            if any("\ud800" <= character <= "\udfff" for character in text):
                 raise OptionError(
                     f"{self.name}: its {token} {text!a} is not Unicode text; correct it in tokenizer_config.json"
                 )
@@ -177,11 +177,9 @@ class Tokenizer:
         except ImportError:
             raise OptionError("a chat template needs Jinja2: pip install 'trt-kvcache[text]'") from None
         chat = Chat([*messages], None if tools is None else [*tools], **how)
-        return render(self._template(tools), chat, self.special_tokens, self._special_texts, self.name)
-
-    @property
-    def _special_texts(self) -> Sequence[str]:
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        return render(self._template(tools), chat, self.special_tokens, special, self.name)
 
     def _template(self, tools: Sequence[Any] | None) -> str:
         template = self._settings.get("chat_template")
@@ -205,23 +203,14 @@ def _settings_beside(path: Path) -> dict[str, Any]:
             settings = read_object(config)
         if template.exists():
             # transformers 5 writes the template to its own file, which has priority
-            settings["chat_template"] = _text(template)
+            settings["chat_template"] = read_file(template).decode()
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{template} is not UTF-8 text: {error}") from None
     except OSError as error:
         raise OptionError(f"{error.filename} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise OptionError(f"{config} {error}") from None
     return settings
-
-
-def _is_unicode(text: str) -> bool:
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def _text(file: Path) -> str:
-    try:
-        return read_file(file).decode()
-    except UnicodeDecodeError as error:
-        raise OptionError(f"{file} is not UTF-8 text: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -272,17 +261,10 @@ def _read(text: str, kinds: Collection[str], replaced: Iterable[tuple[str, str]]
     return text.encode()
 
 
-def _alphabet() -> dict[str, int]:
-    """Return the byte of each character in the texts of byte-level tokens.
-
-    Printable bytes stand for themselves; other bytes are written as the characters from 256 on.
-    """
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    unseen = [byte for byte in range(256) if byte not in seen]
-    return {chr(byte): byte for byte in seen} | {chr(256 + at): byte for at, byte in enumerate(unseen)}
-
-
-_BYTES = _alphabet()
+_SEEN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+_UNSEEN = [byte for byte in range(256) if byte not in _SEEN]
+_BYTES = {chr(byte): byte for byte in _SEEN} | {chr(256 + at): byte for at, byte in enumerate(_UNSEEN)}
+"""The byte of each character in byte-level tokens. Bytes that are not printable are the characters from 256 on."""
 
 
 def each_decoder(decoder: Any) -> Iterator[dict[str, Any]]:

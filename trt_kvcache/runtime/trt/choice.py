@@ -75,9 +75,14 @@ class DeviceChoice:
             `CHOICE` ``[R, keep, N]``, in ascending order of tokens; a short list ends with tokens of -1 and scores of
             ``-inf``. None if the host should choose, because too many scores or positions are asked for.
         """
-        if masks is not None and 4 * self._words * rows * keep > self._host_masks.data.size:
-            return None
-        where = start, self._put(masks, rows, keep), pitch, rows, keep
+        allowed = 0  # address of the masks, or 0 for none
+        if masks is not None:
+            if 4 * self._words * rows * keep > self._host_masks.data.size:
+                return None
+            data = masks(self._words)  # made and copied to the GPU while the step runs
+            assert data.shape == (rows, keep, self._words)
+            allowed = self._upload_masks(data)
+        where = start, allowed, pitch, rows, keep
         if highest == 1:
             read = read_keys(self._best(*where, self._vocab)[:, None], self._dtype.name)
         elif rows * keep > self._most_lists or 2 * highest > sets_per_row(self._vocab, self._dtype.itemsize):
@@ -90,14 +95,6 @@ class DeviceChoice:
         chosen = np.empty(read[0].shape, CHOICE)
         chosen["token"], chosen["score"] = read
         return chosen.reshape(rows, keep, -1)
-
-    def _put(self, masks: Masks | None, rows: int, keep: int) -> int:
-        """Copy the masks of allowed tokens to the GPU while the step runs. Return their address, or 0 for none."""
-        if masks is None:
-            return 0
-        data = masks(self._words)
-        assert data.shape == (rows, keep, self._words)
-        return self._upload_masks(data)
 
     def _upload_masks(self, data: Mask) -> int:
         self._host_masks.data[: data.nbytes] = data.reshape(-1).view(np.uint8)
@@ -171,8 +168,8 @@ class DeviceChoice:
     def _compare_at(
         self, where: tuple[int, int, int, int, int], looked_at: Array, allowed: npt.NDArray[np.bool_]
     ) -> None:
-        vocab = looked_at.shape[1]
-        allowed = allowed | (looked_at.astype(np.float32) == np.inf) | np.isnan(looked_at.astype(np.float32))
+        vocab, wide = looked_at.shape[1], looked_at.astype(np.float32)
+        allowed = allowed | (wide == np.inf) | np.isnan(wide)
         tokens, scores = read_keys(self._best(*where, vocab), self._dtype.name)
         for token, score, row, known in zip(tokens.tolist(), scores.tolist(), looked_at, allowed, strict=True):
             here, there = (token, score), (0, -math.inf)

@@ -33,8 +33,7 @@ _KEEP = "keep the kernels that it compiles"
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
     """Return the file for compiled kernels, ``model.engine.sm89.kernels``, in `folder` or the engine's folder."""
-    name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
-    return (folder or engine.parent) / name
+    return (folder or engine.parent) / f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
 
 
 class KernelCache:
@@ -71,10 +70,9 @@ class KernelCache:
         try:
             with atomic_file(self._path) as file:
                 file.write(content)
+            self._stored = content
         except OutputError as error:
             warn_unsaved(error)
-            return
-        self._stored = content
 
 
 def warn_unsaved(why: Exception) -> None:
@@ -89,10 +87,7 @@ class Context:
     """Wraps an ``IExecutionContext``: sets only what changed since the last step, and checks every return value."""
 
     def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
-        self._context = context
-        self._trt = trt
-        self._used = used
-        self._stream = stream
+        self._trt, self._context, self._stream, self._used = trt, context, stream, used
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
         self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
@@ -150,9 +145,7 @@ class ContextFactory:
     """Makes contexts that share weights, activation memory and, on TensorRT for RTX, compiled kernels."""
 
     def __init__(self, trt: TensorRT, cuda: Cuda, kernels: Path | None) -> None:
-        self._trt = trt
-        self._cuda = cuda
-        self._activations = 0
+        self._trt, self._cuda, self._activations = trt, cuda, 0
         self._configs: dict[bool, Any] = {}
         self.kernels: KernelCache | None = None
         if trt.rtx and kernels:
@@ -240,8 +233,7 @@ class StepGraphs:
     """
 
     def __init__(self, cuda: Cuda, *, native: bool) -> None:
-        self._cuda = cuda
-        self._native = native
+        self._cuda, self._native = cuda, native
         self._seen: set[Hashable] = set()
         self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
         self.failure = ""
@@ -267,7 +259,10 @@ class StepGraphs:
         try:
             graph = self._recorded_or_run(key, make, before)
         except BackendError as error:  # such as too little memory for one more context
-            self._give_up(error)
+            self.failure = str(error)
+            self._cuda.sync()  # a part of a step may still use its context
+            self.close()
+            warnings.warn(f"decoding continues without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
             return False
         if graph is not None:
             self._cuda.launch(graph)
@@ -301,12 +296,6 @@ class StepGraphs:
         elif step.graph is None:
             step.graph = self._cuda.capture(work)
         return step.graph
-
-    def _give_up(self, error: BackendError) -> None:
-        self.failure = str(error)
-        self._cuda.sync()  # a part of a step may still use its context
-        self.close()
-        warnings.warn(f"decoding continues without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
 
     def _drop(self) -> None:
         _, step = self._recorded.popitem(last=False)

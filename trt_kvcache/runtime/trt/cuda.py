@@ -77,8 +77,7 @@ class Cuda:
     """
 
     def __init__(self, device: int, bindings: CudaBindings) -> None:
-        self._driver = bindings.driver
-        self._core = bindings.core
+        self._driver, self._core = bindings.driver, bindings.core
         self._memory: dict[int, int] = {}
         self._pinned: set[int] = set()
         try:
@@ -118,9 +117,8 @@ class Cuda:
         """
         driver = self._driver
         _, before = driver.cuCtxGetCurrent()
-        status, mode = driver.cuThreadExchangeStreamCaptureMode(
-            driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-        )
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        status, mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)
         driver.cuCtxSetCurrent(self._context)
         try:
             yield
@@ -327,8 +325,7 @@ class Cuda:
             return
         if height == 1 or width == step == stride:  # one run, which has no limits
             name = f"cuMemcpy{from_[0]}to{to[0]}Async"
-            result = getattr(self._driver, name)(end, start, width * height, self.stream)
-            self._check(name, result)
+            self._check(name, getattr(self._driver, name)(end, start, width * height, self.stream))
             return
         kinds = {_DEVICE: self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE,
                  _HOST: self._driver.CUmemorytype.CU_MEMORYTYPE_HOST}  # fmt: skip
@@ -341,7 +338,6 @@ class Cuda:
         self._check("cuMemcpy2DAsync", self._driver.cuMemcpy2DAsync(copy, self.stream))
 
     def _check(self, call: str, result: tuple[Any, ...]) -> Any:
-        """Return the values of a driver call, or raise an error if it failed."""
         status, *values = result
         if int(status):
             _, text = self._driver.cuGetErrorString(status)
@@ -351,7 +347,6 @@ class Cuda:
 
     @contextmanager
     def _core_errors(self, what: str) -> Iterator[None]:
-        """Turn exceptions of cuda.core into `BackendError`."""
         try:
             yield
         except BackendError:

@@ -31,10 +31,10 @@ class DeviceCaches:
         self.buffers = {c.past: _checked(c) for c in carried_buffers(plan)}
         for name, buffer in self.buffers.items():
             if max_batch > 1 and buffer.row_bytes % ALIGNMENT:
-                state = buffer.is_state
-                advice = "" if state else "build the engine with a capacity that makes it a multiple, or "
+                kind = "state" if buffer.is_state else "cache"
+                advice = "" if buffer.is_state else "build the engine with a capacity that makes it a multiple, or "
                 raise ManifestError(
-                    f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, but "
+                    f"one sequence of {kind} {name!r} takes {buffer.row_bytes} bytes, but "
                     f"TensorRT binds memory only at multiples of {ALIGNMENT} bytes, so rows cannot be addressed "
                     f"separately; {advice}open it with max_batch 1"
                 )
@@ -80,9 +80,9 @@ class DeviceCaches:
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """Copy the first cache rows of a batch row to another, in all buffers; see `Runner.copy_rows`."""
-        for start, end in zip(self._runs(source, 0, tokens), self._runs(target, 0, tokens), strict=True):
-            if source != target:
-                self._cuda.copy_rows(end.address, start.address, start.pitch, start.width, start.height)
+        if source != target:
+            for start, end in zip(self._runs(source, 0, tokens), self._runs(target, 0, tokens), strict=True):
+                self._cuda.copy_rows(end.address, *start)
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """Set a range of cache rows of a batch row to 0, in all buffers; see `Runner.zero_rows`."""

@@ -46,16 +46,14 @@ class TensorRTEncoder:
         check_engine(manifest, path)
         resources = runner.resources
         with runner.running():
-            self._function = EngineFunction(
-                path, manifest, resources.trt.module, resources.cuda, runner.kernel_file(path)
-            )
+            module, kernels = resources.trt.module, runner.kernel_file(path)
+            self._function = EngineFunction(path, manifest, module, resources.cuda, kernels)
             resources.functions.append(self._function)
         tensors = manifest.plan.tensors
         inputs = [SourceInput(t.name, array_dtype(t.dtype), t.shape) for t in tensors if t.io == "input"]
         self._reader = SourceReader(path, inputs)
         outputs = {t.name for t in tensors if t.io == "output"}
-        self._constants = list(constants)
-        self._masks = [t for t in constants if t.name not in outputs]
+        self._constants, self._masks = list(constants), [t for t in constants if t.name not in outputs]
 
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
         """Return the decoder's constants for one sequence, as `DeviceArray`; masks are in host memory."""
@@ -209,9 +207,8 @@ class EngineFunction:
     def let_go(self) -> None:
         """Drop the objects of TensorRT. Their GPU memory is freed later, by `Cuda.close`."""
         if "_context" in self.__dict__:
-            self._context.let_go()
-        for name in ("_context", "factory"):
-            self.__dict__.pop(name, None)
+            self.__dict__.pop("_context").let_go()
+        self.__dict__.pop("factory", None)
         if "_trt" in self.__dict__:
             self.__dict__.pop("_trt").let_go()
 

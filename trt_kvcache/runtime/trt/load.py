@@ -99,26 +99,20 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
         raise ManifestError(
             f"{path}: the engine and its manifest differ: {'; '.join(differences)}; do not run it: build it again"
         )
-    _check_locations(path, module, engine)
-    return TensorRT(module, engine, runtime, recorder, title, target is Target.TENSORRT_RTX)
-
-
-def _check_locations(path: Path, module: Any, engine: Any) -> None:
-    """Refuse an engine that reads an input in host memory, because all buffers of the runtime are on the GPU."""
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    on_host = [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]
-    if on_host:
+    if on_host := [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]:
         raise UnsupportedModelError(
             f"{path}: {', '.join(on_host)} must lie in host memory, because the model computes shapes from the values; "
             "the runtime can run models whose shapes follow from the shapes of their inputs: export it that way"
         )
+    return TensorRT(module, engine, runtime, recorder, title, target is Target.TENSORRT_RTX)
 
 
 def _refusal(
     path: Path, manifest: Manifest, title: str, version: str, cuda: Cuda, words: str, reasons: tuple[str, ...]
 ) -> str:
     """Return the message for an engine that TensorRT refuses: TensorRT's own words, and what to do."""
-    built = f"{manifest.backend_version}"
+    built = manifest.backend_version
     if manifest.compute_capabilities:
         built += f" for {', '.join(manifest.compute_capabilities)}"
     sm = "sm" + cuda.compute_capability.replace(".", "")

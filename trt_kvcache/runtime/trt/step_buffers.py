@@ -32,11 +32,8 @@ class StepBuffers:
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
-        self._cuda = cuda
-        self._rows = rows
+        self._cuda, self._largest, self._rows = cuda, largest, rows
         self._tensors = {t.name: t for t in plan.tensors if t.role not in (Role.CACHE, Role.STATE)}
-        self._largest = largest
-        self._spans = tuple(t.name for t in self._tensors.values() if t.role is Role.SPAN)
         self._logits = StepLogits(plan)
         self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
@@ -52,7 +49,8 @@ class StepBuffers:
     @property
     def choice_bytes(self) -> int:
         """Bytes of GPU memory that choosing tokens on the GPU takes."""
-        return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
+        positions = self._size(self._logits.name) // self._position_bytes  # most positions in a step, of all rows
+        return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, positions)
 
     def allocate(self) -> None:
         """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...; steps use their start."""
@@ -64,7 +62,7 @@ class StepBuffers:
                 offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
         self._staging = self._cuda.allocate_pinned(offset)
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
-        for name in self._spans:
+        for name in (t.name for t in self._tensors.values() if t.role is Role.SPAN):
             values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
             self._cuda.upload_pieces(self.addresses[name], values)
 
@@ -118,8 +116,7 @@ class StepBuffers:
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
-        width = keep * size
-        pitch = self._logits.check(batch) * size
+        width, pitch = keep * size, self._logits.check(batch) * size
         start = self.addresses[self._logits.name] + pitch - width
         if keep == 0:
             self._cuda.sync()
@@ -145,11 +142,6 @@ class StepBuffers:
         return self._host_logits.data[: rows * width]
 
     @property
-    def _positions(self) -> int:
-        """The largest number of positions, of all rows together, whose logits one step returns."""
-        return self._size(self._logits.name) // self._position_bytes
-
-    @property
     def _position_bytes(self) -> int:
         return self._logits.vocab * self._logits.dtype.itemsize
 
@@ -164,23 +156,19 @@ class StepShapes:
     """Finds the input shapes and the profile of each step of an engine. `buffers` are by name of the past tensor."""
 
     def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, Carried]) -> None:
-        self._manifest = manifest
-        self._inputs = inputs
-        self._buffers = buffers
+        self._manifest, self._inputs, self._buffers = manifest, inputs, buffers
         weights = [t for t in manifest.plan.tensors if t.role is Role.ADAPTER_WEIGHTS]
         self._adapters: dict[str, Shape] = {t.name: tuple(map(int, t.shape)) for t in weights}
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
 
     def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
         """Return profile index and shapes of a step, cached by signature. Raises `BackendError` if no profile fits."""
-        kind = self._kinds.get(signature)
-        if kind is None:
+        if signature not in self._kinds:
             shapes = self._shapes(batch)
-            kind = self._profile(shapes, batch), shapes
             if len(self._kinds) == _MOST_KINDS:
                 self._kinds.clear()
-            self._kinds[signature] = kind
-        return kind
+            self._kinds[signature] = self._profile(shapes, batch), shapes
+        return self._kinds[signature]
 
     def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
         """Return the largest shapes of all tensors except caches in any step, for `rows` rows of `chunk` tokens.
@@ -200,10 +188,8 @@ class StepShapes:
             shapes = self._shapes(batch)
             context = contexts[self._profile(shapes, batch)]
             context.prepare(shapes, {})
-            sizes = dict(shapes)
-            for tensor in self._manifest.plan.tensors:
-                if tensor.io == "output":
-                    sizes[tensor.name] = context.output_shape(tensor.name)
+            outputs = [t.name for t in self._manifest.plan.tensors if t.io == "output"]
+            sizes = shapes | {name: context.output_shape(name) for name in outputs}
             for state in self._manifest.plan.states:
                 if sizes[state.present] != sizes[state.past]:
                     raise UnsupportedModelError(
@@ -243,9 +229,8 @@ class StepShapes:
                 for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
             ):
                 return index
-        constants = "".join(
-            f", {name!r} {list(shapes[name])}" for name in (batch.constants[0].arrays if batch.constants else ())
-        )
+        names = batch.constants[0].arrays if batch.constants else ()
+        constants = "".join(f", {name!r} {list(shapes[name])}" for name in names)
         raise BackendError(
             f"a step of {batch.rows} sequences and {batch.length} tokens each{constants} fits none of the engine's "
             f"profiles (batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache "

@@ -41,18 +41,12 @@ class Bindings:
 class TensorRTRunner:
     """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
 
+    `engine` is the path of the engine; its manifest lies beside it as ``<engine>.json``. The numbers in the engine are
+    the defaults and maxima of `max_batch` and `max_chunk`. `GpuOptions` explains the other arguments.
+
     Attributes:
         resources: the GPU, the engine and its contexts; freed with the runner.
         host_choice: why the host chooses tokens among all scores; empty if the GPU chooses.
-
-    Args:
-        engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
-        max_batch: batch rows of every cache; default and maximum: the number in the engine.
-        max_chunk: most tokens of one row per step; default and maximum: the number in the engine.
-        device: index of the GPU.
-        cuda_graphs: record decode steps as CUDA graphs.
-        kernel_cache: folder for kernels that TensorRT for RTX compiles; None: the engine's folder.
-        bindings: the modules to call; None: the real ones.
 
     Raises:
         ManifestError: the manifest is missing, was edited, or belongs to another engine.
