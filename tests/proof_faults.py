@@ -30,7 +30,7 @@ from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.compare.bounds import Bounds
-from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.proof import Proof
 from trt_kvcache.compare.proof_recording import record_proof
 from trt_kvcache.compare.rounding import UNITS, with_rounding
@@ -143,7 +143,7 @@ def subject(name: str, path: Path, options: PlanOptions, chunk: int = CHUNK, bat
     proof = record_proof(imported, bounds)
     rewritten = imported.model
     if proof.facts.dtype == "bfloat16":
-        rewritten, _ = float32_copy(rewritten, path.parent, path.parent)
+        rewritten, _ = Float32Copies(path.parent).copy(rewritten, path.parent)
     return Subject(name, proof.facts.dtype, imported, proof, rewritten, batch)
 
 

@@ -55,10 +55,6 @@ class ChildError(Exception):
     """Raised if a child process gave no answer. The message gives the user the reason."""
 
 
-class ChildLateError(ChildError):
-    """Raised if a child process took longer than allowed."""
-
-
 class Begun(NamedTuple):
     """The clocks of a child process at the beginning of a request, in seconds: `time.monotonic`, and processor time."""
 
@@ -194,7 +190,7 @@ class Child:
         except queue.Empty:
             self.end()
             assert seconds is not None
-            raise ChildLateError(f"took more than {round(seconds, 2):g} s") from None
+            raise ChildError(f"took more than {round(seconds, 2):g} s") from None
         except BaseException:  # an interrupt: nobody will read the answer
             self.end()
             raise

@@ -181,16 +181,14 @@ def _of_module(pattern: str, default: str, name: str, settings: Mapping[str, Any
 
     quiet = re2.Options()
     quiet.log_errors = False
-    patterns = settings.get(pattern) or {}
     value = settings.get(default)
-    for key in patterns:
+    for key, own in (settings.get(pattern) or {}).items():
         try:
-            fits = re2.compile(rf"(?:.*\.)?(?:{key})", quiet).fullmatch(name)
+            if re2.compile(rf"(?:.*\.)?(?:{key})", quiet).fullmatch(name):
+                value = own
+                break
         except (re2.error, UnicodeEncodeError):
             raise OptionError(f"{path}: {pattern} has {shown(key)}, which RE2 does not read as a pattern") from None
-        if fits:
-            value = patterns[key]
-            break
     if not is_number(value) or not math.isfinite(value) or (default == "r" and not is_whole(value)):
         raise OptionError(f"{path}: {default} of module '{name}' is {shown(value)}, which is not a number")
     return value

@@ -6,7 +6,7 @@ Messages are written with flags, such as ``--capacity 256``, because no other te
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 """Control characters, line breaks, and marks that change the direction of text."""
@@ -74,6 +74,11 @@ def as_flags(message: str, flags: Mapping[str, tuple[str, str | None]]) -> str:
         return f"{flags[name][0]} {value.strip('[]').strip(chr(34))}"
 
     return re.sub(rf"(?<![\w/.'\"-])(?P<name>{names})(?![\w/.'\"-])(?:=(?P<value>[^\s,;:()]+))?", flag, message)
+
+
+def shape_text(shape: Iterable[int | str]) -> str:
+    """Return a shape as text, such as ``[batch, 8, 256, 64]``."""
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def human_bytes(count: int) -> str:

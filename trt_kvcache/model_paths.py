@@ -9,13 +9,13 @@ import json
 import os
 import re
 import shlex
+from glob import escape
 from pathlib import Path
 
 from trt_kvcache.errors import InvalidModelError
 
 ENGINE = "model.engine"
 """Name of the engine file in an engine's folder."""
-
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OWN = (".onnx", ".engine", ".json", ".gguf", ".plan")
@@ -51,6 +51,11 @@ def is_checkpoint(path: Path) -> bool:
     if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:
         return False
     return any(next(path.glob(pattern), None) is not None for pattern in ("*.safetensors", "pytorch_model*.bin"))
+
+
+def folder_of(path: Path) -> Path:
+    """Return the folder of a model or an engine, which may be given by its file."""
+    return path if path.is_dir() else path.parent
 
 
 def models_in(folder: Path) -> list[Path]:
@@ -128,7 +133,7 @@ def _of_hub(typed: Path) -> Path:
 
 
 def _pointer(path: Path) -> str | None:
-    beside = path.iterdir() if path.is_dir() else path.parent.glob(f"{_escaped(path.name)}*")
+    beside = path.iterdir() if path.is_dir() else path.parent.glob(f"{escape(path.name)}*")
     for file in sorted(beside):
         if file.is_file() and file.stat().st_size < _LFS_BYTES and file.read_bytes().startswith(_LFS):
             return (
@@ -136,10 +141,6 @@ def _pointer(path: Path) -> str | None:
                 "the folder"
             )
     return None
-
-
-def _escaped(name: str) -> str:
-    return re.sub(r"([\[\]*?])", r"[\1]", name)
 
 
 def _weights(path: Path) -> str | None:
@@ -165,9 +166,7 @@ def _adapter(path: Path) -> str | None:
 
 
 def _foreign(path: Path) -> str | None:
-    if not path.is_dir() or (path / ENGINE).is_file() or models_in(path):
-        return None
-    if is_checkpoint(path):
+    if not path.is_dir() or _is_some_model(path):
         return None
     for pattern, tool in _OTHERS.items():
         files = sorted(path.glob(pattern))
@@ -185,8 +184,7 @@ def _below(path: Path) -> str | None:
     """Describe, for an error message, the models in the folders directly below `path`; None if there are none."""
     if not path.is_dir() or models_in(path) or (path / ENGINE).exists() or is_checkpoint(path):
         return None
-    inner = sorted((path / "onnx").glob("*.onnx"))
-    if inner:
+    if inner := sorted((path / "onnx").glob("*.onnx")):
         first = next((file for file in inner if file.name == "model.onnx"), inner[0])
         return (
             f"its {len(inner)} models lie in {path / 'onnx'}; give one of them, such as {first}, and for texts "

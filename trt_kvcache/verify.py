@@ -155,7 +155,7 @@ def verify_import(
     """
     try:
         with bounded_memory(), exact_experts(), TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
-            report = _Verification(imported, verify, quantized, folder, Path(name), written).run()
+            report = _Verification(imported, verify, quantized, folder, Float32Copies(Path(name)), written).run()
         imported.source.check_unchanged()
         return report
     except MemoryError:
@@ -177,7 +177,7 @@ class _Verification:
     verify: VerifyOptions
     quantized: ImportedModel | None
     folder: Path | None
-    scratch: Path
+    copies: Float32Copies
     written: bool
     notes: list[str] = field(default_factory=list)
     quality: Quality | None = None
@@ -288,11 +288,6 @@ class _Verification:
     # --- models in float32
 
     @cached_property
-    def copies(self) -> Float32Copies:
-        """Makes float32 copies of models; weights that several models share are converted once."""
-        return Float32Copies(self.scratch)
-
-    @cached_property
     def wide(self) -> tuple[ModelProto, Path]:
         """The rewritten model in float32, and the folder of its external data."""
         return self._widened(self.imported.model, self.folder)
@@ -303,7 +298,7 @@ class _Verification:
         self.notes += [note for note in notes if note not in self.notes]
         return self.copies.copy(model, folder or self.imported.source.path.parent, types=types)
 
-    def _exported(self, edit: Callable[[ModelProto], ModelProto] | None = None) -> Exported:
+    def _exported(self, edit: Callable[[ModelProto], ModelProto] = lambda model: model) -> Exported:
         return Exported(
             self.imported.source, self.imported.plan, self.given, self.table, self.verify.seed, last=_LAST, edit=edit,
             copies=self.copies,
@@ -315,12 +310,6 @@ class _Verification:
             rings=bool(ring_rows(self.imported.source, self.imported.plan)),
         )  # fmt: skip
         return Rewritten(plan, inputs, Float32Session(model, folder).run, garbage=self.garbage)
-
-    def _measured(self, unit: float) -> float:
-        """Return the largest change of the exported model's logits, on the same texts, by rounding to `unit`."""
-        runner = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
-        steps = self._counted(self.decode.steps(runner), "what rounding makes")
-        return compare(self.decode, steps, np.inf).largest
 
     # --- stations
 
@@ -449,7 +438,9 @@ class _Verification:
         found, passed = compared(results, floor if given is None else given)
         note = ""
         if given is None and not passed:
-            allowed = max(floor, _TIMES * self._measured(unit))
+            rounded = self._exported(lambda model: with_rounding(model, unit, self.verify.seed + 1))
+            steps = self._counted(self.decode.steps(rounded), "what rounding makes")
+            allowed = max(floor, _TIMES * compare(self.decode, steps, np.inf).largest)
             if allowed > _SHOWS:
                 note = (
                     f"rounding alone moves logits by {allowed / _TIMES:.2g} of their size, so this comparison "

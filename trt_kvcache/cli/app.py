@@ -27,6 +27,7 @@ from trt_kvcache.cli.flags import with_flags
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.habits import advice_on_command
 from trt_kvcache.cli.inspect import inspect
+from trt_kvcache.cli.options import file_flag
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins
@@ -73,22 +74,20 @@ class _Commands(TyperGroup):
 def _in_one_line() -> Iterator[None]:
     try:
         yield
+        return
     except TrtKvCacheError as error:
-        print_error(error.message)
-        raise typer.Exit(1) from None
+        message, status = error.message, 1
     except OSError as error:
         # Paths that cannot be looked up: too long, or in a folder without permission.
+        message, status = f"{os.fspath(error.filename or '')}: {error.strerror}", 1
         if error.filename is None and error.errno == errno.ENOENT and not _has_folder():
-            print_error("the current folder does not exist any more; change to one that does, or give absolute paths")
-            raise typer.Exit(1) from None
-        if error.filename is None or error.errno is None:
+            message = "the current folder does not exist any more; change to one that does, or give absolute paths"
+        elif error.filename is None or error.errno is None:
             raise
-        print_error(f"{os.fspath(error.filename)}: {error.strerror}")
-        raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         message, status = last_words(error)
-        print_error(message)
-        raise typer.Exit(status) from None
+    print_error(message)
+    raise typer.Exit(status)
 
 
 def _has_folder() -> bool:
@@ -122,10 +121,8 @@ def _root(
     ] = False,
     options: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="TOML file with defaults of options: a table for each command, such as [serve].",
-            readable=False,
+        file_flag(
+            metavar="FILE", help="TOML file with defaults of options: a table for each command, such as [serve]."
         ),
     ] = None,
 ) -> None:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.generate import LoraFlags, RunFlags
-from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
+from trt_kvcache.cli.options import (
+    RunnableArgument,
+    SessionPlanFlags,
+    TokenizerOption,
+    bounded_on_cpu,
+    file_argument,
+    output_flag,
+)
 from trt_kvcache.cli.prompts import json_object
 from trt_kvcache.errors import OptionError
 from trt_kvcache.progress import ProgressEvent, tell
@@ -22,16 +29,12 @@ def batch(
     model: RunnableArgument,
     file: Annotated[
         Path,
-        typer.Argument(
+        file_argument(
             metavar="ROWS",
             help='JSONL or .parquet: lines {"id", "prompt", ...} or {"id", "messages", ...}, or OpenAI\'s batch lines.',
-            readable=False,
         ),
     ],
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", metavar="FILE", help="File for the answers: JSONL or .parquet.", readable=False),
-    ],
+    output: Annotated[Path, output_flag(metavar="FILE", help="File for the answers: JSONL or .parquet.")],
     running: RunFlags,
     adapters: LoraFlags,
     planning: SessionPlanFlags,

@@ -17,6 +17,7 @@ from trt_kvcache.cli.options import (
     RunnableArgument,
     SessionPlanFlags,
     bounded_on_cpu,
+    file_flag,
     run_flag,
 )
 
@@ -62,8 +63,7 @@ def bench(
     ] = None,
     embeddings: EmbeddingsOption = None,
     compare: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="RESULT.json", help="An earlier result of --json, to compare with.", readable=False),
+        list[Path] | None, file_flag(metavar="RESULT.json", help="An earlier result of --json, to compare with.")
     ] = None,
     html: HtmlOption = None,
     json: JsonOption = False,
@@ -114,6 +114,7 @@ def bench(
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
     """Measure a model; return the report, and True if Ctrl-C ended the run. `rows`: print each row at once."""
+    from trt_kvcache.cli.output import console
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase
     from trt_kvcache.runtime.measure import bench_session, default_sizes, report
@@ -143,7 +144,7 @@ def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, row
                         _print_head(report(session, named, [timing]))
                     timings.append(timing)
                     if rows:
-                        _print_row(timing)
+                        console().print(_ROW.format(*timing.cells))
                     done()
         except KeyboardInterrupt as stop:
             if isinstance(stop, Ended) or not timings:
@@ -166,19 +167,13 @@ def _print_head(measured: BenchReport, called: str = "") -> None:
     out.print("─" * len(_ROW.format(*[""] * 6)))
 
 
-def _print_row(t: Timing) -> None:
-    from trt_kvcache.cli.output import console
-
-    console().print(_ROW.format(*t.cells))
-
-
 def _print(results: Results) -> None:
     from trt_kvcache.cli.output import console, table
 
     if len(results) == 1:
         _print_head(results[0][1])
         for timing in results[0][1].timings:
-            _print_row(timing)
+            console().print(_ROW.format(*timing.cells))
         return
     for name, measured in results:
         _print_head(measured, f"{name}: ")
@@ -199,9 +194,7 @@ def _beside(median: float | None, first: float | None) -> str:
 def _numbers(name: str, text: str | None) -> list[int]:
     from trt_kvcache.errors import OptionError
 
-    if text is None:
-        return []
-    parts = text.split(",")
+    parts = [] if text is None else text.split(",")
     if not all(part.strip().isdecimal() for part in parts):
         raise OptionError(f"--{name} is {text!r}; give numbers with commas between them, as in --{name} 16,64,256")
     return [int(part) for part in parts]

@@ -14,7 +14,7 @@ import typer
 
 from trt_kvcache.cli.generate import AdapterFlags, GenerationFlags, RunFlags, sampling_text
 from trt_kvcache.cli.options import RunnableArgument, SessionPlanFlags, TokenizerOption
-from trt_kvcache.cli.output import print_error, visible
+from trt_kvcache.cli.output import human_bytes, print_error, visible
 from trt_kvcache.cli.prompts import TemplateOption, template_values
 from trt_kvcache.cli.signals import interruptible
 from trt_kvcache.errors import OptionError, TrtKvCacheError
@@ -70,7 +70,9 @@ def chat(
         chat = _Chat(session, Conversation(session, system, values), config)
         if sys.stdin.isatty():
             capacity = "" if session.cache.capacity is None else f", capacity {session.cache.capacity}"
-            _tell(f"{session.name}{capacity}; {_drawn(session, config)}")
+            own = {name: getattr(config, name) for name in session.sampling} == session.sampling
+            drawn = sampling_text(session) if own else f"temperature {config.temperature:g}"
+            _tell(f"{session.name}{capacity}; {drawn if config.do_sample else 'greedy decoding'}")
             _tell("/help lists commands, Ctrl-D ends")
         for line in _read_messages():
             if line in _ENDS:
@@ -88,7 +90,11 @@ def chat(
 
 
 def _read_messages() -> Iterator[str]:
-    read = _line_editor() if sys.stdin.isatty() else _piped_line
+    def piped(_prompt: str) -> str | None:
+        line = sys.stdin.readline()
+        return line.strip() if line else None
+
+    read = _line_editor() if sys.stdin.isatty() else piped
     while (message := read("> ")) is not None:
         if message.startswith(_SEVERAL):
             lines: list[str] = []
@@ -129,18 +135,6 @@ def _line_editor() -> Callable[[str], str | None]:
     return read
 
 
-def _piped_line(_prompt: str) -> str | None:
-    line = sys.stdin.readline()
-    return line.strip() if line else None
-
-
-def _drawn(session: DecodeSession, config: GenerationConfig) -> str:
-    if not config.do_sample:
-        return "greedy decoding"
-    own = {name: getattr(config, name) for name in session.sampling} == session.sampling
-    return sampling_text(session) if own else f"temperature {config.temperature:g}"
-
-
 class _Chat:
     """A conversation in the terminal: runs slash commands, prints answers, and counts tokens and time."""
 
@@ -166,7 +160,9 @@ class _Chat:
         elif word == "/save":
             _tell(_save(talk.messages, rest))
         elif word == "/stats":
-            _tell(self._stats())
+            said = f"{self._answers} answers, {self._tokens} tokens{_rate(self._tokens - self._answers, self._seconds)}"
+            size = human_bytes(self._session.cache.bytes)
+            _tell(f"{said}; {self._usage}, caches of {size}; {self._session.name}")
         else:
             _tell(f"{word} is no command; /help lists them")
 
@@ -210,12 +206,6 @@ class _Chat:
     def _usage(self) -> str:
         capacity = self._session.cache.capacity
         return f"{self._talk.tokens}{'' if capacity is None else f' of {capacity}'} in the cache"
-
-    def _stats(self) -> str:
-        from trt_kvcache.messages import human_bytes
-
-        said = f"{self._answers} answers, {self._tokens} tokens{_rate(self._tokens - self._answers, self._seconds)}"
-        return f"{said}; {self._usage}, caches of {human_bytes(self._session.cache.bytes)}; {self._session.name}"
 
 
 def _rate(tokens: int, seconds: float) -> str:

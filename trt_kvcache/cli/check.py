@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from trt_kvcache.cli.options import AllOption, EngineArgument, JsonOption
+from trt_kvcache.cli.options import AllOption, EngineArgument, JsonOption, file_flag
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.check import CheckReport
@@ -17,11 +15,10 @@ def check(
     engine: EngineArgument,
     locate: Annotated[
         Path | None,
-        typer.Option(
+        file_flag(
             metavar="MODEL",
             help="If the engine is wrong: build its MODEL again with layers as outputs, and name the first layer "
             "that differs from ONNX Runtime.",
-            readable=False,
         ),
     ] = None,
     every_row: AllOption = False,
@@ -61,15 +58,12 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
     for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
         worst = max((report.outputs[at] for at in members), key=lambda o: o.part)
         difference, allowed = worst.found, worst.allowed
-        shares = (
-            ("not comparable", "", "", "")
-            if difference is None
-            else (difference.largest, allowed.largest, difference.typical, allowed.typical)
-        )
-        grid.add_row(row[0], *(s if isinstance(s, str) else f"{s:.2g}" for s in shares), row[1])
-    out.print()
-    out.print(grid)
-    out.print()
+        cells = ["not comparable", "", "", ""]
+        if difference is not None:
+            shares = (difference.largest, allowed.largest, difference.typical, allowed.typical)
+            cells = [f"{share:.2g}" for share in shares]
+        grid.add_row(row[0], *cells, row[1])
+    out.print("", grid, "", sep="\n")
     for finding in report.findings:
         out.print(str(finding))
     for note in report.notes:

@@ -59,7 +59,12 @@ class Command(TyperCommand):
             args = ["--help"]
         typed = list(args)
         own = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        self._check_options(ctx.default_map)
+        names = {str(parameter.name) for parameter in self.params if parameter.param_type_name == "option"}
+        if unknown := sorted({*(ctx.default_map or {})} - names):  # of the file `--options`
+            raise OptionError(
+                f"--options: {self.name} has no option {unknown[0]!r}; its options: "
+                f"{', '.join(sorted(name.replace('_', '-') for name in names - {'help'}))}"
+            )
         if said := advice_on_address(args):
             raise OptionError(said)
         try:
@@ -72,15 +77,6 @@ class Command(TyperCommand):
             if why:  # the type's own words alone
                 error.message = error.message.replace("Value error, ", "")  # type: ignore[attr-defined]
             raise
-
-    def _check_options(self, given: dict[str, Any] | None) -> None:
-        """Raise `OptionError` for options of the file ``--options`` that the command does not have."""
-        names = {str(parameter.name) for parameter in self.params if parameter.param_type_name == "option"}
-        if unknown := sorted({*(given or {})} - names):
-            raise OptionError(
-                f"--options: {self.name} has no option {unknown[0]!r}; its options: "
-                f"{', '.join(sorted(name.replace('_', '-') for name in names - {'help'}))}"
-            )
 
 
 def first_sentence(text: str) -> str:

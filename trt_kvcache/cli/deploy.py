@@ -2,41 +2,25 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.cli.options import file_argument, named_folders, output_flag
 from trt_kvcache.model_paths import runnable_named
 
 
-class Server(str, Enum):
-    """The server whose files `deploy` writes."""
-
-    TRITON = "triton"
-
-
 def deploy(
-    server: Annotated[Server, typer.Argument(metavar="triton", help="NVIDIA Triton Inference Server.")],
+    server: Annotated[Literal["triton"], typer.Argument(metavar="triton", help="NVIDIA Triton Inference Server.")],
     model: Annotated[
         Path,
-        typer.Argument(
-            metavar="ENGINE|MODEL",
-            help="Folder of an engine or a model. It is copied.",
-            readable=False,
-            callback=runnable_named,
+        file_argument(
+            metavar="ENGINE|MODEL", help="Folder of an engine or a model. It is copied.", callback=runnable_named
         ),
     ],
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="FOLDER",
-            help="Folder of the model repository, which may hold other models.",
-            readable=False,
-        ),
+        Path, output_flag(metavar="FOLDER", help="Folder of the model repository, which may hold other models.")
     ],
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Model name in the repository. Default: the folder's.")
@@ -59,7 +43,6 @@ def deploy(
     ] = None,
 ) -> None:
     """Write a model repository for Triton: it streams and cancels, and one session runs all requests."""
-    from trt_kvcache.cli.options import named_folders
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next
     from trt_kvcache.errors import OptionError

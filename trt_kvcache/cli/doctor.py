@@ -37,10 +37,7 @@ def _print(diagnosis: Diagnosis) -> None:
     routes = table("route", "updates", "here", "", title="Cache routes")
     for route in diagnosis.routes:
         routes.add_row(route.route.value, route.form, "yes" if route.available else "no", route.detail)
-    for grid in (packages, backends, routes):
-        out.print()
-        out.print(grid)
-    out.print()
+    out.print("", packages, "", backends, "", routes, "", sep="\n")
     for gpu in diagnosis.gpus:
         out.print(
             f"GPU: {gpu.name}, compute capability {gpu.compute_capability}, {human_bytes(gpu.memory)}, "

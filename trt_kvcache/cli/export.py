@@ -3,55 +3,33 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-from trt_kvcache.cli.options import PlanFlags
+from trt_kvcache.cli.options import PlanFlags, file_argument, output_flag
 from trt_kvcache.model_paths import checkpoint_named
-
-
-class ExporterChoice(str, Enum):
-    """The exporter that `export` runs. The choice ``auto`` tries several exporters."""
-
-    AUTO = "auto"
-    MOBIUS = "mobius"
-    GENAI = "genai"
-    TORCH = "torch"
-    OPTIMUM = "optimum"
-
-
-class Dtype(str, Enum):
-    """The type of weights, activations and caches."""
-
-    FLOAT16 = "float16"
-    BFLOAT16 = "bfloat16"
-    FLOAT32 = "float32"
 
 
 def export(
     checkpoint: Annotated[
         Path,
-        typer.Argument(
+        file_argument(
             metavar="CHECKPOINT",
             help="Folder with config.json and weights, a .gguf file, or a name of the hub in the local cache.",
-            readable=False,
             callback=checkpoint_named,
         ),
     ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FOLDER", help="New folder for the model.", readable=False)
-    ],
+    output: Annotated[Path, output_flag(metavar="FOLDER", help="New folder for the model.")],
     exporter: Annotated[
-        ExporterChoice,
+        Literal["auto", "mobius", "genai", "torch", "optimum"],
         typer.Option(help="auto: tries exporters from fast to slow; keeps the first whose model is right."),
-    ] = ExporterChoice.AUTO,
+    ] = "auto",
     dtype: Annotated[
-        Dtype,
+        Literal["float16", "bfloat16", "float32"],
         typer.Option(help="Type of the numbers. Models trained in bfloat16, such as Gemma, may overflow in float16."),
-    ] = Dtype.FLOAT16,
+    ] = "float16",
     int4: Annotated[bool, typer.Option("--int4", help="Weights of 4 bits (genai).")] = False,
     capacity: Annotated[
         int | None,
@@ -75,7 +53,7 @@ def export(
 
     said = console(sys.stderr)
     result = export_checkpoint(
-        checkpoint, output, exporter=exporter.value, dtype=dtype.value, int4=int4, capacity=capacity, python=python,
+        checkpoint, output, exporter=exporter, dtype=dtype, int4=int4, capacity=capacity, python=python,
         told=lambda line: said.print(line, soft_wrap=True),
     )  # fmt: skip
     plan, out = result.plan, console()

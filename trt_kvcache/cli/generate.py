@@ -18,12 +18,13 @@ from trt_kvcache.cli.options import (
     RunnableArgument,
     SessionPlanFlags,
     bounded_on_cpu,
+    file_flag,
     named_folders,
     run_flag,
 )
 from trt_kvcache.cli.prompts import PromptFlags, SourceFlags, encode, read_text
 from trt_kvcache.errors import OptionError
-from trt_kvcache.model_paths import is_model
+from trt_kvcache.model_paths import folder_of, is_model
 from trt_kvcache.runtime.generation.generation_config import GenerationConfig
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
-_form_flag = partial(typer.Option, rich_help_panel="Form of the text (extra structured)")
+_form_flag = partial(file_flag, rich_help_panel="Form of the text (extra structured)")
 
 
 _DRAWN = ("do_sample", "temperature", "top_k", "top_p", "min_p")
@@ -46,11 +47,10 @@ class GenerationFlags(Flags):
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel="When a sequence ends")] = False
     generation_config: Annotated[
         Path | None,
-        typer.Option(
+        file_flag(
             metavar="FILE",
             help="generation_config.json with the settings; flags override it. Default: the file beside the model; "
             "only its special tokens are used.",
-            readable=False,
             rich_help_panel="How tokens are chosen (as in transformers' GenerationConfig)",
         ),
     ] = None
@@ -74,16 +74,12 @@ class GenerationFlags(Flags):
         from trt_kvcache.runtime.generation.settings import with_sampling
         from trt_kvcache.runtime.open import ended_by, find_tokenizer
 
-        settings, file, ignore_eos = (
-            self.values("generation_config", "ignore_eos"),
-            self.generation_config,
-            self.ignore_eos,
-        )
+        settings, file = self.values("generation_config", "ignore_eos"), self.generation_config
         if "sequence_bias" in settings:
             settings["sequence_bias"] = _biases(settings["sequence_bias"])
         if "early_stopping" in settings:
             settings["early_stopping"] = {"true": True, "false": False}.get(settings["early_stopping"], "never")
-        if ignore_eos and "eos_token_id" in settings:
+        if self.ignore_eos and "eos_token_id" in settings:
             raise OptionError("--eos names an end that --ignore-eos ignores; use one of them")
         if sampling and file is None and settings.keys().isdisjoint(_DRAWN):
             settings |= sampling
@@ -95,7 +91,7 @@ class GenerationFlags(Flags):
             else:
                 config = GenerationConfig.from_file(file, **settings)
         print_warnings(str(warning.message) for warning in said)
-        if ignore_eos:
+        if self.ignore_eos:
             config = replace(config, eos_token_id=(), forced_eos_token_id=None)
         elif not config.eos_token_ids:
             config = ended_by(config, tokenizer or find_tokenizer(model))
@@ -136,11 +132,7 @@ class GrammarFlags:
     ] = None
     grammar: Annotated[
         Path | None,
-        _form_flag(
-            metavar="FILE",
-            help="Generate only text of this grammar: Lark's syntax or llama.cpp's GBNF.",
-            readable=False,
-        ),
+        _form_flag(metavar="FILE", help="Generate only text of this grammar: Lark's syntax or llama.cpp's GBNF."),
     ] = None
 
     def check(self) -> None:
@@ -199,7 +191,6 @@ class RunFlags(Flags):
         run_flag(
             metavar="MODEL|ENGINE",
             help="Smaller model with the same vocabulary that guesses tokens. The result stays the same.",
-            readable=False,
         ),
     ] = None
     prefix_cache: Annotated[
@@ -291,20 +282,13 @@ def generate(
     from trt_kvcache.runtime.session import DecodeSession
 
     view = (JsonView if json else LiveView)(text=tokenizer is not None)
-    session_of = partial(
-        DecodeSession.open,
-        model,
-        tokenizer=tokenizer or False,
-        embeddings=text.embeddings,
-        encoder=encoded.encoder,
-        **running.options(),
-        **adapters.options(),
-    )
+    options |= running.options() | adapters.options() | {"embeddings": text.embeddings, "encoder": encoded.encoder}
 
     def open_session() -> DecodeSession:
         longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
-        more = longest if longest > usual_capacity(model if model.is_dir() else model.parent) else None
-        session = session_of(**options, cpu=CpuOptions(default_capacity=more) if is_model(model) else None)
+        more = longest if longest > usual_capacity(folder_of(model)) else None
+        cpu = CpuOptions(default_capacity=more) if is_model(model) else None
+        session = DecodeSession.open(model, tokenizer=tokenizer or False, cpu=cpu, **options)
         if unknown := [token for token in generation.eos_token_id or [] if token >= session.vocab]:
             session.close()
             raise OptionError(

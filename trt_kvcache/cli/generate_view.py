@@ -28,8 +28,6 @@ class Run:
     Attributes:
         runs_on: the runner and its device.
         capacity: tokens per sequence; None: unlimited.
-        config: the settings by which tokens were chosen.
-        sequences: one per prompt, in order.
         opening: seconds until the session was opened.
         first: seconds from the opened session to the first token.
         total: seconds from the opened session to the last token.
@@ -78,13 +76,8 @@ def run(
     with open_session() as session:
         config = replace(config, grammar=grammar(session) or config.grammar)
         opened = time.perf_counter()
-        result = Run(
-            session.name,
-            session.cache.capacity,
-            config,
-            [Generation(list(prompt)) for prompt in prompts],
-            opened - start,
-        )
+        sequences = [Generation(list(prompt)) for prompt in prompts]
+        result = Run(session.name, session.cache.capacity, config, sequences, opened - start)
         with (
             interruptible() as interrupted,
             closing(_events(session, prompts, config, beside(session))) as events,
@@ -118,31 +111,37 @@ def run(
         return interrupted.is_set()
 
 
+@dataclass(frozen=True)
 class JsonView:
     """Shows a run as one JSON object at the end. `text`: there is a tokenizer."""
 
-    def __init__(self, *, text: bool) -> None:
-        self._text = text
+    text: bool
 
     def show(self, event: TokenEvent, run: Run) -> None:
         """Ignore the event: the object is printed at the end."""
 
     def end(self, run: Run) -> None:
         """Print the JSON object of the run."""
+        speculation = None
+        if (stats := run.speculation) is not None:
+            counts = {"proposed": stats.proposed, "accepted": stats.accepted}
+            speculation = counts | {"acceptance": round(stats.acceptance, 4), "impossible": stats.impossible or None}
         print_json(
             {
                 "runs_on": run.runs_on,
                 "capacity": run.capacity,
                 "seed": run.config.seed,
-                "sequences": [_sequence(sequence, run.config, self._text) for sequence in run.sequences],
-                "speculation": None
-                if (stats := run.speculation) is None
-                else {
-                    "proposed": stats.proposed,
-                    "accepted": stats.accepted,
-                    "acceptance": round(stats.acceptance, 4),
-                    "impossible": stats.impossible or None,
-                },
+                "sequences": [
+                    {
+                        "prompt_tokens": len(sequence.prompt),
+                        "tokens": sequence.tokens,
+                        "text": sequence.text if self.text else None,
+                        "finish_reason": sequence.finish_reason,
+                        **({"logprobs": sequence.logprobs} if run.config.output_logprobs else {}),
+                    }
+                    for sequence in run.sequences
+                ],
+                "speculation": speculation,
                 "prefix_cache": None if run.prefixes is None else asdict(run.prefixes),
                 "timings": {
                     "open_seconds": round(run.opening, 6),
@@ -155,17 +154,17 @@ class JsonView:
         )
 
 
+@dataclass(frozen=True)
 class LiveView:
     """Shows the text or the token ids of a run as they come; of several prompts, each at its end."""
 
-    def __init__(self, *, text: bool) -> None:
-        self._text = text
+    text: bool
 
     def show(self, event: TokenEvent, run: Run) -> None:
         """Print the event's text or token."""
         sequence = run.sequences[event.sequence]
         if len(run.sequences) == 1:
-            if self._text:
+            if self.text:
                 self._write(event.text)
             elif event.token is not None:
                 self._write(f"{' ' if len(sequence.tokens) > 1 else ''}{event.token}")
@@ -196,7 +195,7 @@ class LiveView:
         print(f"{', '.join(parts)}; {run.runs_on}{capacity}", file=sys.stderr)  # noqa: T201
 
     def _whole(self, index: int, sequence: Generation) -> None:
-        body = sequence.text if self._text else " ".join(map(str, sequence.tokens))
+        body = sequence.text if self.text else " ".join(map(str, sequence.tokens))
         reason = sequence.finish_reason.value if sequence.finish_reason else ""
         self._write(f"--- {index} ({reason})\n{body}\n")
 
@@ -204,16 +203,6 @@ class LiveView:
         # A file or a pipe gets the model's text unchanged.
         sys.stdout.write(visible(text, "\n\t") if sys.stdout.isatty() else text)
         sys.stdout.flush()
-
-
-def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dict[str, Any]:
-    shown: dict[str, Any] = {
-        "prompt_tokens": len(sequence.prompt),
-        "tokens": sequence.tokens,
-        "text": sequence.text if text else None,
-        "finish_reason": sequence.finish_reason,
-    }
-    return {**shown, "logprobs": sequence.logprobs} if config.output_logprobs else shown
 
 
 def _events(

@@ -12,53 +12,36 @@ _MODEL = (
     "the model or engine is the argument, without a flag",
 )
 _QUIET = "leave it out; progress shows only on a terminal, and an error is one line"
-FOREIGN: dict[str, str | tuple[str, ...]] = {
-    **dict.fromkeys(("fp16", "bf16", "fp8", "best", "half", "dtype", "noTF32"), _TYPES),
-    **dict.fromkeys(("int8", "precision", "bits"), ("give --int4 for weights of 4 bits, or --dtype", _BITS)),
+_ADVICE: dict[str, str | tuple[str, ...]] = {
+    "fp16 bf16 fp8 best half dtype noTF32 torch-dtype device-map load-in-4bit load-in-8bit": _TYPES,
+    "int8 precision bits": ("give --int4 for weights of 4 bits, or --dtype", _BITS),
     "int4": _BITS,
-    **dict.fromkeys(
-        ("quantization", "quantize"),
-        ("give --int4 for weights of 4 bits", "quantize the model before or as it is exported"),
-    ),
-    **dict.fromkeys(
-        ("e", "execution-provider", "provider", "backend-device"),
-        ("give --device cuda, or cpu", "engines are for NVIDIA GPUs; leave it out"),
+    "quantization quantize": ("give --int4 for weights of 4 bits", "quantize the model before or as it is exported"),
+    "e execution-provider provider backend-device": (
+        ("give --device cuda, or cpu", "engines are for NVIDIA GPUs; leave it out")
     ),
     "p": ("give --port N",),
-    **dict.fromkeys(
-        ("i", "input", "input-file"), ("the file is the argument, without a flag; give -o for the output",)
-    ),
+    "i input input-file": ("the file is the argument, without a flag; give -o for the output",),
     "text": ("give --prompt TEXT", "give a file, as in trt-kvcache score MODEL FILE"),
-    **dict.fromkeys(("f", "file-prompt"), "give --prompt-file FILE"),
-    **dict.fromkeys(
-        ("t", "threads", "num-threads"),
-        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python: CpuOptions(threads=N)"),
+    "f file-prompt file prompt-path": "give --prompt-file FILE",
+    "t threads num-threads": (
+        ("give --threads N", "ONNX Runtime takes one thread for each core; in Python: CpuOptions(threads=N)")
     ),
     "no-cnv": "leave it out; generate does not hold a conversation",
-    **dict.fromkeys(("quiet", "q", "silent", "log-disable", "v", "vv", "debug"), _QUIET),
-    **dict.fromkeys(("log-level", "loglevel", "log-verbosity"), _QUIET),
+    "quiet q silent log-disable v vv debug log-level loglevel log-verbosity": _QUIET,
     "num-return-sequences": "give the prompt several times, each with --prompt",
     "stream": "leave it out; text is printed as it is generated",
-    **dict.fromkeys(
-        ("atol", "rtol", "tolerance", "threshold"),
-        "leave it out; verify measures rounding, and allows no larger difference",
-    ),
-    **dict.fromkeys(("onnx", "model", "m", "loadEngine", "engine", "engine-dir"), _MODEL),
-    **dict.fromkeys(("saveEngine", "save-engine", "output-dir"), "give -o ENGINE, or -o FOLDER/"),
-    **dict.fromkeys(("max-tokens", "max-length", "n-predict", "max-output-len"), "give --max-new-tokens N"),
-    **dict.fromkeys(
-        ("max-model-len", "max-seq-len", "max-seq-length", "max-input-len", "ctx-size", "context-length"),
-        "give --capacity TOKENS",
-    ),
-    **dict.fromkeys(("max-num-seqs", "batch-size", "max-batch-size", "batch"), "give --max-batch N"),
-    **dict.fromkeys(("max-num-batched-tokens", "prefill-chunk", "max-num-tokens"), "give --max-chunk TOKENS"),
-    **dict.fromkeys(("memPoolSize", "max-workspace-size"), "give --workspace SIZE, such as --workspace 4GiB"),
-    **dict.fromkeys(("presence-penalty", "frequency-penalty"), "give --repetition-penalty X"),
-    **dict.fromkeys(("stop-token-ids", "end-id", "eos-token-id"), "give --eos ID"),
-    **dict.fromkeys(
-        ("tensor-parallel-size", "pipeline-parallel-size", "tp-size", "tp", "num-gpus"),
-        "an engine is for one GPU; leave it out",
-    ),
+    "atol rtol tolerance threshold": "leave it out; verify measures rounding, and allows no larger difference",
+    "onnx model m loadEngine engine engine-dir hf-repo hf model-id model-name-or-path pretrained-model": _MODEL,
+    "saveEngine save-engine output-dir": "give -o ENGINE, or -o FOLDER/",
+    "max-tokens max-length n-predict max-output-len predict": "give --max-new-tokens N",
+    "max-model-len max-seq-len max-seq-length max-input-len ctx-size context-length": "give --capacity TOKENS",
+    "max-num-seqs batch-size max-batch-size batch parallel np": "give --max-batch N",
+    "max-num-batched-tokens prefill-chunk max-num-tokens": "give --max-chunk TOKENS",
+    "memPoolSize max-workspace-size": "give --workspace SIZE, such as --workspace 4GiB",
+    "presence-penalty frequency-penalty repeat-penalty": "give --repetition-penalty X",
+    "stop-token-ids end-id eos-token-id": "give --eos ID",
+    "tensor-parallel-size pipeline-parallel-size tp-size tp num-gpus": "an engine is for one GPU; leave it out",
     "builderOptimizationLevel": "give --opt-level N",
     "timingCacheFile": "give --timing-cache FILE",
     "versionCompatible": "give --version-compatible",
@@ -68,54 +51,43 @@ FOREIGN: dict[str, str | tuple[str, ...]] = {
     "stronglyTyped": f"{_TYPES}, always; leave it out",
     "do-sample": "give --sample",
     "logit-processors": "in Python: GenerationConfig(logits_processor=...)",
-    **dict.fromkeys(("temp",), "give --temperature T"),
-    **dict.fromkeys(("repeat-penalty",), "give --repetition-penalty X"),
-    **dict.fromkeys(("parallel", "np"), "give --max-batch N"),
-    **dict.fromkeys(("predict",), "give --max-new-tokens N"),
-    **dict.fromkeys(("system-prompt", "sys"), "give --system TEXT, of a chat"),
-    **dict.fromkeys(("file", "prompt-path"), "give --prompt-file FILE"),
-    **dict.fromkeys(("input-text", "prompt-text"), "give --prompt TEXT"),
-    **dict.fromkeys(
-        ("model-draft", "md", "speculative-model", "speculative-config", "draft-model"), "give --draft MODEL"
-    ),
-    **dict.fromkeys(("draft-max", "num-speculative-tokens"), "give --num-assistant-tokens N, with --draft"),
-    **dict.fromkeys(("cache-type-k", "cache-type-v", "kv-cache-dtype", "kv-cache-type"), "give --cache-dtype int8"),
-    **dict.fromkeys(("served-model-name", "alias", "model-name"), "give --name NAME"),
-    **dict.fromkeys(("api-key", "api-keys"), "give --api-key-file FILE"),
-    **dict.fromkeys(("enable-prefix-caching", "cache-reuse", "prompt-cache"), "give --prefix-cache SIZE"),
-    **dict.fromkeys(("tokenizer-dir", "tokenizer-path"), "give --tokenizer FILE"),
-    **dict.fromkeys(("max-beam-width", "beam-width"), "give --num-beams N"),
-    **dict.fromkeys(("grammar-file", "guided-grammar"), "give --grammar FILE"),
-    **dict.fromkeys(("guided-json", "response-format"), "give --json-schema FILE"),
-    **dict.fromkeys(("guided-regex",), "give --regex PATTERN"),
-    **dict.fromkeys(("iterations", "avgRuns", "num-iters"), "give --repeats N"),
-    **dict.fromkeys(("warmUp", "num-iters-warmup"), "give --warmup N"),
-    **dict.fromkeys(("output-len", "random-output-len"), "give --repeats N and --positions N"),
-    **dict.fromkeys(("input-len", "random-input-len", "n-prompt"), "give --lengths N"),
-    **dict.fromkeys(("n-gpu-layers", "ngl", "gpu-layers"), "an engine runs on the GPU as a whole; leave it out"),
-    **dict.fromkeys(("flash-attn", "fa", "attention-backend"), "TensorRT chooses its kernels; leave it out"),
-    **dict.fromkeys(("enforce-eager", "useCudaGraph", "cuda-graph"), "CUDA graphs are on; leave it out"),
-    **dict.fromkeys(("trust-remote-code",), "leave it out; code that comes with a model is never run"),
-    **dict.fromkeys(("chat-template", "chat-template-file"), "leave it out; it is in a file beside the model"),
-    **dict.fromkeys(
-        ("enable-auto-tool-choice", "tool-call-parser", "jinja"), "tools work by the chat template; leave it out"
-    ),
-    **dict.fromkeys(
-        ("swap-space", "cpu-offload-gb"), "sequences are offloaded in Python: Schedule(max_sequences=N)"
-    ),
-    **dict.fromkeys(("hf-repo", "hf", "model-id", "model-name-or-path", "pretrained-model"), _MODEL),
-    **dict.fromkeys(("interactive", "conversation", "cnv"), "that is a command of its own: trt-kvcache chat"),
-    **dict.fromkeys(("dumpProfile", "dumpLayerInfo", "exportProfile"), "NVIDIA's Nsight Systems shows layers"),
-    **dict.fromkeys(("useDLACore", "allowGPUFallback"), "leave it out; engines run only on a GPU"),
-    **dict.fromkeys(("mirostat", "typical", "typical-p"), "leave it out; this way of sampling is not supported"),
-    **dict.fromkeys(("torch-dtype", "device-map", "load-in-4bit", "load-in-8bit"), _TYPES),
-    **dict.fromkeys(("opset", "task", "monolith"), "only the exporter has this option; run it by hand"),
+    "temp": "give --temperature T",
+    "system-prompt sys": "give --system TEXT, of a chat",
+    "input-text prompt-text": "give --prompt TEXT",
+    "model-draft md speculative-model speculative-config draft-model": "give --draft MODEL",
+    "draft-max num-speculative-tokens": "give --num-assistant-tokens N, with --draft",
+    "cache-type-k cache-type-v kv-cache-dtype kv-cache-type": "give --cache-dtype int8",
+    "served-model-name alias model-name": "give --name NAME",
+    "api-key api-keys": "give --api-key-file FILE",
+    "enable-prefix-caching cache-reuse prompt-cache": "give --prefix-cache SIZE",
+    "tokenizer-dir tokenizer-path": "give --tokenizer FILE",
+    "max-beam-width beam-width": "give --num-beams N",
+    "grammar-file guided-grammar": "give --grammar FILE",
+    "guided-json response-format": "give --json-schema FILE",
+    "guided-regex": "give --regex PATTERN",
+    "iterations avgRuns num-iters": "give --repeats N",
+    "warmUp num-iters-warmup": "give --warmup N",
+    "output-len random-output-len": "give --repeats N and --positions N",
+    "input-len random-input-len n-prompt": "give --lengths N",
+    "n-gpu-layers ngl gpu-layers": "an engine runs on the GPU as a whole; leave it out",
+    "flash-attn fa attention-backend": "TensorRT chooses its kernels; leave it out",
+    "enforce-eager useCudaGraph cuda-graph": "CUDA graphs are on; leave it out",
+    "trust-remote-code": "leave it out; code that comes with a model is never run",
+    "chat-template chat-template-file": "leave it out; it is in a file beside the model",
+    "enable-auto-tool-choice tool-call-parser jinja": "tools work by the chat template; leave it out",
+    "swap-space cpu-offload-gb": "sequences are offloaded in Python: Schedule(max_sequences=N)",
+    "interactive conversation cnv": "that is a command of its own: trt-kvcache chat",
+    "dumpProfile dumpLayerInfo exportProfile": "NVIDIA's Nsight Systems shows layers",
+    "useDLACore allowGPUFallback": "leave it out; engines run only on a GPU",
+    "mirostat typical typical-p": "leave it out; this way of sampling is not supported",
+    "opset task monolith": "only the exporter has this option; run it by hand",
     "device-id": "choose the GPU by CUDA_VISIBLE_DEVICES",
     "num-beams": "only generate has beam search",
     "logprobs": "generate shows them in its JSON, and serve returns them if a request asks for them",
     "gpu-memory-utilization": "leave it out; --max-batch and --capacity determine the memory",
     "verbose": "leave it out; only build has it, for the log of TensorRT",
-}  # fmt: skip
+}
+FOREIGN = {name: said for names, said in _ADVICE.items() for name in names.split()}
 """Flags of trtexec, vLLM, TensorRT-LLM, llama.cpp and transformers, with dashes, and their replacements here."""
 
 
@@ -123,36 +95,30 @@ _SHORT = ("m", "md", "np", "ngl", "fa", "sys", "hf", "cnv", "no-cnv", "tp", "e",
 """Names of such flags that other tools write with a single dash."""
 
 
-_COMMANDS = {
-    **dict.fromkeys(("run", "infer", "start"), "give trt-kvcache chat MODEL, or generate MODEL, or serve MODEL"),
-    **dict.fromkeys(
-        ("list", "ls", "models"), "models are files: give the path of one, as in trt-kvcache plan model.onnx"
+_ADVICE_ON_COMMANDS = {
+    "run infer start": "give trt-kvcache chat MODEL, or generate MODEL, or serve MODEL",
+    "list ls models": "models are files: give the path of one, as in trt-kvcache plan model.onnx",
+    "ps stop top": "a server shows at /metrics what it runs; Ctrl-C ends the server",
+    "pull download push login": (
+        "hf download NAME downloads a model of the hub; then give trt-kvcache export NAME -o FOLDER/"
     ),
-    **dict.fromkeys(("ps", "stop", "top"), "a server shows at /metrics what it runs; Ctrl-C ends the server"),
-    **dict.fromkeys(
-        ("pull", "download", "push", "login"),
-        "hf download NAME downloads a model of the hub; then give trt-kvcache export NAME -o FOLDER/",
+    "show info view": "give trt-kvcache plan MODEL, or inspect ENGINE",
+    "create convert compile optimize import": (
+        "give trt-kvcache export CHECKPOINT -o FOLDER/ for ONNX, and build MODEL -o ENGINE/ for an engine"
     ),
-    **dict.fromkeys(("show", "info", "view"), "give trt-kvcache plan MODEL, or inspect ENGINE"),
-    **dict.fromkeys(
-        ("create", "convert", "compile", "optimize", "import"),
-        "give trt-kvcache export CHECKPOINT -o FOLDER/ for ONNX, and build MODEL -o ENGINE/ for an engine",
+    "quantize quantization": (
+        "give trt-kvcache export CHECKPOINT -o FOLDER/ --int4; for caches, build MODEL -o ENGINE/ --cache-dtype int8"
     ),
-    **dict.fromkeys(
-        ("quantize", "quantization"),
-        "give trt-kvcache export CHECKPOINT -o FOLDER/ --int4; for caches, build MODEL -o ENGINE/ --cache-dtype int8",
-    ),
-    **dict.fromkeys(("completion", "completions"), "give trt-kvcache --install-completion"),
-    **dict.fromkeys(("perplexity", "eval", "evaluate"), "give trt-kvcache score MODEL FILE"),
-    **dict.fromkeys(
-        ("tokenize", "tokens", "detokenize"), "a server has /tokenize; in Python, Tokenizer.load(FILE).encode(TEXT)"
-    ),
-    **dict.fromkeys(("embed", "embedding", "embeddings"), "models here make text; there are no embeddings"),
-    **dict.fromkeys(("benchmark", "profile", "throughput", "latency"), "give trt-kvcache bench MODEL"),
-    **dict.fromkeys(("complete", "prompt", "ask", "text-generation"), "give trt-kvcache generate MODEL TEXT"),
-    **dict.fromkeys(("server", "api", "launch"), "give trt-kvcache serve MODEL"),
-    **dict.fromkeys(("rm", "delete", "cp", "mv"), "models and engines are files; the shell copies and deletes them"),
+    "completion completions": "give trt-kvcache --install-completion",
+    "perplexity eval evaluate": "give trt-kvcache score MODEL FILE",
+    "tokenize tokens detokenize": "a server has /tokenize; in Python, Tokenizer.load(FILE).encode(TEXT)",
+    "embed embedding embeddings": "models here make text; there are no embeddings",
+    "benchmark profile throughput latency": "give trt-kvcache bench MODEL",
+    "complete prompt ask text-generation": "give trt-kvcache generate MODEL TEXT",
+    "server api launch": "give trt-kvcache serve MODEL",
+    "rm delete cp mv": "models and engines are files; the shell copies and deletes them",
 }
+_COMMANDS = {name: said for names, said in _ADVICE_ON_COMMANDS.items() for name in names.split()}
 """Commands of ollama, llama.cpp, vLLM, TensorRT-LLM and optimum-cli, and their replacements here."""
 
 _MORE = {

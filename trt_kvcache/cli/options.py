@@ -17,30 +17,25 @@ from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.plan import PlanOptions, Sliding
 from trt_kvcache.model_paths import engine_named, is_model, model_named, runnable_named
 
-run_flag = partial(typer.Option, rich_help_panel="How it runs")
-_plan_flag = partial(typer.Option, rich_help_panel=PLANNED)
+# With `readable`, typer itself would refuse a file, with its own message.
+file_argument, file_flag = partial(typer.Argument, readable=False), partial(typer.Option, readable=False)
+output_flag = partial(file_flag, "--output", "-o")
+run_flag = partial(file_flag, rich_help_panel="How it runs")
+_plan_flag = partial(file_flag, rich_help_panel=PLANNED)
 
 ModelArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="MODEL",
-        help="ONNX decoder with KV caches, or the folder of its export.",
-        readable=False,
-        callback=model_named,
+    file_argument(
+        metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.", callback=model_named
     ),
 ]
 RunnableArgument = Annotated[
     Path,
-    typer.Argument(
-        metavar="ENGINE|MODEL",
-        help="Engine or its folder; or a model, which runs on the CPU.",
-        readable=False,
-        callback=runnable_named,
+    file_argument(
+        metavar="ENGINE|MODEL", help="Engine or its folder; or a model, which runs on the CPU.", callback=runnable_named
     ),
 ]
-EngineArgument = Annotated[
-    Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False, callback=engine_named)
-]
+EngineArgument = Annotated[Path, file_argument(metavar="ENGINE", help="Engine or its folder.", callback=engine_named)]
 EmbeddingsOption = Annotated[
     str | None,
     typer.Option(
@@ -50,10 +45,7 @@ EmbeddingsOption = Annotated[
     ),
 ]
 TokenizerOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
-    ),
+    Path | None, file_flag(metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.")
 ]
 NameOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
@@ -69,9 +61,7 @@ BandwidthOption = Annotated[
         help="Show the limit in tokens per second for this memory: its GB/s, or the name of a GPU such as H100.",
     ),
 ]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Also write a page for a browser.", readable=False)
-]
+HtmlOption = Annotated[Path | None, file_flag("--html", metavar="FILE", help="Also write a page for a browser.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on stdout.")]
 
 
@@ -105,7 +95,6 @@ class SessionPlanFlags(Flags):
             metavar="FILE",
             help="With --cache-dtype: compute one scale for each cache from these prompts, on the CPU. Each line has a "
             "text; in a .jsonl file: a text, a list of token ids, or an object with one of them as its prompt.",
-            readable=False,
         ),
     ] = None
 
@@ -150,8 +139,7 @@ class SessionPlanFlags(Flags):
         """
         if is_model(path):
             return self.options_for(path)
-        names = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
-        if names:
+        if names := [f.name for f in fields(self) if getattr(self, f.name) != f.default]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(
                 f"{flags} {'plans' if len(names) == 1 else 'plan'} a model, and {path} looks like an engine, which "

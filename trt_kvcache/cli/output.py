@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from trt_kvcache.messages import CONTROL
 from trt_kvcache.messages import human_bytes as human_bytes
+from trt_kvcache.messages import shape_text as shape_text
 from trt_kvcache.messages import visible as visible
 
 if TYPE_CHECKING:
@@ -124,11 +125,6 @@ def print_warnings(messages: Iterable[str]) -> None:
 def one_line(message: str) -> str:
     """Return a message on one line, without control characters."""
     return visible(" ".join(message.split()))
-
-
-def shape_text(shape: Iterable[int | str]) -> str:
-    """Return a shape as text, such as ``[batch, 8, 256, 64]``."""
-    return f"[{', '.join(map(str, shape))}]"
 
 
 _NUMBER = re.compile(r"(\d+)")

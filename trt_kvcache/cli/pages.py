@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trt_kvcache.cli.output import group_rows, human_bytes, shape_text
-from trt_kvcache.cli.plan_view import Part, cache_facts, mask_text, plan_parts, profile_parts
+from trt_kvcache.cli.plan_view import Part, cache_facts, dtype_text, mask_text, plan_parts, profile_parts
 from trt_kvcache.cli.summary import plan_lines
 from trt_kvcache.cli.verify import station_rows
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, OriginalRole, OriginalTensor, UpdateMode
@@ -84,10 +85,9 @@ def bench_page(results: Sequence[tuple[str, BenchReport]]) -> Html:
          human_bytes(r.cache_bytes), human_bytes(r.peak_bytes))
         for name, r in results
     ]  # fmt: skip
-    last = results[-1][1]
-    title, about = (
-        (", ".join(name for name, _ in results), "compared") if len(results) > 1 else (last.title, last.runner)
-    )
+    title, about = results[-1][1].title, results[-1][1].runner
+    if len(results) > 1:
+        title, about = ", ".join(name for name, _ in results), "compared"
     return page(
         f"{title}: times",
         _head(title, "", about),
@@ -143,7 +143,10 @@ def _memory(plan: CachePlan) -> Iterable[Html]:
         yield drawn(
             "Bytes by capacity",
             "tokens per sequence",
-            [(_count(b, "sequence"), [Point(c, totals[c][b]) for c in capacities]) for b in batches[::2]],
+            [
+                (f"{b} sequence{'s' if b > 1 else ''}", [Point(c, totals[c][b]) for c in capacities])
+                for b in batches[::2]
+            ],
         )
 
 
@@ -166,18 +169,15 @@ def _around(plan: CachePlan) -> Iterable[Html]:
     for node in plan.attention:
         for past in node.caches:
             readers.setdefault(past, []).append(node)
-    rows, whole = [], {}
+    rows = []
     for cache in plan.caches:
-        key = (
-            *list(cache_facts(cache).values())[2:],
-            *(f"{n.kind.value}, {n.keys}, {n.mask}" for n in readers.get(cache.past, [])),
-        )
-        rows.append((cache.past, cache.present, cache.write_indices or "", *key))
-        whole[len(rows) - 1] = cache
+        read = (f"{n.kind.value}, {n.keys}, {n.mask}" for n in readers.get(cache.past, []))
+        facts = list(cache_facts(cache).values())[2:]
+        rows.append((cache.past, cache.present, cache.write_indices or "", *facts, *read))
     # Groups of the same form, such as keys and values, share a drawing.
     alike: dict[tuple[str, ...], list[tuple[tuple[str, ...], CacheUpdate]]] = {}
     for row, members in group_rows(rows, 2):
-        alike.setdefault(row[2:], []).append((row, whole[members[0]]))
+        alike.setdefault(row[2:], []).append((row, plan.caches[members[0]]))
     for pairs in alike.values():
         cache = pairs[0][1]
         past, present = (", ".join(dict.fromkeys(row[at] for row, _ in pairs)) for at in range(2))
@@ -200,7 +200,7 @@ def _exported(past: str, present: str, cache: CacheUpdate, before: dict[str, Ori
     read = "reads all rows" if grows else "reads the whole capacity"
     both = "Attention" in cache.idiom
     return _flow(
-        _box(past, f"{_type(cache)} {shape_text(was.shape if was else same)}", cost),
+        _box(past, f"{dtype_text(cache)} {shape_text(was.shape if was else same)}", cost),
         _box(cache.idiom, "writes the new rows", read if both else ""),
         _box(present, shape_text(now.shape if now else same)),
         *([] if both else [_box("attention", read)]),
@@ -213,7 +213,7 @@ def _in_engine(
     place = f"at {cache.write_indices}" if cache.write_indices else "at the start"
     names = {"native": "TensorRT's cache update", "plugin": "cache update by the plugin"}
     write = _box(names.get(cache.route.value, "plain operators"), "writes the new rows", f"{place}, {cache.mode.value}")
-    shape = f"{_type(cache)} {shape_text(cache.physical_shape)}"
+    shape = f"{dtype_text(cache)} {shape_text(cache.physical_shape)}"
     if cache.in_place:
         inner = _flow(_box(past), write, _box(present))
         buffers = tag("div", tag("small", f"one buffer: {shape}"), inner, class_="box buffer")
@@ -227,10 +227,6 @@ def _in_engine(
         for kind, keys, mask in readers
     ]
     return _flow(buffers, *boxes)
-
-
-def _type(cache: CacheUpdate) -> str:
-    return "float32" if cache.dtype == "float" else cache.dtype
 
 
 def _box(title: str, *texts: str) -> Html:
@@ -260,46 +256,34 @@ def _titled(title: str, about: str) -> Html:
 
 
 def _listed(lines: Iterable[tuple[str, str]]) -> Html:
-    return tag(
-        "dl",
-        *(
-            tag("dt" if at == 0 else "dd", text.replace(" (--all)", ""))
-            for pair in lines
-            for at, text in enumerate(pair)
-        ),
-    )
+    pairs = ((tag("dt", label), tag("dd", text.replace(" (--all)", ""))) for label, text in lines)
+    return tag("dl", *chain.from_iterable(pairs))
 
 
 def _bench_charts(results: Sequence[tuple[str, BenchReport]]) -> Iterable[Html]:
-    for title, label, pick in PANELS:
-        lines = [(name, points) for name, result in results if (points := pick(result))]
-        if lines:
+    charts = (
+        ("prefill, ms", "tokens of the prompt"),
+        ("decode, ms per step", "tokens in the cache"),
+        ("decode, tokens/s", "sequences per step"),
+    )
+    names, points = [name for name, _ in results], [_points(measured) for _, measured in results]
+    for (title, label), of_chart in zip(charts, zip(*points, strict=True), strict=True):
+        if lines := [(name, line) for name, line in zip(names, of_chart, strict=True) if line]:
             yield chart(title, label, lines)
 
 
-def _prefill(measured: BenchReport) -> list[Point]:
-    return [_point(t, t.tokens) for t in measured.timings if t.phase == "prefill"]
-
-
-def _decode(measured: BenchReport) -> list[Point]:
-    return [_point(t, t.tokens) for t in measured.timings if t.phase == "decode" and t.batch == 1]
-
-
-def _batches(measured: BenchReport) -> list[Point]:
+def _points(measured: BenchReport) -> tuple[list[Point], ...]:
+    """Return the points of each chart."""
     decode = [t for t in measured.timings if t.phase == "decode"]
-    return [Point(t.batch, t.tokens_per_second) for t in decode if t.tokens == decode[0].tokens]
+    return (
+        [_point(t) for t in measured.timings if t.phase == "prefill"],
+        [_point(t) for t in decode if t.batch == 1],
+        [Point(t.batch, t.tokens_per_second) for t in decode if t.tokens == decode[0].tokens],
+    )
 
 
-def _point(timing: Timing, x: int) -> Point:
-    return Point(x, timing.median_ms, timing.low_ms, timing.high_ms)
-
-
-PANELS = (
-    ("prefill, ms", "tokens of the prompt", _prefill),
-    ("decode, ms per step", "tokens in the cache", _decode),
-    ("decode, tokens/s", "sequences per step", _batches),
-)
-"""For each chart: title, label of the x axis, and the function that gives its lines."""
+def _point(timing: Timing) -> Point:
+    return Point(timing.tokens, timing.median_ms, timing.low_ms, timing.high_ms)
 
 
 def _bar(row: Sequence[str]) -> Html:
@@ -309,7 +293,3 @@ def _bar(row: Sequence[str]) -> Html:
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0
     width = f"width:{8 * min(1.0, share):.2f}em"
     return tag("span", class_="bar bad" if row[6] == "FAILED" else "bar", style=width)
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"

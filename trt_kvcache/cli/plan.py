@@ -20,7 +20,7 @@ def plan(
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""
     options = flags.options_for(model)
-    from contextlib import ExitStack
+    from contextlib import nullcontext
 
     from trt_kvcache import plan_model
     from trt_kvcache.cli.output import console, print_json, print_warnings
@@ -33,12 +33,10 @@ def plan(
     if html is not None:
         check_output(html)
     reported = is_report(model)
-    with ExitStack() as files:
-        if reported:
-            options = recorded_options(model) if flags == PlanFlags() else options
-            result = plan_model(files.enter_context(unpacked(model)), options)
-        else:
-            result = plan_model(model, options)
+    if reported and flags == PlanFlags():
+        options = recorded_options(model)
+    with unpacked(model) if reported else nullcontext(model) as path:
+        result = plan_model(path, options)
     batch, name = batch_of(result, max_batch), model.absolute().name
     tensorrt = result.options.target.value == "tensorrt"
     no_session, chosen = why_no_session(result), chosen_capacity(result.options.capacity, flags)

@@ -49,10 +49,8 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, bandwidth:
     `batch` is the number of sequences in a step; `bandwidth` as in `cost_parts`.
     """
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
-    for note in (
-        *([f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []),
-        *(f"note: {n}" for n in plan.notes),
-    ):
+    inlined = [f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []
+    for note in (*inlined, *(f"note: {n}" for n in plan.notes)):
         out.print(note)
     print_parts(out, [*plan_parts(plan), *cost_parts(plan, batch, bandwidth)])
     if plan.caches:
@@ -116,8 +114,7 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
 
     `bandwidth` is that of a GPU's memory in GB/s, from which the table shows the highest speed; None: no such column.
     """
-    costs = [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
-    if not costs:
+    if not (costs := _costs(plan, batch)):
         return
     columns = ["tokens each", "weights", "caches", "in all", "weights' share"]
     rows = [
@@ -128,15 +125,15 @@ def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> I
     if bandwidth is not None:
         columns.append("limit, tokens/s")
         rows = [[*row, f"{cost.limit(bandwidth):,.0f}"] for row, cost in zip(rows, costs, strict=True)]
-        notes.append(limit_text(bandwidth))
+        notes.append(
+            f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's "
+            "L2"
+        )
     yield Part(f"A decode step, batch {costs[0].batch}", columns, rows, notes)
 
 
-def limit_text(bandwidth: float) -> str:
-    """Return a note that explains the table's column with the limit in tokens per second."""
-    return (
-        f"limit: what a memory of {bandwidth:,.0f} GB/s allows; an engine is slower, unless it fits into the GPU's L2"
-    )
+def _costs(plan: CachePlan, batch: int) -> list[StepCost]:
+    return [cost for tokens in usual_tokens(plan) if (cost := step_cost(plan, tokens, batch)) is not None]
 
 
 def cost_line(plan: CachePlan, batch: int, bandwidth: float | None = None) -> str:
@@ -183,24 +180,18 @@ def plan_data(plan: CachePlan, batch: int, bandwidth: float | None = None) -> di
     """Return a plan as data for JSON that can be decoded as `CachePlan`, with the bytes of caches and steps added."""
     import msgspec
 
-    costs = [step_cost(plan, tokens, batch) for tokens in usual_tokens(plan)]
+    steps = [
+        {"tokens": cost.tokens, "batch": cost.batch, "weights": cost.weights, "bytes": cost.total}
+        | ({} if bandwidth is None else {"tokens_per_second_limit": cost.limit(bandwidth)})
+        for cost in _costs(plan, batch)
+    ]
     sequence, total = bytes_of(plan, batch)
     return {
         **msgspec.to_builtins(plan),
         "cache_bytes": {"per_sequence": sequence, "batch": batch, "total": total},
         "adapter_bytes": plan.adapter_bytes(),
-        "steps": [_step_data(cost, bandwidth) for cost in costs if cost is not None],
+        "steps": steps,
     }
-
-
-def _step_data(cost: StepCost, bandwidth: float | None) -> dict[str, float]:
-    counted: dict[str, float] = {
-        "tokens": cost.tokens,
-        "batch": cost.batch,
-        "weights": cost.weights,
-        "bytes": cost.total,
-    }
-    return counted if bandwidth is None else {**counted, "tokens_per_second_limit": cost.limit(bandwidth)}
 
 
 def batch_of(plan: CachePlan, asked: int) -> int:
@@ -243,6 +234,11 @@ def cache_facts(cache: CacheUpdate) -> dict[str, str]:
     }
 
 
+def dtype_text(cache: CacheUpdate) -> str:
+    """Return the dtype of a cache as texts for users name it: ONNX calls float32 ``float``."""
+    return "float32" if cache.dtype == "float" else cache.dtype
+
+
 def attention_facts(node: AttentionPlan) -> dict[str, str]:
     """Return the texts about an attention that tables show, by name."""
     same = node.head_size == node.value_head_size
@@ -266,9 +262,8 @@ def mask_text(mask: Mask) -> str:
     terms += [f"j >= i{offset} - {mask.left_window}"] if mask.left_window >= 0 else []
     terms += [f"j <= i{offset} + {mask.right_window}"] if mask.right_window >= 0 else []
     terms += [f"{mask.mask} allows it" if not mask.additive else f"{mask.mask} is added"] if mask.mask else []
-    text = ", and ".join(terms) or "always"
-    text += f"; over the rows of {mask.span}" if mask.span else ""
-    return text + ("; rows that see no key give zero" if mask.guarded else "")
+    over = f"; over the rows of {mask.span}" if mask.span else ""
+    return (", and ".join(terms) or "always") + over + ("; rows that see no key give zero" if mask.guarded else "")
 
 
 def _spans(plan: CachePlan) -> Iterator[str]:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
-import typer
 
-from trt_kvcache.cli.options import EmbeddingsOption
+from trt_kvcache.cli.options import EmbeddingsOption, file_flag
 from trt_kvcache.errors import OptionError
+from trt_kvcache.model_paths import folder_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, np.dtype[Any]]
 
-_prompt_flag = partial(typer.Option, rich_help_panel="Prompts to continue")
-_source_flag = partial(typer.Option, rich_help_panel="Sources for an encoder (translation, speech, ...)")
+_prompt_flag = partial(file_flag, rich_help_panel="Prompts to continue")
+_source_flag = partial(file_flag, rich_help_panel="Sources for an encoder (translation, speech, ...)")
 TemplateOption = Annotated[
     str | None,
     _prompt_flag(metavar="JSON", help="Variables for the chat template, such as '{\"enable_thinking\": false}'."),
@@ -55,15 +55,12 @@ class PromptFlags:
         _prompt_flag("--prompt", "-p", metavar="TEXT", help="Prompt text. Repeat it for several prompts."),
     ] = None
     prompt_file: Annotated[
-        list[Path] | None,
-        _prompt_flag(metavar="FILE", help="File with the text of a prompt; - is stdin.", readable=False),
+        list[Path] | None, _prompt_flag(metavar="FILE", help="File with the text of a prompt; - is stdin.")
     ] = None
     tokens: Annotated[list[str] | None, _prompt_flag(metavar="ID,...", help="Prompt as token ids.")] = None
     tokenizer: Annotated[
         Path | None,
-        _prompt_flag(
-            metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model.", readable=False
-        ),
+        _prompt_flag(metavar="FILE", help="tokenizer.json or its folder. Default: the one beside the model."),
     ] = None
     chat: Annotated[
         bool, _prompt_flag("--chat", help="Treat each text as a message of a user, with the chat template.")
@@ -76,7 +73,6 @@ class PromptFlags:
             metavar="NPZ",
             help="Inputs that the model reads beside the text, such as an encoder's output: arrays [1, ...] by name of "
             "the input. One file for all prompts, or one for each.",
-            readable=False,
         ),
     ] = None
     embeddings: EmbeddingsOption = None
@@ -86,7 +82,6 @@ class PromptFlags:
             metavar="NPZ",
             help="A prompt as embeddings, such as those of images: inputs_embeds [S, H], input_ids [S], and "
             "position_ids [S] or [3, S] where the tokens do not stand in order.",
-            readable=False,
         ),
     ] = None
 
@@ -115,7 +110,7 @@ class PromptFlags:
             return None
         if not model.exists():
             raise OptionError(f"{model}: no such file; give the path of an engine or of an .onnx file")
-        file = self.tokenizer or (model if model.is_dir() else model.parent) / "tokenizer.json"
+        file = self.tokenizer or folder_of(model) / "tokenizer.json"
         if self.tokenizer is None and not file.exists():
             raise OptionError(f"text needs a tokenizer, and there is no {file}; give --tokenizer, or ids with --tokens")
         from trt_kvcache.runtime.text.tokenizer import Tokenizer
@@ -174,11 +169,7 @@ class SourceFlags:
     ] = None
     source_inputs: Annotated[
         list[Path] | None,
-        _source_flag(
-            metavar="NPZ",
-            help="Arrays [1, ...] by name of the encoder's input, such as input_features.",
-            readable=False,
-        ),
+        _source_flag(metavar="NPZ", help="Arrays [1, ...] by name of the encoder's input, such as input_features."),
     ] = None
     encoder: Annotated[
         Path | None,
@@ -186,7 +177,6 @@ class SourceFlags:
             metavar="FILE|DIR",
             help="The encoder. Default: the engine that was built with the decoder's, else the exporter's model beside "
             "it, which runs on the CPU.",
-            readable=False,
         ),
     ] = None
 
@@ -267,8 +257,7 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
     """
     arrays = read_arrays(file)
     missing = [name for name in _NEEDED if name not in arrays]
-    unknown = [name for name in arrays if name not in (*_NEEDED, "position_ids")]
-    if missing or unknown:
+    if missing or (unknown := [name for name in arrays if name not in (*_NEEDED, "position_ids")]):
         fault = f"lacks {' and '.join(missing)}" if missing else f"has {', '.join(unknown)}"
         raise OptionError(
             f"--inputs-embeds {file} {fault}; it must hold {', '.join(_NEEDED)}, and may hold position_ids"

@@ -7,9 +7,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from trt_kvcache.cli.options import ModelArgument, PlanFlags
+from trt_kvcache.cli.options import ModelArgument, PlanFlags, output_flag
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -22,9 +20,7 @@ _QUOTED = re.compile(r"'([^']*)'")
 def report(
     model: ModelArgument,
     flags: PlanFlags,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Zip file for the report.", readable=False)
-    ],
+    output: Annotated[Path, output_flag(metavar="FILE", help="Zip file for the report.")],
 ) -> None:
     """Write a report to send: the model's graph without weights and names, its plan or refusal, versions."""
     options = flags.options_for(model)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from trt_kvcache.cli.options import ModelArgument, PlanFlags
+from trt_kvcache.cli.options import ModelArgument, PlanFlags, output_flag
 
 
 def rewrite(
     model: ModelArgument,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="OUT.onnx", help="The rewritten model.", readable=False)
-    ],
+    output: Annotated[Path, output_flag(metavar="OUT.onnx", help="The rewritten model.")],
     flags: PlanFlags,
 ) -> None:
     """Write the rewritten model as standard ONNX, for trtexec and others. Another folder also gets the data files."""

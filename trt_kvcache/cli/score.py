@@ -9,13 +9,20 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.generate import RunFlags
-from trt_kvcache.cli.options import JsonOption, RunnableArgument, SessionPlanFlags, TokenizerOption, bounded_on_cpu
+from trt_kvcache.cli.options import (
+    JsonOption,
+    RunnableArgument,
+    SessionPlanFlags,
+    TokenizerOption,
+    bounded_on_cpu,
+    file_argument,
+)
 from trt_kvcache.cli.prompts import read_text
 
 
 def score(
     model: RunnableArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="File with the text; - is stdin.", readable=False)],
+    file: Annotated[Path, file_argument(metavar="FILE", help="File with the text; - is stdin.")],
     running: RunFlags,
     planning: SessionPlanFlags,
     window: Annotated[

@@ -15,7 +15,14 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.generate import LoraFlags, RunFlags, sampling_text
-from trt_kvcache.cli.options import NameOption, QueueOption, RunnableArgument, SessionPlanFlags, TokenizerOption
+from trt_kvcache.cli.options import (
+    NameOption,
+    QueueOption,
+    RunnableArgument,
+    SessionPlanFlags,
+    TokenizerOption,
+    file_flag,
+)
 from trt_kvcache.cli.output import print_warnings, visible
 from trt_kvcache.errors import OptionError
 
@@ -31,10 +38,7 @@ def serve(
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, metavar="N", help="Port to listen at; 0: a free one.")] = 8000,
     api_key_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File of keys, one per line. Each request must send one of them.", readable=False
-        ),
+        Path | None, file_flag(metavar="FILE", help="File of keys, one per line. Each request must send one of them.")
     ] = None,
     no_api_key: Annotated[
         bool, typer.Option("--no-api-key", help="Serve without keys to everyone who can reach the address.")
@@ -48,10 +52,9 @@ def serve(
     ] = None,
     lora_folder: Annotated[
         Path | None,
-        typer.Option(
+        file_flag(
             metavar="FOLDER",
             help="Let clients load adapters from this folder, and unload adapters (/v1/load_lora_adapter).",
-            readable=False,
         ),
     ] = None,
     max_queue: QueueOption = 256,

@@ -40,7 +40,7 @@ def end_by_unwinding() -> None:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup makes its command ignore SIGHUP
             signal.signal(number, _end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
+        signal.signal(signal.SIGINT, _end)
     ours, theirs = socket.socketpair()  # Windows accepts only sockets
     theirs.setblocking(False)
     signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
@@ -82,20 +82,15 @@ def interruptible() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    if _is_loading(frame):
-        _send_later(number)
-    else:
-        raise KeyboardInterrupt
-
-
 def _end(number: int, frame: FrameType | None) -> None:
     if _is_loading(frame):
         _send_later(number)
-        return
-    for other in _NUMBERS:  # a second signal must not end the cleanup
-        signal.signal(other, signal.SIG_IGN)
-    raise Ended(number)
+    elif number == signal.SIGINT:
+        raise KeyboardInterrupt
+    else:
+        for other in _NUMBERS:  # a second signal must not end the cleanup
+            signal.signal(other, signal.SIG_IGN)
+        raise Ended(number)
 
 
 def _is_loading(frame: FrameType | None) -> bool:

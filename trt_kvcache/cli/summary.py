@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -11,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.options import SessionPlanFlags
 from trt_kvcache.cli.output import console, group_rows, human_bytes, shape_text, wrapped
-from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, shared_caches
+from trt_kvcache.cli.plan_view import adapters_text, bytes_of, cost_line, dtype_text, shared_caches
 from trt_kvcache.engine.backend import can_build
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Mask, Target, UpdateForm, UpdateMode
-from trt_kvcache.model_paths import is_model
+from trt_kvcache.model_paths import folder_of, is_model
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,8 +62,7 @@ def print_lines(out: Console, title: str, lines: Lines) -> None:
 def _shorten(lines: list[str], most: int) -> list[str]:
     if len(lines) <= most:
         return lines
-    last = lines[most - 1]
-    return [*lines[: most - 1], f"{last[: max(len(last) - 4, 1)]} ..."]
+    return [*lines[: most - 1], f"{lines[most - 1][:-4] or lines[most - 1][:1]} ..."]
 
 
 def print_next(out: Console, command: str) -> None:
@@ -76,8 +76,7 @@ def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
 
     `flags` is a dataclass with the flags that the user gave; the command does not have its fields `leave`.
     """
-    folder = path if path.is_dir() else path.parent
-    prompt = ("--prompt", "Hello") if (folder / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
+    prompt = ("--prompt", "Hello") if (folder_of(path) / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
     return command_line("generate", path, *prompt, flags=flags, leave=leave)
 
 
@@ -147,8 +146,8 @@ def plan_lines(
     lines = _labelled("caches", _cache_lines(plan, names=not built))
     if plan.states:
         lines.append(("states", f"{len(plan.states)} in two buffers: {plan.states[0].reason}"))
-    kinds = _counted((node.kind.value, node.reason) for node in plan.attention)
-    lines += _labelled("attention", [f"{count} {kind}: {reason}" for (kind, reason), count in kinds[:_FEW]])
+    kinds = Counter((node.kind.value, node.reason) for node in plan.attention)  # in the order of their first layers
+    lines += _labelled("attention", [f"{n} {kind}: {reason}" for (kind, reason), n in list(kinds.items())[:_FEW]])
     if (shared := shared_caches(plan)) is not None:
         lines.append(("", shared))
     if plan.attention:
@@ -184,28 +183,17 @@ def advice(plan: CachePlan) -> list[str]:
     if len(masks) > 1 and len(masks) == len(plan.attention):
         said.append("export with one mask for all layers: each layer computes its own in every step")
     windows = {mask.name: mask for mask in plan.masks if mask.left_window >= 0}
-    past = {cache.past: cache for cache in plan.caches}
     masks_of: dict[str, list[Mask | None]] = {}
-    for name, mask in ((n, windows.get(a.mask or "")) for a in plan.attention for n in a.caches if n in past):
+    for name, mask in ((name, windows.get(node.mask or "")) for node in plan.attention for name in node.caches):
         masks_of.setdefault(name, []).append(mask)
-    if saved := sum(all(m and _longer(past[n], m) for m in layers) for n, layers in masks_of.items()):
+    read = [(c.capacity, masks_of[c.past]) for c in plan.caches if c.mode is UpdateMode.LINEAR and c.past in masks_of]
+    if saved := sum(all(m and size > 2 * (m.left_window + 1) for m in layers) for size, layers in read):
         said.append(f"--sliding circular: {saved} caches would hold their window, not the whole text")
     return said
 
 
-def _longer(cache: CacheUpdate, mask: Mask) -> bool:
-    return cache.mode is UpdateMode.LINEAR and cache.capacity > 2 * (mask.left_window + 1)
-
-
 def _labelled(label: str, texts: Iterable[str]) -> Lines:
     return [(label if at == 0 else "", text) for at, text in enumerate(texts)]
-
-
-def _counted(values: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], int]]:
-    counts: dict[tuple[str, ...], int] = {}
-    for value in values:
-        counts[value] = counts.get(value, 0) + 1
-    return list(counts.items())
 
 
 def _cache_lines(plan: CachePlan, *, names: bool) -> list[str]:
@@ -227,8 +215,7 @@ def _cache_lines(plan: CachePlan, *, names: bool) -> list[str]:
 def _form(cache: CacheUpdate) -> str:
     mode = "" if cache.mode is UpdateMode.LINEAR else f"{cache.mode.value} "
     packed = "packed " if cache.form is UpdateForm.PACKED_NHD else ""
-    dtype = "float32" if cache.dtype == "float" else cache.dtype
-    return f"{mode}{packed}{dtype} {shape_text(cache.physical_shape)} from {cache.idiom}"
+    return f"{mode}{packed}{dtype_text(cache)} {shape_text(cache.physical_shape)} from {cache.idiom}"
 
 
 def _several(texts: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.flags import Flags, flags_of
-from trt_kvcache.cli.options import HtmlOption, JsonOption, ModelArgument, PlanFlags
+from trt_kvcache.cli.options import HtmlOption, JsonOption, ModelArgument, PlanFlags, file_flag
 from trt_kvcache.compare.verify_report import VerifyOptions
 
 if TYPE_CHECKING:
@@ -32,8 +32,7 @@ def verify(
     verification: VerifyFlags,
     flags: PlanFlags,
     rewritten: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Compare MODEL with this file that 'rewrite' wrote.", readable=False),
+        Path | None, file_flag(metavar="FILE", help="Compare MODEL with this file that 'rewrite' wrote.")
     ] = None,
     as_exported: Annotated[
         bool, typer.Option("--as-exported", help="Show what TensorRT's parser makes of MODEL without a rewrite.")
@@ -98,9 +97,7 @@ def _print(out: Console, model: str, report: VerifyReport) -> None:
     grid = table("station", "against", "steps", "largest difference", "allowed", "")
     for row in station_rows(report):
         grid.add_row(row[0], *row[2:])
-    out.print()
-    out.print(grid)
-    out.print()
+    out.print("", grid, "", sep="\n")
     for station in report.stations:
         for text in filter(None, (station.failure, station.note)):
             out.print(f"{station.name}: {text}")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from enum import Enum
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,18 +13,12 @@ from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
 
 
-class WorkerEngine(str, Enum):
-    """The distributed server to which the worker belongs."""
-
-    DYNAMO = "dynamo"
-
-
 def worker(
     model: RunnableArgument,
     running: RunFlags,
     adapters: LoraFlags,
     planning: SessionPlanFlags,
-    engine: Annotated[WorkerEngine, typer.Option(help="dynamo: NVIDIA Dynamo.")] = WorkerEngine.DYNAMO,
+    engine: Annotated[Literal["dynamo"], typer.Option(help="dynamo: NVIDIA Dynamo.")] = "dynamo",
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen at.")] = "127.0.0.1",
     max_queue: QueueOption = 256,
     name: NameOption = None,

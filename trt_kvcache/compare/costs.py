@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, cache_bytes
+from trt_kvcache.importer.plan import CachePlan, cache_bytes
 
 __all__ = ["GPUS", "StepCost", "read_bandwidth", "step_cost", "usual_tokens"]
 
@@ -66,18 +66,15 @@ def step_cost(plan: CachePlan, tokens: int, batch: int = 1) -> StepCost | None:
     for cache in plan.caches:
         row = cache_bytes(cache, batch) // max(cache.capacity, 1)
         readers = [node.keys for node in plan.attention if cache.past in node.caches] or ["span"]
-        rows += sum(row * _rows(cache, tokens, keys, spans=bool(plan.spans)) for keys in readers)
+        for keys in readers:
+            in_use = keys == "mask" or (keys == "span" and plan.spans)
+            rows += row * (min(tokens, cache.capacity) if in_use else cache.capacity)
         written += row
         if not cache.in_place:  # a step writes the whole cache anew
             rows, written = rows + row * cache.capacity, written + row * (cache.capacity - 1)
     caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in plan.caches if c.carried)
     states = plan.cache_bytes(batch) - caches  # two buffers: one is read, the other written
     return StepCost(tokens, int(fixed), plan.weights, rows, written, states)
-
-
-def _rows(cache: CacheUpdate, tokens: int, keys: str, *, spans: bool) -> int:
-    in_use = keys == "mask" or (keys == "span" and spans)
-    return min(tokens, cache.capacity) if in_use else cache.capacity
 
 
 def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
@@ -89,10 +86,8 @@ def usual_tokens(plan: CachePlan) -> tuple[int, ...]:
 def read_bandwidth(text: str) -> float:
     """Read a memory bandwidth in GB/s: a number, or a GPU's name in `GPUS`. Raises `OptionError` for other texts."""
     named = {_plain(name): rate for name, rate in GPUS.items()}
-    if (rate := named.get(_plain(text))) is not None:
-        return rate
     try:
-        number = float(text)
+        number = named.get(_plain(text)) or float(text)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:

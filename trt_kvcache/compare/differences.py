@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from onnx import ModelProto, ValueInfoProto
+from onnx import ModelProto, NodeProto, ValueInfoProto
 
 from trt_kvcache.importer.protos import copied
 
-__all__ = ["GARBAGE", "Layer", "Share", "first_layer", "share_between", "share_of", "share_of_logits",
-           "with_inner_outputs"]  # fmt: skip
+if TYPE_CHECKING:
+    from trt_kvcache.compare.numpy_network import Node
+
+__all__ = ["GARBAGE", "Share", "first_layer", "share_between", "share_of", "share_of_logits", "with_inner_outputs"]
 
 Array = npt.NDArray[Any]
 
@@ -49,19 +51,17 @@ class Share:
 
 def share_of(wanted: Array, had: Array) -> Share:
     """Return the difference of two arrays of equal shape, as if all numbers were the logits of one position."""
-    largest, typical = share_of_logits(wanted.reshape(1, -1), had.reshape(1, -1))
-    return Share(float(largest[0]), float(typical[0]))
+    return Share(*share_of_logits(wanted.reshape(-1), had.reshape(-1)).tolist())
 
 
-def share_of_logits(wanted: Array, had: Array) -> tuple[Array, Array]:
-    """Return `Share.largest` and `Share.typical` of each position ``[...]`` of logits ``[..., V]``."""
+def share_of_logits(wanted: Array, had: Array) -> Array:
+    """Return `Share.largest` and `Share.typical` ``[2, ...]`` of each position ``[...]`` of logits ``[..., V]``."""
     if wanted.shape != had.shape:
-        everywhere = np.full(wanted.shape[:-1], math.inf)
-        return everywhere, everywhere
+        return np.full((2, *wanted.shape[:-1]), math.inf)
     shares = np.empty((2, *wanted.shape[:-1]))
     for place in np.ndindex(*wanted.shape[:-1]):  # one position at a time: whole steps would take much memory
         shares[(slice(None), *place)] = _of_position(wanted[place].astype(np.float64), had[place].astype(np.float64))
-    return shares[0], shares[1]
+    return shares
 
 
 def _of_position(one: Array, other: Array) -> tuple[float, float]:
@@ -104,27 +104,7 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
     return float(difference.max() / scale) if scale else math.inf
 
 
-class Layer(Protocol):
-    """A node of a model, or a layer of TensorRT's network."""
-
-    @property
-    def name(self) -> str:
-        """Name of the layer."""
-
-    @property
-    def op_type(self) -> str:
-        """Operator of the node, or TensorRT's type of the layer."""
-
-    @property
-    def input(self) -> Sequence[str]:
-        """Names of the tensors that the layer reads."""
-
-    @property
-    def output(self) -> Sequence[str]:
-        """Names of the tensors that the layer computes."""
-
-
-def first_layer(layers: Iterable[Layer], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
+def first_layer(layers: Iterable[NodeProto | Node], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
     """Describe, for a message, the first layer from which differing tensors lead to an output without a gap; or "".
 
     If later tensors agree again, a differing tensor is no fault: two correct models may use one name for different

@@ -18,7 +18,7 @@ from onnx import ModelProto
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.text_inputs import TextInputs, by_position, guessed
-from trt_kvcache.cpu import RunError, open_in_time, run_in_time
+from trt_kvcache.cpu import RunError, lean_options, open_in_time, run_in_time
 from trt_kvcache.dtypes import array_dtype
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.families import define, for_cpu
@@ -58,7 +58,7 @@ class Exported:
     def __init__(
         self, path: str | os.PathLike[str] | SourceModel, plan: CachePlan, given: Mapping[str, Array] | None = None,
         table: Array | None = None, seed: int = 0, *, last: int | None = None,
-        edit: Callable[[ModelProto], ModelProto] | None = None, copies: Float32Copies | None = None,
+        edit: Callable[[ModelProto], ModelProto] = lambda model: model, copies: Float32Copies | None = None,
     ) -> None:  # fmt: skip
         source = path if isinstance(path, SourceModel) else load_source(path)
         self.name = f"ONNX Runtime {ort.__version__}, float32"
@@ -125,13 +125,13 @@ class Exported:
         states = {s.past for s in self._plan.states}
         growing = {t.name for t in self._plan.original if t.role is OriginalRole.GROWING_CACHE}
         empty = {}
-        for past, cache in self._caches.items():
+        for past in self._types.keys() & self._caches:
+            cache = self._caches[past]
             shape = list(cache.logical_shape(self.batch))
             if past in growing and cache.update is not None:
                 shape[cache.update.sequence_axis] = 0
             number = 0.0 if past in states else self.garbage if "float" in cache.role.dtype else min(self.garbage, 100)
-            if past in self._types:
-                empty[past] = np.full(shape, number, self._types[past])
+            empty[past] = np.full(shape, number, self._types[past])
         return empty
 
     def _run(self, text: int, tokens: Array) -> Array:
@@ -164,15 +164,9 @@ def ring_rows(source: SourceModel, plan: CachePlan) -> tuple[int, ...]:
 
 
 def _open(
-    model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto] | None
+    model: ModelProto, folder: Path, copies: Float32Copies, edit: Callable[[ModelProto], ModelProto]
 ) -> ort.InferenceSession:
-    options = ort.SessionOptions()
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
-    options.enable_cpu_mem_arena = False  # growing caches have many sizes
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    # prepacking would copy the weights, which does not pay for so few rows
-    options.add_session_config_entry("session.disable_prepacking", "1")
+    options = lean_options(ort.GraphOptimizationLevel.ORT_ENABLE_BASIC)
     model, folder = copies.copy(model, folder)
-    model = open_types(model, wide=True)  # types such as float8 caches, which are only moved
-    model = model if edit is None else edit(model)
+    model = edit(open_types(model, wide=True))  # types such as float8 caches, which are only moved
     return open_in_time(for_session(model, folder, options), options)

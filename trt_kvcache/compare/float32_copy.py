@@ -18,7 +18,7 @@ from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, copied, iter_scopes, iter_tensors
 from trt_kvcache.importer.steps.element_types import all_types, state_type
 
-__all__ = ["NARROW", "Float32Copies", "float32_copy"]
+__all__ = ["NARROW", "Float32Copies"]
 
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _DATA = "float32.data"
@@ -112,13 +112,6 @@ class Float32Copies:
         for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
             moved.external_data.add(key=entry, value=value)
         return moved
-
-
-def float32_copy(
-    model: ModelProto, source: Path, folder: Path, replaced: Mapping[str, bytes | bytearray] | None = None
-) -> tuple[ModelProto, Path]:
-    """Return a float32 copy of one model, and the folder of its data. See `Float32Copies.copy`."""
-    return Float32Copies(folder).copy(model, source, replaced)
 
 
 def _blocks(

@@ -21,7 +21,7 @@ from onnx import ModelProto
 from trt_kvcache.compare.decode import Piece, plan_pieces
 from trt_kvcache.compare.differences import GARBAGE, first_layer, share_between, with_inner_outputs
 from trt_kvcache.compare.exported_model import Exported
-from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.numpy_network import Network, NetworkError, UnknownLayerError
 from trt_kvcache.compare.rewritten_model import Float32Session, Rewritten
 from trt_kvcache.compare.text_inputs import TextInputs, token_table
@@ -69,9 +69,8 @@ class NetworkComparison:
     note: str = ""
 
     def __str__(self) -> str:
-        return (
-            f"not compared: {self.note}" if self.note else f"equal in {self.steps} steps, within {self.difference:.1g}"
-        )
+        equal = f"equal in {self.steps} steps, within {self.difference:.1g}"
+        return f"not compared: {self.note}" if self.note else equal
 
     def check(self) -> None:
         """Raise `BuildError` if an output differs."""
@@ -102,7 +101,7 @@ def compare_network(
     inputs = TextInputs(plan, index_limits(model, plan), table=token_table(plan, seed), seed=seed)
     try:
         with TemporaryDirectory(prefix="trt-kvcache-network-") as name:
-            wide, place = copy or float32_copy(for_cpu(model)[0], folder, Path(name), replaced)
+            wide, place = copy or Float32Copies(Path(name)).copy(for_cpu(model)[0], folder, replaced)
             watch, session = NetworkWatch(network, trt, wide, place, garbage), Float32Session(wide, place)
             steps = Rewritten(plan, inputs, session.run, garbage=garbage, seed=seed)
             steps.watch = watch
@@ -125,20 +124,18 @@ def compare_as_exported(network: Any, trt: Any, path: Path, plan: CachePlan) -> 
         shares.append(max(share_between(values, had[name]) for name, values in wanted.items()))
 
     try:
-        run, exported, limits = Network(network, trt).run, Exported(path, plan), read_limits(plan, 1)
+        run, exported = Network(network, trt).run, Exported(path, plan)
         exported.watch = watch
         exported.start(1)
-        for piece in plan_pieces(limits, plan, (5,), 2):
+        for piece in plan_pieces(read_limits(plan, 1), plan, (5,), 2):
             tokens = (3 * np.arange(piece.length) + 5) % (exported.vocabulary or 2)
             exported.step(Piece(piece.length, (0,)), tokens[None])
     except _FAILS as error:
         return NetworkComparison(0, 0.0, note=getattr(error, "message", str(error)))
     except NetworkError as error:
         return NetworkComparison(0, math.inf, error.message)
-    worst = max(shares)
-    return NetworkComparison(
-        len(shares), worst, "" if worst <= LIMIT else "the network's outputs differ from the model's"
-    )
+    finding = "" if max(shares) <= LIMIT else "the network's outputs differ from the model's"
+    return NetworkComparison(len(shares), max(shares), finding)
 
 
 class NetworkWatch:

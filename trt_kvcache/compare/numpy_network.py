@@ -239,10 +239,6 @@ def _ints(values: Any) -> list[int]:
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
-def _sigmoid(x: Array) -> Array:
-    return np.asarray(1 / (1 + np.exp(-x)))
-
-
 def _softmax(x: Array, axes: tuple[int, ...]) -> Array:
     """Return the softmax. Rows without a number above -inf give NaN, as in TensorRT."""
     highest = x.max(axis=axes, keepdims=True)
@@ -312,13 +308,10 @@ def _run_of(at: Array) -> Any:
 
 def _shuffle(layer: Any, x: Sequence[Any]) -> Array:
     data = _transposed(x[0], layer.first_transpose)
-    if x[1] is not None:
-        dims = _ints(x[1])
-    else:
-        try:
-            dims = list(layer.reshape_dims)
-        except (TypeError, ValueError):  # no sizes are set
-            dims = list(data.shape)
+    try:
+        dims = list(layer.reshape_dims) if x[1] is None else _ints(x[1])
+    except (TypeError, ValueError):  # no sizes are set
+        dims = list(data.shape)
     if layer.zero_is_placeholder:
         dims = [data.shape[i] if d == 0 else d for i, d in enumerate(dims)]
     return _transposed(data.reshape(dims), layer.second_transpose)
@@ -376,7 +369,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 _ACTIVATION: dict[str, Callable[[Any, float, float], Any]] = {
     "RELU": lambda x, a, b: np.maximum(x, 0),
-    "SIGMOID": lambda x, a, b: _sigmoid(x),
+    "SIGMOID": lambda x, a, b: 1 / (1 + np.exp(-x)),
     "TANH": lambda x, a, b: np.tanh(x),
     "LEAKY_RELU": lambda x, a, b: np.where(x >= 0, x, a * x),
     "ELU": lambda x, a, b: np.where(x >= 0, x, a * np.expm1(x)),
@@ -393,11 +386,6 @@ _ACTIVATION: dict[str, Callable[[Any, float, float], Any]] = {
 _REDUCE: dict[str, Callable[..., Any]] = {
     "SUM": np.sum, "PROD": np.prod, "MAX": np.max, "MIN": np.min, "AVG": np.mean
 }  # fmt: skip
-
-
-def _activation(layer: Any, x: Sequence[Any]) -> Any:
-    # Before its class is changed, a layer's `type` is that of the layer; afterwards, that of the activation.
-    return _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta)
 
 
 def _matrix_multiply(layer: Any, x: Sequence[Any]) -> Any:
@@ -427,13 +415,12 @@ def _rotary(layer: Any, x: Sequence[Any]) -> Any:
     data, cos, sin = x[0], x[1], x[2]
     if x[3] is not None:
         cos, sin = cos[x[3]], sin[x[3]]
-    cos, sin = cos[:, None], sin[:, None]
     size = layer.rotary_embedding_dim or data.shape[-1]
     turned, rest = data[..., :size], data[..., size:]
     first, second = (
         (slice(0, None, 2), slice(1, None, 2)) if layer.interleaved else (slice(size // 2), slice(size // 2, None))
     )
-    a, b, result = turned[..., first], turned[..., second], np.empty_like(turned)
+    a, b, cos, sin, result = turned[..., first], turned[..., second], cos[:, None], sin[:, None], np.empty_like(turned)
     result[..., first], result[..., second] = a * cos - b * sin, a * sin + b * cos
     return np.concatenate([result, rest], -1)
 
@@ -443,11 +430,9 @@ def _update(layer: Any, x: Sequence[Any]) -> Any:
     cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise UnknownLayerError(f"its mode is {_name(layer.cache_mode)}")
+    rows = list(update)
     if _name(layer.update_form).startswith("PACKED"):  # [T, N, H] and the lengths' sum before each row [B + 1]
-        ends = _ints(x[3])
-        rows = [np.swapaxes(update[a:b], 0, 1) for a, b in itertools.pairwise(ends)]
-    else:
-        rows = list(update)
+        rows = [np.swapaxes(update[a:b], 0, 1) for a, b in itertools.pairwise(_ints(x[3]))]
     for row, (start, new) in enumerate(zip(starts, rows, strict=True)):
         if start >= 0 and start + new.shape[1] <= cache.shape[2]:
             cache[row, :, start : start + new.shape[1]] = new
@@ -477,11 +462,9 @@ def _plugin_update(operator: Operator, x: Sequence[Any]) -> list[Any]:
 
 
 def _normalization(layer: Any, x: Sequence[Any]) -> Any:
-    data, axes, groups = x[0], _axes(layer.axes), layer.num_groups
-    shape = data.shape
-    if groups != 1:
-        data = data.reshape(shape[0], groups, -1)
-        axes = (2,)
+    data, axes, shape = x[0], _axes(layer.axes), x[0].shape
+    if layer.num_groups != 1:
+        data, axes = data.reshape(shape[0], layer.num_groups, -1), (2,)
     mean = data.mean(axis=axes, keepdims=True)
     scaled = (data - mean) / np.sqrt(((data - mean) ** 2).mean(axis=axes, keepdims=True) + layer.epsilon)
     return scaled.reshape(shape) * x[1] + x[2]
@@ -527,12 +510,10 @@ def _convolution(layer: Any, x: Sequence[Any]) -> Any:
         raise UnknownLayerError(f"its padding is {_name(layer.padding_mode)}")
     pads = [(0, 0), (0, 0), *zip(tuple(layer.pre_padding), tuple(layer.post_padding), strict=True)]
     data, spatial = np.pad(x[0], pads), tuple(range(2, x[0].ndim))
-    dilations, strides = tuple(layer.dilation_nd), tuple(layer.stride_nd)
+    dilations = tuple(layer.dilation_nd)
     reach = tuple(d * (n - 1) + 1 for d, n in zip(dilations, sizes, strict=True))
     windows = np.lib.stride_tricks.sliding_window_view(data, reach, spatial)
-    windows = windows[(slice(None),) * 2 + tuple(slice(None, None, s) for s in strides)]
-    inside: tuple[Any, ...] = (..., *(slice(None, None, d) for d in dilations))
-    windows = windows[inside]
+    windows = windows[tuple(slice(None, None, step) for step in (1, 1, *tuple(layer.stride_nd), *dilations))]
     rank, (batch, channels) = len(sizes), data.shape[:2]
     windows = windows.reshape(batch, groups, channels // groups, *windows.shape[2:])
     kernel = kernel.reshape(groups, maps // groups, channels // groups, *sizes)
@@ -565,7 +546,8 @@ def _assertion(layer: Any, x: Sequence[Any]) -> list[Any]:
 
 
 _RUN: dict[str, Callable[[Any, Sequence[Any]], Any]] = {
-    "ACTIVATION": _activation,
+    # Before its class is changed, a layer's `type` is that of the layer; afterwards, that of the activation.
+    "ACTIVATION": lambda layer, x: _ACTIVATION[_name(layer.type)](x[0], layer.alpha, layer.beta),
     "ASSERTION": _assertion,
     "ATTENTION_OUTPUT": _attention,
     "CAST": lambda layer, x: np.trunc(x[0]) if "INT" in _name(layer.to_type) and x[0].dtype.kind == "f" else x[0],

@@ -167,22 +167,22 @@ class _Recording:
                     )
                 decode.pieces = decode.pieces[:count]
             if count == len(decode.pieces) or decode.pieces[count].part != part:
-                rows |= {f"{part}/{name}": found for name, found in self._rows(runner, part)}
+                rows |= self._rows(runner, part)
             if count == len(decode.pieces):
                 break
         return logits, rows
 
-    def _rows(self, runner: Rewritten, part: str) -> list[tuple[str, Array]]:
-        """Return pairs of a past input's name and numbers from its newest cache rows, after the step `part`."""
+    def _rows(self, runner: Rewritten, part: str) -> dict[str, Array]:
+        """Return numbers from the newest cache rows after a part, ``[R, T, W]`` by ``<part>/<past>``."""
         pieces, texts = self.decode.pieces, range(self.decode.rows)
         fewest = min(sum(p.length for p in pieces if p.part == part and text in p.rows) for text in texts)
         caches = {name: c for name, c in runner.tensors.items() if c.output is not None}
         kept = len({p.part for p in pieces}) * len(texts) * _NEWEST * len(caches)
-        width, found = int(np.clip(_SAMPLES // (4 * max(kept, 1)), 1, _WIDEST)), []
+        width, found = int(np.clip(_SAMPLES // (4 * max(kept, 1)), 1, _WIDEST)), dict[str, Array]()
         for name, cache in caches.items():
             count = min(_NEWEST, fewest, *([] if cache.update is None else [cache.update.capacity]))
             numbers = [numbers_of_cache(cache, runner.read(name, t), int(runner.ends[t]), count, width) for t in texts]
-            found.append((name, np.stack(numbers)))
+            found[f"{part}/{name}"] = np.stack(numbers)
         return found
 
     def _tie(self) -> None:
@@ -192,9 +192,7 @@ class _Recording:
             return
         first = replace(decode, pieces=tuple(p for p in decode.pieces if p.part == decode.pieces[0].part))
         try:
-            exported = Exported(
-                source, self._plan, self._given, self._table, last=_POSITIONS, copies=self._copies
-            )  # fmt: skip
+            exported = Exported(source, self._plan, self._given, self._table, last=_POSITIONS, copies=self._copies)
             found = compare(first, first.steps(exported), _TIED)
         except UnsupportedModelError:  # it cannot decode with its own caches; the check has already compared its parts
             return
@@ -206,8 +204,8 @@ class _Recording:
 
     def _proof(self, rows: Mapping[str, Array], rounding: dict[str, dict[str, Share]], unit: float) -> Proof:
         decode, kind, arrays = self.decode, self._plan.options.cache_dtype, dict[str, Array]()
-        roles = {t.name: t.dtype for t in self._plan.tensors if t.io == "input"}
-        coded = {n for own in rounding.values() for n in own if kind is not None or "int" in roles.get(n, "")}
+        whole = {t.name for t in self._plan.tensors if t.io == "input" and "int" in t.dtype}
+        coded = {n for own in rounding.values() for n in own if kind is not None or n in whole}
         shares = allowed(rounding, unit, decode.rows, coded - {LOGITS}, kind)
         note = ""
         if any(np.isnan(v).any() for v in decode.wanted):

@@ -99,25 +99,18 @@ def with_numbers(plan: CachePlan, model: ModelProto) -> tuple[CachePlan, ModelPr
     narrow = {v.name for v in values if v.type.tensor_type.elem_type == TensorProto.FLOAT8E4M3FN}
     if not narrow:
         return plan, model
-    wide, nodes = copied(model), list[NodeProto]()
-    for value in (*wide.graph.input, *wide.graph.output):
-        if value.name in narrow:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-
-    def cast(source: str, result: str, kind: int) -> None:
-        nodes.append(helper.make_node("Cast", [source], [result], result, to=kind))
-
-    for value in wide.graph.input:
-        if value.name in narrow:
-            cast(value.name, f"{value.name}/float8", TensorProto.FLOAT8E4M3FN)
+    wide, before, after = copied(model), list[NodeProto](), list[NodeProto]()
     for node in wide.graph.node:
-        given = [name for name in node.output if name in narrow]
         for names in (node.input, node.output):
             names[:] = [f"{name}/float8" if name in narrow else name for name in names]
-        nodes.append(node)
-        for name in given:
-            cast(f"{name}/float8", name, TensorProto.FLOAT)
-    replace_field(wide.graph.node, nodes)
+    for values, casts in ((wide.graph.input, before), (wide.graph.output, after)):
+        for value in (v for v in values if v.name in narrow):
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+            ends, kind = (value.name, f"{value.name}/float8"), TensorProto.FLOAT8E4M3FN
+            if casts is after:
+                ends, kind = ends[::-1], TensorProto.FLOAT
+            casts.append(helper.make_node("Cast", ends[:1], ends[1:], value.name, to=kind))
+    replace_field(wide.graph.node, [*before, *wide.graph.node, *after])
     tensors = tuple(replace(t, dtype="float") if t.name in narrow else t for t in plan.tensors)
     caches = tuple(replace(c, dtype="float") if c.past in narrow else c for c in plan.caches)
     return replace(plan, tensors=tensors, caches=caches), wide

@@ -15,7 +15,7 @@ from onnx import ModelProto
 from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.differences import GARBAGE
 from trt_kvcache.compare.text_inputs import TextInputs, by_position
-from trt_kvcache.cpu import open_in_time, run_in_time
+from trt_kvcache.cpu import lean_options, open_in_time, run_in_time
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.files.links import for_session
 from trt_kvcache.importer.plan import CachePlan, Role
@@ -62,13 +62,12 @@ class TextCaches(ABC):
 
     def skip(self, piece: Piece) -> None:
         """Apply `Piece.skip` and `Piece.drawn`: lengthen texts with copies of rows, or fill all caches randomly."""
-        copied = piece.skip and not piece.drawn
-        for name, cache in self.tensors.items() if copied else ():
-            for text in piece.rows if cache.update is not None else ():
-                if text in self.texts:
-                    values, end = np.array(self.read(name, text)), int(self.ends[text])
-                    copy_rows(cache, values, end, end + piece.skip)
-                    self.write(name, [text], values[None])
+        updated = [(name, cache) for name, cache in self.tensors.items() if cache.update is not None]
+        for name, cache in updated if piece.skip and not piece.drawn else ():
+            for text in {*piece.rows}.intersection(self.texts):
+                values, end = np.array(self.read(name, text)), int(self.ends[text])
+                copy_rows(cache, values, end, end + piece.skip)
+                self.write(name, [text], values[None])
         self.ends[list(piece.rows)] += piece.skip
         if piece.drawn:
             self.fill(1)
@@ -162,12 +161,7 @@ class Float32Session:
     """
 
     def __init__(self, model: ModelProto, folder: Path) -> None:
-        options = ort.SessionOptions()
-        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.enable_cpu_mem_arena = False
-        # prepacking would copy the weights, which does not pay for so few rows
-        options.add_session_config_entry("session.disable_prepacking", "1")
-        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        options = lean_options(ort.GraphOptimizationLevel.ORT_DISABLE_ALL)
         self._session = open_in_time(for_session(model, folder, options), options)
         self._inputs = frozenset(i.name for i in self._session.get_inputs())
         self._outputs = [o.name for o in self._session.get_outputs()]

@@ -130,9 +130,7 @@ class Sizes:
             return self._list(name, value)
         if isinstance(value, str) and len(value) == self.layers > 1 and "pattern" in name:
             return "".join(value[i] for i in self.kept)
-        if not _counts(value):
-            return value
-        return self._number(name, value)
+        return self._number(name, value) if _counts(value) else value
 
     def _list(self, name: str, value: list[Any]) -> list[Any]:
         if name.endswith("token_id"):
@@ -153,43 +151,29 @@ class Sizes:
 
     def _number(self, name: str, value: int) -> int:
         few, layers = min(self.heads, HEADS), len(self.kept)
-        if name.endswith(("token_id", "token_index")):
-            return self.ids.get(value, min(value, VOCABULARY - 1))
-        if "vocab" in name:
-            return min(value, VOCABULARY)
-        if _COUNT.search(name):
-            return layers
-        if _THRESHOLD.search(name):
-            return THRESHOLD
-        if _LENGTH.search(name):
-            return self.length
-        if _WINDOW.search(name):
-            return WINDOW if not self.positions or value < self.positions else self.length
-        if name.endswith("chunk_size"):
-            return min(value, 8)
-        if _HEAD.search(name):
-            return (
-                few if value == self.heads else 2 * few if value > self.heads else 1 if value == 1 else max(1, few // 2)
-            )
-        if _HEAD_SIZE.search(name) or (value == self.size and name.endswith("scalar")):
-            return max(1, round(value * self.head))
-        if _CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name):
-            return min(value, 2)
-        if name == "topk_group":
-            return 1
-        if _EXPERT.search(name):
-            return min(value, EXPERTS)
-        if _PERIOD.search(name):
-            return min(value, 2)
-        if _LAYERED.search(name):
-            return (
-                layers if value >= self.layers else layers - 1 if value == self.layers - 1 else min(value, layers // 2)
-            )
-        if name.endswith("offset"):
-            return min(value, 1)
-        if (_SIZE.search(name) or value == self.hidden) and value > 16:
-            return max(16, 16 * round(value * self.width / 16))
-        return value
+        other_heads = 2 * few if value > self.heads else 1 if value == 1 else max(1, few // 2)
+        layer = layers if value >= self.layers else layers - 1 if value == self.layers - 1 else min(value, layers // 2)
+        window = WINDOW if not self.positions or value < self.positions else self.length
+        of_head, of_width = max(1, round(value * self.head)), max(16, 16 * round(value * self.width / 16))
+        rules = (
+            (name.endswith(("token_id", "token_index")), self.ids.get(value, min(value, VOCABULARY - 1))),
+            ("vocab" in name, min(value, VOCABULARY)),
+            (_COUNT.search(name), layers),
+            (_THRESHOLD.search(name), THRESHOLD),
+            (_LENGTH.search(name), self.length),
+            (_WINDOW.search(name), window),
+            (name.endswith("chunk_size"), min(value, 8)),
+            (_HEAD.search(name), few if value == self.heads else other_heads),
+            (_HEAD_SIZE.search(name) or (value == self.size and name.endswith("scalar")), of_head),
+            (_CHOSEN.search(name) or _SHARED.search(name) or _GROUPS.search(name), min(value, 2)),
+            (name == "topk_group", 1),
+            (_EXPERT.search(name), min(value, EXPERTS)),
+            (_PERIOD.search(name), min(value, 2)),
+            (_LAYERED.search(name), layer),
+            (name.endswith("offset"), min(value, 1)),
+            ((_SIZE.search(name) or value == self.hidden) and value > 16, of_width),
+        )
+        return next((small for fits, small in rules if fits), value)
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
@@ -227,19 +211,16 @@ def _kept_layers(config: Mapping[str, Any], layers: int) -> list[int]:
         ])  # fmt: skip
 
     periods = any(_PERIOD.search(k) and _counts(v) and v > 1 for k, v in config.items())
-    inside = any(
-        _LAYERED.search(k) and not _COUNT.search(k) and _counts(v) and v < layers - 1 for k, v in config.items()
-    )
+    layered = [v for k, v in config.items() if _LAYERED.search(k) and not _COUNT.search(k) and _counts(v)]
     kinds: dict[str, list[int]] = {}
     for i in range(layers):
         kinds.setdefault(kind(i), []).append(i)
     pairs = [(of[0], of[1] if len(of) > 1 else of[0]) for of in list(kinds.values())[:LAYERS]]
     if len(pairs) == 1:
-        return [*range(min(layers, LAYERS if periods or inside else 2))]
+        return [*range(min(layers, LAYERS if periods or min(layered, default=layers) < layers - 1 else 2))]
     runs = [of[-1] - of[0] + 1 == len(of) > 1 for of in kinds.values()]
-    return (
-        sorted(i for p in pairs for i in p) if any(runs) else [i for place in zip(*pairs, strict=True) for i in place]
-    )
+    ordered = [i for place in zip(*pairs, strict=True) for i in place]
+    return sorted(ordered) if any(runs) else ordered
 
 
 def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Sizes | None = None) -> dict[str, Any]:
@@ -248,10 +229,8 @@ def small_config(stored: Mapping[str, Any], whole: Mapping[str, Any], outer: Siz
     `stored` is the checkpoint's config.json, `whole` the same with all defaults. `outer` are the sizes of an enclosing
     model. Raises `ValueError` if a size is missing.
     """
-    parts = [
-        k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v and isinstance(whole.get(k), dict)
-    ]
-    sizes = outer
+    models = [k for k, v in stored.items() if isinstance(v, dict) and "model_type" in v]
+    parts, sizes = [k for k in models if isinstance(whole.get(k), dict)], outer
     try:
         sizes = Sizes.of(whole)
     except ValueError:

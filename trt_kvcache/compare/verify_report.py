@@ -24,10 +24,6 @@ def _read_chunks(text: str) -> tuple[int, ...]:
         raise OptionError(f"--chunks {text!r} is not a list of token counts such as 5,3") from None
 
 
-def _read_stations(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
-
-
 @described
 @dataclass(frozen=True)
 class VerifyOptions:
@@ -58,8 +54,7 @@ class VerifyOptions:
         ),
     ] = (5, 3)
     tokens: Annotated[
-        int,
-        Setting("Number of single-token steps after the chunks.", metavar="N", least=0, most=_MOST_TOKENS),
+        int, Setting("Number of single-token steps after the chunks.", metavar="N", least=0, most=_MOST_TOKENS)
     ] = 4
     station: Annotated[
         tuple[str, ...],
@@ -68,15 +63,13 @@ class VerifyOptions:
             "Default: all stations that can run on this machine.",
             metavar="NAME,...",
             unit="names of stations",
-            read=_read_stations,
+            read=lambda text: [name.strip() for name in text.split(",") if name.strip()],
         ),
     ] = ()
     tolerance: Annotated[
         float | None,
         Setting(
-            "Allowed difference, as a share of the largest logit. Default: measured rounding.",
-            metavar="SHARE",
-            least=0,
+            "Allowed difference, as a share of the largest logit. Default: measured rounding.", metavar="SHARE", least=0
         ),
     ] = None
     seed: Annotated[int, Setting("Seed of the random tokens, and of the garbage in unwritten cache rows.", least=0)] = 0
@@ -99,8 +92,7 @@ class VerifyOptions:
 
     def __post_init__(self) -> None:
         check_settings(self)
-        chunks = tuple(as_whole(chunk, "a chunk", " of tokens") for chunk in self.chunks)
-        object.__setattr__(self, "chunks", chunks)
+        object.__setattr__(self, "chunks", tuple(as_whole(chunk, "a chunk", " of tokens") for chunk in self.chunks))
         if not all(1 <= chunk <= _MOST_TOKENS for chunk in self.chunks):
             raise OptionError(
                 f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token, at most {_MOST_TOKENS}"

@@ -64,7 +64,7 @@ class Backend:
     @property
     def packed_native(self) -> bool:
         """True if this builder runs packed updates (tokens of all sequences in one axis) without the plugin."""
-        return self.target is Target.TENSORRT_RTX or _release(self.version) >= PACKED_NATIVE_SINCE
+        return self.target is Target.TENSORRT_RTX or release(self.version) >= PACKED_NATIVE_SINCE
 
 
 @cache  # the search reads the metadata of all packages, some 60 ms each time
@@ -105,11 +105,10 @@ def choose_backend(choice: str) -> Backend:
         target = Target.TENSORRT if full else Target.TENSORRT_RTX
     else:
         target = Target(choice)
-    package = PACKAGES[target]
-    version = installed_version(target)
+    package, version = PACKAGES[target], installed_version(target)
     if version is None:
         raise BackendError(f"{package.title} is not installed; run: pip install '{package.install}'")
-    if _release(version) < package.floor:
+    if release(version) < package.floor:
         floor = ".".join(map(str, package.floor))
         raise BackendError(
             f"{package.title} {version} is too old, {floor} or later is needed ({package.reason}); "
@@ -137,7 +136,7 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
                 f"{backend.title} builds for the GPU that it runs on: leave it out, or use --backend tensorrt-rtx"
             )
         first, last = WRONG_REFIT
-        if build.refit == "any" and first <= _release(backend.version) <= last:
+        if build.refit == "any" and first <= release(backend.version) <= last:
             raise OptionError(
                 f"--refit any: {backend.title} may give wrong numbers, because it can drop the bias of a product "
                 "(TensorRT 11.0 to 11.3, a known issue of NVIDIA's); use --refit identical if the weights stay those "
@@ -177,6 +176,7 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
         )
 
 
-def _release(version: str) -> tuple[int, int]:
+def release(version: str) -> tuple[int, int]:
+    """Return the first two numbers of a version; (0, 0) for a text of another form."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

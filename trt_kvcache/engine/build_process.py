@@ -104,9 +104,7 @@ class Done(msgspec.Struct, frozen=True):
 
 
 Event = Stage | Node | Progress | Log | Line
-
 Send = Callable[[Event], None]
-
 
 WORKER = ("-m", "trt_kvcache.engine.builder")
 """Arguments of the interpreter for the build process; the path of the engine follows."""
@@ -171,15 +169,11 @@ def run_worker(
 def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> str:
     stderr.seek(0)
     lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
-    where = f"while {heard.stage}"
-    if heard.stage == STAGES[1] and heard.node is not None:
-        where += f", at node {heard.node}"
-    words = "; ".join([*heard.errors[-3:], *lines[-2:]])
-    how = how_ended(status)
+    node = f", at node {heard.node}" if heard.stage == STAGES[1] and heard.node is not None else ""
+    words, how, advice = [*heard.errors[-3:], *lines[-2:]], how_ended(status), ""
+    last = f" (its last output: {'; '.join(words)})" if words else ""
     if how.endswith("SIGKILL"):
         advice = "; it was probably out of memory: free some, or build on a larger machine"
     elif status < 0 or status >= _CRASH:
         advice = "; that is a crash inside TensorRT: change this part of the model, or try another version of TensorRT"
-    else:
-        advice = ""
-    return f"the process of {job.title} {how} {where}{advice}{f' (its last output: {words})' if words else ''}"
+    return f"the process of {job.title} {how} while {heard.stage}{node}{advice}{last}"

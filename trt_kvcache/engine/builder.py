@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx import ModelProto
 
@@ -33,6 +33,9 @@ from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import TENSORRT_DTYPES, CachePlan, Dim, Route, Target, TensorRole
 from trt_kvcache.importer.planning.cache_plans import without_plugin
+
+if TYPE_CHECKING:
+    from trt_kvcache.engine.parsing import Request
 
 _REPORT = "this is a fault in trt_kvcache, please report it with the model"
 _BUDGET = 50.0  # seconds of one decode without --proof STEPS; the whole proof takes about two and a half times as long
@@ -100,15 +103,10 @@ def _check_tensors(io: str, parsed: list[Any], planned: list[TensorRole]) -> Non
 
 def _same_shape(parsed: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
     """Return True if TensorRT's shape (-1: dynamic) agrees with the plan. `exact`: both or neither size is dynamic."""
-    if len(parsed) != len(planned):
-        return False
-    for size, dim in zip(parsed, planned, strict=True):
-        if isinstance(dim, int):
-            if size != dim and (exact or size != -1):
-                return False
-        elif exact and size != -1:
-            return False
-    return True
+    sizes = tuple(dim if isinstance(dim, int) else -1 for dim in planned)
+    if exact or len(parsed) != len(sizes):
+        return parsed == sizes
+    return all(size == dim or -1 in (size, dim) for size, dim in zip(parsed, sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -155,14 +153,15 @@ def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any
     except TrtKvCacheError as failure:
         if steps is not None:
             raise type(failure)(f"{NO_PROOF}{failure.message}; leave --proof out, or give --proof off") from failure
-        return Recorded(None, f"{NO_PROOF}{failure.message}", compared())
+        why = failure.message
     except Exception as failure:
         if steps is not None:
             raise
         last = (str(failure).strip().splitlines() or [""])[-1]
         why = f"{type(failure).__name__}: {last}: a fault in trt_kvcache, please report it with the output of --proof 5"
-        return Recorded(None, f"{NO_PROOF}{why}", compared())
-    return Recorded(proof, proof.facts.note, compared())
+    else:
+        return Recorded(proof, proof.facts.note, compared())
+    return Recorded(None, f"{NO_PROOF}{why}", compared())
 
 
 _NO_KERNEL = "not supported by a dedicated kernel"
@@ -170,12 +169,12 @@ _NO_KERNEL = "not supported by a dedicated kernel"
 
 def main() -> None:
     """Run the build process: build an engine. If the calling process ends, remove the engine's file."""
-    serve(lambda job, parts, caller: _build(job, parts, caller.tell), Job, _abandon)
 
+    def abandon() -> None:
+        with suppress(PermissionError):  # Windows, while the file is open
+            Path(sys.argv[1]).unlink(missing_ok=True)
 
-def _abandon() -> None:
-    with suppress(PermissionError):  # Windows, while the file is open
-        Path(sys.argv[1]).unlink(missing_ok=True)
+    serve(lambda job, parts, caller: _build(job, parts, caller.tell), Job, abandon)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
@@ -186,17 +185,14 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
     logger, monitor = make_listeners(trt, send, job.build.log)
     refusals = _register_plugins(trt, job)
-    builder = trt.Builder(logger)
-    # Without this flag, TensorRT 10 may change precisions; TensorRT 11 and TensorRT for RTX never change them.
-    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
-    network = builder.create_network(typed)
+    content = model.pop()
 
     send(Stage(STAGES[1]))
-    parser = trt.OnnxParser(network, logger)
     weights = flipped_weights(Path(job.model).parent, job.flipped)  # TensorRT reads them until the engine is built
-    content = model.pop()
-    if not parse(parser, content, job.model, weights):
-        raise BuildError(_with_refusals(job, parser_message(job.title, parser), refusals))
+    try:
+        builder, network, _parser = parsed(trt, logger, job, content, weights)
+    except BuildError as error:
+        raise BuildError(_with_refusals(job, error.message, refusals)) from None
 
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
@@ -258,17 +254,33 @@ def flipped_weights(folder: Path, flipped: Sequence[Flipped]) -> dict[str, bytea
     return weights
 
 
-def parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -> bool:
-    """Parse the model; the bytes in `weights` replace those in the model's files. Return True on success."""
+def parsed(
+    trt: Any, logger: Any, job: Job | Request, model: bytes, weights: dict[str, bytearray]
+) -> tuple[Any, Any, Any]:
+    """Parse a model; the bytes in `weights` replace those in its files. Return builder, network, and parser.
+
+    The network lives only as long as all three.
+
+    Raises `BuildError` with the parser's words if it refuses the model.
+    """
+    # Without this flag, TensorRT 10 may change precisions; TensorRT 11 and TensorRT for RTX never change them.
+    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
+    builder = trt.Builder(logger)
+    network = builder.create_network(typed)
+    parser = trt.OnnxParser(network, logger)
+    if not _parse(parser, model, job.model, weights):
+        raise BuildError(_parser_message(job.title, parser))
+    return builder, network, parser
+
+
+def _parse(parser: Any, model: bytes, path: str, weights: dict[str, bytearray]) -> bool:
     if not weights:
         return bool(parser.parse(model, path))
-    if not parser.load_model_proto(model, path):
-        return False
-    for name, data in weights.items():
-        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
-        if not parser.load_initializer(name, address, len(data)):
-            return False
-    return bool(parser.parse_model_proto())
+    loaded = parser.load_model_proto(model, path) and all(
+        parser.load_initializer(name, ctypes.addressof(ctypes.c_char.from_buffer(data)), len(data))
+        for name, data in weights.items()
+    )
+    return bool(loaded and parser.parse_model_proto())
 
 
 def import_tensorrt(target: Target) -> Any:
@@ -306,7 +318,7 @@ def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> s
     return f"{said}; {without_plugin(job.plan.caches)}"
 
 
-def parser_message(title: str, parser: Any) -> str:
+def _parser_message(title: str, parser: Any) -> str:
     """Return the parser's errors, each with its node and operator."""
     errors = []
     for i in range(parser.num_errors):
@@ -325,12 +337,10 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
 
     G_LOGGER.module_severity = G_LOGGER.CRITICAL  # Polygraphy reports errors by exception
     build = job.build
-    profiles = []
-    for profile in job.profiles:
-        shapes = TrtProfile()
+    profiles = [TrtProfile() for _ in job.profiles]
+    for shapes, profile in zip(profiles, job.profiles, strict=True):
         for name, range_ in profile.shapes.items():
             shapes.add(name, min=range_.min, opt=range_.opt, max=range_.max)
-        profiles.append(shapes)
     common: dict[str, Any] = {
         "profiles": profiles,
         "profiling_verbosity": getattr(trt.ProfilingVerbosity, build.profiling_verbosity.upper().replace("-", "_")),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import platform
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from trt_kvcache import __version__
-from trt_kvcache.engine.backend import RTX_COMPUTE_CAPABILITIES
+from trt_kvcache.engine.backend import RTX_COMPUTE_CAPABILITIES, release
 from trt_kvcache.importer.plan import Route
 
 _PACKAGES = {
@@ -190,37 +191,25 @@ def _backend(name: str) -> BackendStatus:
     installed = next((version for package in packages if (version := _version(package))), None)
     try:
         trt = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        problem = "not installed" if error.name == module_name and installed is None else _line(error)
-        return BackendStatus(name, installed, False, problem, False, False, False)
     except Exception as error:  # noqa: BLE001 - a package without its libraries may raise any exception of its loader
-        return BackendStatus(name, installed, False, _line(error), False, False, False)
+        missing = isinstance(error, ModuleNotFoundError) and error.name == module_name and installed is None
+        return BackendStatus(name, installed, False, "not installed" if missing else _line(error), False, False, False)
     layer = getattr(trt, "IKVCacheUpdateLayer", None)
-    return BackendStatus(
-        name=name,
-        version=str(trt.__version__),
-        importable=True,
-        problem="",
-        native=layer is not None,
-        packed_native=hasattr(layer, "update_form"),
-        plugins=hasattr(trt.INetworkDefinition, "add_plugin_v3"),
-    )
+    packed, plugins = hasattr(layer, "update_form"), hasattr(trt.INetworkDefinition, "add_plugin_v3")
+    return BackendStatus(name, str(trt.__version__), True, "", layer is not None, packed, plugins)
 
 
 def _routes(backends: tuple[BackendStatus, ...]) -> tuple[RouteStatus, ...]:
-    padded = [b.name for b in backends if b.native]
-    packed = [b.name for b in backends if b.packed_native]
-    plugins = [b.name for b in backends if b.native and b.plugins]
-    anything = [b.name for b in backends if b.importable]
-
-    def status(route: Route, form: str, having: list[str], missing: str) -> RouteStatus:
+    def status(route: Route, form: str, has: Callable[[BackendStatus], bool], missing: str) -> RouteStatus:
+        having = [backend.name for backend in backends if has(backend)]
         return RouteStatus(route, form, bool(having), f"with {', '.join(having)}" if having else missing)
 
+    plugins = "needs TensorRT 10.15 or later; TensorRT for RTX takes no plugins"
     return (
-        status(Route.NATIVE, "padded", padded, "needs TensorRT for RTX, or TensorRT 10.15 or later"),
-        status(Route.NATIVE, "packed", packed, "needs TensorRT for RTX, or TensorRT 11.0 or later"),
-        status(Route.PLUGIN, "any", plugins, "needs TensorRT 10.15 or later; TensorRT for RTX takes no plugins"),
-        status(Route.FUNCTIONAL, "any", anything, "needs TensorRT for RTX, or TensorRT"),
+        status(Route.NATIVE, "padded", lambda b: b.native, "needs TensorRT for RTX, or TensorRT 10.15 or later"),
+        status(Route.NATIVE, "packed", lambda b: b.packed_native, "needs TensorRT for RTX, or TensorRT 11.0 or later"),
+        status(Route.PLUGIN, "any", lambda b: b.native and b.plugins, plugins),
+        status(Route.FUNCTIONAL, "any", lambda b: b.importable, "needs TensorRT for RTX, or TensorRT"),
     )
 
 
@@ -276,7 +265,7 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
     """
     if driver is None:
         return ()
-    own = _release(driver)
+    own = release(driver)
     installed = (p for _, packages in _BACKENDS.values() for p in packages if _version(p) is not None)
     needed = {p: int(p.rpartition("-cu")[2]) for p in installed if "-cu" in p}
     advice = [
@@ -285,16 +274,12 @@ def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> t
         if own[0] < major
     ]
     nvrtc = _version("nvidia-cuda-nvrtc")
-    if nvrtc is not None and _release(nvrtc) > own and any(b.native and b.plugins for b in backends):
+    if nvrtc is not None and release(nvrtc) > own and any(b.native and b.plugins for b in backends):
         advice.append(
             f"pip install 'nvidia-cuda-nvrtc=={driver}.*': NVRTC {nvrtc} compiles kernels of the cache-update "
             f"plugin that are too new for this driver, which is for CUDA {driver}"
         )
     return tuple(advice)
-
-
-def _release(version: str) -> tuple[int, ...]:
-    return tuple(map(int, version.split(".")[:2]))
 
 
 def _line(error: BaseException) -> str:

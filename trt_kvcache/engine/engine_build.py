@@ -322,8 +322,7 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
             raise type(error)(f"{error.message}; with --encoder none the encoder runs on the CPU") from error
         why = error.message
     except Exception as error:
-        named = setup.build.encoder != "auto"
-        if error is setup.progress.raised or isinstance(error, TrtKvCacheError) or named:
+        if error is setup.progress.raised or isinstance(error, TrtKvCacheError) or setup.build.encoder != "auto":
             raise
         last = (str(error).strip().splitlines() or [""])[-1]
         why = (
@@ -455,8 +454,7 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
-    flat: dict[str, Any] = dict(vars(build))
-    flat["compute_capabilities"] = ",".join(build.compute_capabilities)
+    flat: dict[str, Any] = vars(build) | {"compute_capabilities": ",".join(build.compute_capabilities)}
     return flat | {name: format_shapes(shapes) for name, shapes in flat.items() if name.endswith("_shapes")}
 
 
@@ -516,12 +514,12 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
     constants = _constants(plan)
     named = None if build.encoder == "auto" else Path(build.encoder)
     path = find_encoder(model) if named is None else named_encoder(named)
-    if not constants or path is None:
-        if named is None:
-            return None
+    if constants and path is not None:
+        return path
+    if named is not None:
         reason = f"there is no encoder at {named}" if constants else f"{model} takes no inputs from an encoder"
         raise OptionError(f"--encoder names an encoder, but {reason}; leave --encoder out")
-    return path
+    return None
 
 
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
@@ -540,9 +538,8 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     first_step = find_first_step(path) or find_first_step(model)
     encoder = import_encoder(path, first_step, _constants(plan), plan.options)
     profile = make_encoder_profile(encoder.plan, build)
-    fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
-    largest = {name: range_.max for name, range_ in profile.shapes.items()}
-    shapes: dict[str, tuple[int, ...]] = {**fixed, **largest}  # type: ignore[dict-item]  # fixed ones are of ints
+    shapes: dict[str, Any] = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input"}
+    shapes |= {name: range_.max for name, range_ in profile.shapes.items()}
     check_positions(encoder.model, shapes)
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = count_positions(encoder.model, shapes, axes)

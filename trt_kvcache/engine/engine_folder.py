@@ -11,7 +11,7 @@ from typing import Any
 from trt_kvcache.arguments import as_path
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.files import atomic_file, read_file, read_object
-from trt_kvcache.model_paths import ENGINE, models_in
+from trt_kvcache.model_paths import ENGINE, folder_of, models_in
 
 TEXTS = (
     "tokenizer.json",
@@ -71,18 +71,17 @@ def copy_texts(model: Path, folder: Path, *, missing_too: bool = True) -> None:
     With `missing_too`, files of these names that the model does not have are removed. Raises `OptionError` if a file
     cannot be read, and `OutputError` if it cannot be written.
     """
-    source = model if model.is_dir() else model.parent
     for name in TEXTS:
-        if not (source / name).is_file():
-            if missing_too:
-                (folder / name).unlink(missing_ok=True)
-            continue
-        try:
-            content = read_file(source / name, _LARGEST)
-        except OSError as error:
-            raise OptionError(f"{source / name} cannot be copied: {error.strerror}") from None
-        with atomic_file(folder / name) as file:
-            file.write(content)
+        source = folder_of(model) / name
+        if source.is_file():
+            try:
+                content = read_file(source, _LARGEST)
+            except OSError as error:
+                raise OptionError(f"{source} cannot be copied: {error.strerror}") from None
+            with atomic_file(folder / name) as file:
+                file.write(content)
+        elif missing_too:
+            (folder / name).unlink(missing_ok=True)
 
 
 _OF_MODEL = (
@@ -106,7 +105,7 @@ def settings_beside(model: Path) -> dict[str, Any]:
 
 def sampling_beside(model: Path) -> dict[str, Any]:
     """Return the sampling settings in a model's folder, without null values; raise `OptionError` if unreadable."""
-    path = (model if model.is_dir() else model.parent) / "generation_config.json"
+    path = folder_of(model) / "generation_config.json"
     said = load_settings(path) if path.exists() else {}
     return {name: said[name] for name in _SAMPLING if said.get(name) is not None}
 
@@ -116,8 +115,7 @@ def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
 
     As in transformers, ``config.json`` is used only if there is no ``generation_config.json``.
     """
-    folder = model if model.is_dir() else model.parent
-    settings: dict[Path, dict[str, Any]] = {}
+    folder, settings = folder_of(model), dict[Path, dict[str, Any]]()
     if (path := folder / "config.json").exists() and not (folder / "generation_config.json").exists():
         config = load_settings(path)
         parts = [part for name in _PARTS if isinstance(part := config.get(name), dict)]

@@ -94,10 +94,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
     actual = {(tensor.io, tensor.name): tensor for tensor in reported}
     differences = [f"{io} {name} is only in the manifest" for io, name in expected if (io, name) not in actual]
     differences += [f"{io} {name} is only in the engine" for io, name in actual if (io, name) not in expected]
-    for key, tensor in actual.items():
-        if key not in expected:
-            continue
-        plan = expected[key]
+    for tensor, plan in ((actual[key], expected[key]) for key in actual if key in expected):
         if tensor.dtype != plan.dtype:
             differences.append(
                 f"{tensor.io} {tensor.name} is {tensor.dtype} in the engine, and {plan.dtype} in the manifest"
@@ -110,12 +107,10 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
     """Return True if a shape of the engine agrees with the plan. Sizes in plan and engine outputs may be dynamic."""
-    if len(tensor.shape) != len(plan.shape):
-        return False
-    for actual, expected in zip(tensor.shape, plan.shape, strict=True):
-        if isinstance(expected, int) and actual != expected and (tensor.io == "input" or actual != -1):
-            return False
-    return True
+    return len(tensor.shape) == len(plan.shape) and all(
+        actual == expected or not isinstance(expected, int) or (actual == -1 and tensor.io == "output")
+        for actual, expected in zip(tensor.shape, plan.shape, strict=True)
+    )
 
 
 def _compare_aliases(manifest: Manifest, reported: dict[str, str]) -> list[str]:
@@ -134,15 +129,12 @@ def _compare_aliases(manifest: Manifest, reported: dict[str, str]) -> list[str]:
 def _compare_profiles(planned: tuple[Profile, ...], reported: tuple[dict[str, ShapeRange], ...]) -> list[str]:
     if len(planned) != len(reported):
         return [f"the engine has {len(reported)} profiles, but the manifest has {len(planned)}"]
-    differences = []
-    for profile, shapes in zip(planned, reported, strict=True):
-        for name, expected in profile.shapes.items():
-            actual = shapes.get(name)
-            if actual is not None and actual != expected:
-                differences.append(
-                    f"profile {profile.name}: {name} is {actual} in the engine, and {expected} in the manifest"
-                )
-    return differences
+    return [
+        f"profile {profile.name}: {name} is {shapes[name]} in the engine, and {expected} in the manifest"
+        for profile, shapes in zip(planned, reported, strict=True)
+        for name, expected in profile.shapes.items()
+        if name in shapes and shapes[name] != expected
+    ]
 
 
 def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
@@ -166,10 +158,8 @@ def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
 
 def view_of(engine: Any) -> EngineView:
     """Return the inputs, outputs, aliases and profiles that an opened ``ICudaEngine`` reports."""
-    tensors = []
-    aliases = {}
-    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    for name in names:
+    tensors, aliases = [], {}
+    for name in map(engine.get_tensor_name, range(engine.num_io_tensors)):
         io = engine.get_tensor_mode(name).name.lower()
         dtype = engine.get_tensor_dtype(name).name.lower()
         shape = tuple(engine.get_tensor_shape(name))

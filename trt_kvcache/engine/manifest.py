@@ -134,14 +134,12 @@ class _SchemaOnly:
 
 def manifest_path(engine: str | os.PathLike[str]) -> Path:
     """Return the path of an engine's manifest: ``model.engine.json`` for ``model.engine``."""
-    engine = Path(engine)
-    return engine.with_name(engine.name + ".json")
+    return Path(f"{engine}.json")
 
 
 def proof_path(engine: str | os.PathLike[str]) -> Path:
     """Return the path of an engine's proof (recorded decode): ``model.engine.proof`` for ``model.engine``."""
-    engine = Path(engine)
-    return engine.with_name(engine.name + ".proof")
+    return Path(f"{engine}.proof")
 
 
 def encoder_path(engine: Path) -> Path:

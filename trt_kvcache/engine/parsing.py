@@ -21,7 +21,7 @@ from trt_kvcache.compare.decode import Piece
 from trt_kvcache.compare.differences import GARBAGE
 from trt_kvcache.compare.network_comparison import NetworkComparison, compare_as_exported, compare_network
 from trt_kvcache.engine.backend import PACKAGES, Backend, installed_version
-from trt_kvcache.engine.builder import flipped_weights, import_tensorrt, parse, parser_message
+from trt_kvcache.engine.builder import flipped_weights, import_tensorrt, parsed
 from trt_kvcache.errors import BackendError, BuildError
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
@@ -72,16 +72,10 @@ def compare_parsed(
 ) -> tuple[str, NetworkComparison]:  # fmt: skip
     """Parse a rewritten model with TensorRT, and compare the network with the model on a few steps.
 
-    Args:
-        imported: the model; its plan names the target.
-        pieces: steps to decode; empty: a few default steps.
-        tokens: tokens of each step, int64 ``[R, length]``.
-        garbage: the value of cache rows without a token.
-        seed: seed of garbage, and of embeddings.
-        copy: the float32 copy of the model and the folder of its data, if they exist already.
-
-    Returns the parser's name and version, and the result. Raises `BackendError` if the target's package is not
-    installed, and `BuildError` with the parser's words if it refuses the model or crashes.
+    The plan names the target. `tokens` are those of each step, int64 ``[R, length]``, and `copy` is the float32 copy
+    with its folder; for the other arguments, see `Request`. Returns the parser's name and version, and the result.
+    Raises `BackendError` if the target's package is not installed, and `BuildError` with the parser's words if it
+    refuses the model or crashes.
     """
     from trt_kvcache.importer.files.signed_weights import for_tensorrt
     from trt_kvcache.importer.protos import copied
@@ -129,28 +123,18 @@ def _ask(request: Request, parts: list[bytes]) -> NetworkComparison:
 
 
 def _parse(request: Request, parts: list[bytes], _: Caller) -> Answer:
-    content, tokens = parts[0], b"" if request.as_exported else parts[1]
-    trt = import_tensorrt(request.target)
-    logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
-    builder = trt.Builder(logger)
-    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if request.target is Target.TENSORRT else 0
-    network = builder.create_network(typed)
-    parser = trt.OnnxParser(network, logger)
-    folder = Path(request.model).parent
+    trt, folder = import_tensorrt(request.target), Path(request.model).parent
     weights = flipped_weights(folder, request.flipped)
-    if not parse(parser, content, request.model, weights):
-        raise BuildError(parser_message(request.title, parser))
+    _builder, network, _parser = parsed(trt, trt.Logger(trt.Logger.INTERNAL_ERROR), request, parts[0], weights)
     if request.as_exported:
         result = compare_as_exported(network, trt, Path(request.model), request.plan)
     else:
-        ids, texts = np.frombuffer(tokens, np.int64), []
-        for piece in request.pieces if tokens else ():
-            size = len(piece.rows) * piece.length
-            texts.append(ids[:size].reshape(len(piece.rows), -1))
-            ids = ids[size:]
+        ends = np.cumsum([len(piece.rows) * piece.length for piece in request.pieces])[:-1]
+        texts = np.split(np.frombuffer(parts[1], np.int64), ends) if parts[1] else ()
+        texts = [ids.reshape(len(piece.rows), -1) for piece, ids in zip(request.pieces, texts, strict=False)]
         copy = (ModelProto.FromString(parts[2]), Path(request.copy)) if request.copy else None
         result = compare_network(
-            network, trt, content, folder, request.plan, weights, request.pieces, texts, request.garbage, request.seed,
+            network, trt, parts[0], folder, request.plan, weights, request.pieces, texts, request.garbage, request.seed,
             copy,
         )  # fmt: skip
     finite = result.difference if np.isfinite(result.difference) else None

@@ -10,13 +10,15 @@ which makes engines smaller: 90 MB instead of 109 MB for 81 MB in int4; 172 MB i
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from trt_kvcache.engine.build_options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
+from trt_kvcache.engine.build_options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions
 from trt_kvcache.engine.manifest import ENCODER, Profile, ShapeRange
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
+from trt_kvcache.messages import shape_text
 
 _SHAPES = {"--minShapes": "min_shapes", "--optShapes": "opt_shapes", "--maxShapes": "max_shapes"}
 _FROM = {
@@ -151,11 +153,10 @@ def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) 
 
 
 def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOptions:
-    def of(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        return {name: shape for name, shape in shapes.items() if wanted(name)}
-
-    own = of(build.min_shapes), of(build.opt_shapes), of(build.max_shapes)
-    return replace(build, min_shapes=own[0], opt_shapes=own[1], max_shapes=own[2])
+    shapes: dict[str, Any] = {
+        kind: {n: s for n, s in getattr(build, kind).items() if wanted(n)} for kind in _SHAPES.values()
+    }
+    return replace(build, **shapes)
 
 
 def _encoder(build: BuildOptions) -> Range | None:
@@ -163,8 +164,7 @@ def _encoder(build: BuildOptions) -> Range | None:
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    tensors = {t.name: t for t in plan.tensors if t.io == "input"}
-    shapes = {}
+    tensors, shapes = {t.name: t for t in plan.tensors if t.io == "input"}, {}
     for name, range_ in profile.shapes.items():
         tensor = tensors[name]
         axes = ["" if isinstance(d, int) else axis for d, axis in zip(tensor.shape, tensor.axes, strict=True)]
@@ -177,13 +177,12 @@ def _wider(plan: CachePlan, profile: Profile) -> Profile:
 
 def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> int | None:
     """Return the fixed size of an axis; None if the axis is dynamic. Refuse another size from the caller."""
-    fixed = {s for s in sizes if isinstance(s, int)}
+    fixed = sorted(s for s in sizes if isinstance(s, int))
     if len(fixed) > 1:
-        raise OptionError(f"the model's caches have different fixed {what}s: {', '.join(map(str, sorted(fixed)))}")
-    if fixed and asked is not None and asked not in fixed:
-        (size,) = fixed
-        raise OptionError(f"{flag} is {asked}, but the model's {what} is fixed at {size}; leave {flag} out")
-    return fixed.pop() if fixed else None
+        raise OptionError(f"the model's caches have different fixed {what}s: {', '.join(map(str, fixed))}")
+    if fixed and asked not in (None, fixed[0]):
+        raise OptionError(f"{flag} is {asked}, but the model's {what} is fixed at {fixed[0]}; leave {flag} out")
+    return fixed[0] if fixed else None
 
 
 def _ranges(
@@ -241,18 +240,16 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
     size = tensor.shape[index]
     if isinstance(size, int):
         return size, size, size
-    batch = (1, limits.opt_batch, limits.max_batch)
     match tensor.axes[index]:
         case "batch":
-            return batch
+            return 1, limits.opt_batch, limits.max_batch
         case "batch+1":
-            return batch[0] + 1, batch[1] + 1, batch[2] + 1
+            return 2, limits.opt_batch + 1, limits.max_batch + 1
         case "sequence":
             return 1, chunk, chunk
         case "kept":
             fixed = any(isinstance(c.update_length, int) for c in plan.caches)
-            most = limits.max_logits or 1
-            return 1, 1, most if fixed else min(most, chunk)
+            return 1, 1, limits.max_logits or 1 if fixed else min(limits.max_logits or 1, chunk)
         case "tokens":
             return 1, limits.opt_batch * chunk, limits.max_batch * chunk
         case "keys":
@@ -260,8 +257,7 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
         case "encoder":
             return limits.encoder
         case "span":
-            spans = [s.capacity for s in plan.spans if s.name == tensor.name]
-            return _rows(spans[0] if spans else limits.capacity, chunk)
+            return _rows(next((s.capacity for s in plan.spans if s.name == tensor.name), limits.capacity), chunk)
     return None
 
 
@@ -278,10 +274,9 @@ def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
     """Refuse shapes from the caller whose input does not exist, has another rank, or has another fixed size."""
     known = {t.name: t.shape for t in inputs}
     for flag, name, shape in ((f, n, s) for f, kind in _SHAPES.items() for n, s in getattr(build, kind).items()):
-        if name not in known:
+        if (model := known.get(name)) is None:
             raise OptionError(f"{flag} names {name!r}, which is not an input of the model; inputs: {', '.join(known)}")
-        model = known[name]
-        mismatch = f"{flag} gives {name!r} the shape {_text(shape)}, but in the model it is {_text(model)}"
+        mismatch = f"{flag} gives {name!r} the shape {shape_text(shape)}, but in the model it is {shape_text(model)}"
         if len(shape) != len(model):
             raise OptionError(f"{mismatch}: give it {len(model)} dimensions")
         for i, (asked, size) in enumerate(zip(shape, model, strict=True)):
@@ -292,18 +287,14 @@ def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
 def _unknown(tensor: TensorRole) -> OptionError:
     sizes = zip(tensor.shape, tensor.axes, strict=True)
     unknown = [(str(size), axis) for size, axis in sizes if axis in ("?", "encoder")]
-    names = ", ".join(size for size, _ in unknown)
+    names, shown = ", ".join(size for size, _ in unknown), f"input {tensor.name!r} {shape_text(tensor.shape)}"
     if any(axis == "encoder" for _, axis in unknown):
         return OptionError(
-            f"input {tensor.name!r} {_text(tensor.shape)}: the longest output of the encoder is unknown ({names}); "
-            "give the most positions with --max-encoder, such as --max-encoder 1500"
+            f"{shown}: the longest output of the encoder is unknown ({names}); give the most positions with "
+            "--max-encoder, such as --max-encoder 1500"
         )
     example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
     return OptionError(
-        f"input {tensor.name!r} {_text(tensor.shape)}: the largest {names} is unknown; give its shapes with "
-        f"--minShapes, --optShapes and --maxShapes, as in --maxShapes {tensor.name}:{example}"
+        f"{shown}: the largest {names} is unknown; give its shapes with --minShapes, --optShapes and --maxShapes, as "
+        f"in --maxShapes {tensor.name}:{example}"
     )
-
-
-def _text(shape: tuple[int | str, ...]) -> str:
-    return f"[{', '.join(map(str, shape))}]"

@@ -88,7 +88,8 @@ def _dropped_settings(reader: Any, config: Any) -> list[str]:
     # transformers maps a setting that it ignores to None.
     known = {key for each in names for key, read in mapping.get(each, {}).items() if read is not None}
     rotary = getattr(config, "rope_parameters", None) or {}
-    scaling = _value(reader, f"{name}.rope.scaling.type") or ("linear" if _scales(reader, name) else "none")
+    scales = (_value(reader, f"{name}.rope.scaling.factor") or 1.0) != 1.0
+    scaling = _value(reader, f"{name}.rope.scaling.type") or ("linear" if scales else "none")
     scaled_as_read = scaling in ("none", rotary.get("rope_type"))
     dropped = []
     for full in reader.fields:
@@ -121,10 +122,6 @@ def _values(config: Any) -> dict[str, set[Any]]:
 
 def _part(kind: dict[str, Any], said: dict[str, Any]) -> float:
     return float(kind.get("partial_rotary_factor") or said.get("partial_rotary_factor") or 1.0)
-
-
-def _scales(reader: Any, name: str) -> bool:
-    return (_value(reader, f"{name}.rope.scaling.factor") or 1.0) != 1.0
 
 
 def _unknown_tensors(reader: Any, model: Any) -> str:

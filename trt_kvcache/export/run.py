@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from trt_kvcache.arguments import as_path, as_switch, as_whole, shown
@@ -30,6 +31,7 @@ from trt_kvcache.progress import phase
 __all__ = ["DTYPES", "EXPORTERS", "Export", "export_checkpoint", "fill", "installed"]
 
 DTYPES = ("float16", "bfloat16", "float32")
+_HERE = Path(__file__).parent
 _INSTALL = "pip install torch transformers onnxscript"
 _MINUTES = (30, 2)  # time limit of an exporter: for any checkpoint, and for each GB of it
 _ROOM = 4 << 30  # bytes that two interpreters with torch take, without weights
@@ -85,18 +87,13 @@ EXPORTERS = {
     ),
     "torch": Exporter(
         ("torch", "transformers.exporters", "onnxscript"),
-        lambda checkpoint, folder, dtype, _: [
-            str(Path(__file__).with_name("with_torch.py")),
-            checkpoint,
-            folder,
-            dtype,
-        ],
+        lambda checkpoint, folder, dtype, _: [f"{_HERE}/with_torch.py", checkpoint, folder, dtype],
         DTYPES,
         _INSTALL,
     ),
     "optimum": Exporter(
         ("optimum.exporters.onnx",),
-        lambda checkpoint, folder, *_: [str(Path(__file__).with_name("with_optimum.py")), checkpoint, folder],
+        lambda checkpoint, folder, *_: [f"{_HERE}/with_optimum.py", checkpoint, folder],
         ("float32",),
         "pip install optimum-onnx",
     ),
@@ -216,9 +213,8 @@ class _Job:
         self, source: Path, checkpoint: Path, folder: Path, dtype: str, int4: bool, capacity: int | None,
         interpreter: Interpreter, told: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._source, self._checkpoint, self._folder = source, checkpoint, folder
+        self._source, self._checkpoint, self._folder, self._capacity = source, checkpoint, folder, capacity
         self._dtype, self._int4, self._interpreter, self._told = dtype, int4, interpreter, told
-        self._capacity = capacity
         self._size = sum(file.stat().st_size for file in checkpoint.glob("*") if file.is_file())
         self._seconds = 60.0 * (_MINUTES[0] + _MINUTES[1] * self._size / 1e9)
 
@@ -251,7 +247,9 @@ class _Job:
     def first(self, names: Sequence[str]) -> Export:
         """Try these exporters in turn. Return the first export that can be planned, has caches, and is correct."""
         failures: list[str] = []
-        for name, following in zip(names, [*names[1:], ""], strict=True):
+        for name in names:
+            if failures:
+                self._told(f"failed, {failures[-1]}; trying {name}")
             try:
                 self._export(name)
                 plan = plan_model(self._folder / name, PlanOptions(capacity=self._capacity))
@@ -260,8 +258,6 @@ class _Job:
                 self._compare_weights(name, plan)
             except TrtKvCacheError as error:
                 failures.append(f"{name}: {error.message}")
-                if following:
-                    self._told(f"failed, {failures[-1]}; trying {following}")
                 continue
             if failures:
                 self._told(f"the model is {name}'s")
@@ -283,11 +279,8 @@ class _Job:
             self._told(f"{name}'s model is not compared with the checkpoint: {verdict.said}")
 
     def _judge(self, name: str) -> Verdict:
-        def export(checkpoint: Path, folder: Path, seconds: float) -> None:
-            self._run_exporter(name, checkpoint, folder, seconds)
-
         with phase(f"comparing {name} with transformers on a small twin"):
-            return self._twin.judge(name, export)
+            return self._twin.judge(name, partial(self._run_exporter, name))
 
     def _run(self, words: Sequence[str], seconds: float) -> tuple[int, str]:
         return self._interpreter.run(words, "comparing with transformers", seconds)
@@ -375,19 +368,17 @@ def _chosen(exporter: str, dtype: str, python: str, *, int4: bool) -> Sequence[s
         raise OptionError(f"dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}")
     if not isinstance(exporter, str) or exporter not in ("auto", *EXPORTERS):
         raise OptionError(f"exporter is {shown(exporter)}; it must be one of auto, {', '.join(EXPORTERS)}")
-    fits = [n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes and exporter in ("auto", n)]
+    able = [n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes]
+    fits = [name for name in able if exporter in ("auto", name)]
     asked = f"{dtype} with weights of 4 bits" if int4 else dtype
     if not fits:
-        able = [n for n, e in EXPORTERS.items() if (e.int4 or not int4) and dtype in e.dtypes]
         other = {d: n for n, e in EXPORTERS.items() for d in e.dtypes if e.int4 and exporter in ("auto", n)}
         hint = f"use {' or '.join(able)}" if able else ", ".join(f"--dtype {d} by {n}" for d, n in other.items())
         raise OptionError(
             f"{'no exporter writes' if exporter == 'auto' else f'{exporter} does not write'} {asked} on a CPU"
             f"; {hint or 'leave out --int4'}"
         )
-    there = installed(python)
-    usable = [name for name in fits if name in there]
-    if not usable:
+    if not (usable := [name for name in installed(python) if name in fits]):
         asked_for, why = fits[0], ""
         if "torch" in fits:
             asked_for, why = "torch", " (it takes most architectures, in each type, with caches that grow)"

@@ -10,6 +10,7 @@ import json
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +71,6 @@ class Twin:
         capacity: int | None = None,
     ) -> None:  # fmt: skip
         self._checkpoint, self._folder, self._run = checkpoint, folder / "checkpoint", run
-        self._failure: str | None = None
-        self._made = False
         try:
             threshold = twin_script.threshold(read_object(checkpoint / "config.json"))
         except _READS:
@@ -80,16 +79,18 @@ class Twin:
         self._first = 0 if reached else 1
         self._capacity = None if reached else twin_script.THRESHOLD
 
+    @cached_property
+    def _failure(self) -> str | None:
+        """Make the twin, once; return why this failed."""
+        code, stderr = self._run([twin_script.__file__, str(self._checkpoint), str(self._folder)], _SECONDS)
+        return f"it has no twin: {failure_reason(stderr) or code}" if code else None
+
     def judge(self, name: str, export: Callable[[Path, Path, float], None]) -> Verdict:
         """Export the twin, decode texts with the exported model, and compare the logits to transformers'.
 
         `export` exports a checkpoint's folder to a new folder, with a time limit in seconds; it raises
         `UnsupportedModelError` if the exporter fails.
         """
-        if not self._made:
-            self._made = True
-            code, stderr = self._run([twin_script.__file__, str(self._checkpoint), str(self._folder)], _SECONDS)
-            self._failure = f"it has no twin: {failure_reason(stderr) or code}" if code else None
         if self._failure is not None:
             return Verdict(None, self._failure)
         made = self._folder.with_name(name)
@@ -108,9 +109,7 @@ class Twin:
         except UnsupportedModelError as error:
             return Verdict(False, f"its model of a small twin does not decode: {error.message}")
         wrong = difference(logits, _read_logits(self._folder / "logits.npz")[self._first :])
-        if wrong is None:
-            return Verdict(True, "", tuple(logits))
-        return Verdict(False, f"on a small twin, {wrong}", tuple(logits))
+        return Verdict(wrong is None, f"on a small twin, {wrong}" if wrong else "", tuple(logits))
 
     def settings(self, name: str, verdict: Verdict) -> list[str]:
         """Return the settings that the exporter ignores: without one of them, transformers gives the same logits."""

@@ -14,7 +14,7 @@ import onnx
 from onnx import ModelProto, ValueInfoProto
 
 from trt_kvcache.compare.differences import Share, first_layer, share_of, with_inner_outputs
-from trt_kvcache.compare.float32_copy import float32_copy
+from trt_kvcache.compare.float32_copy import Float32Copies
 from trt_kvcache.compare.proof import LOGITS, Proof
 from trt_kvcache.compare.rewritten_model import Float32Session
 from trt_kvcache.cpu import RunError
@@ -60,7 +60,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
         folder = Path(name)
         wide, _ = for_cpu(with_inner_outputs(imported.model, {value.name for value in values}))
         try:
-            session = Float32Session(*float32_copy(wide, source.path.parent, folder))
+            session = Float32Session(*Float32Copies(folder).copy(wide, source.path.parent))
         except RunError as error:
             raise UnsupportedModelError(f"{model}: ONNX Runtime cannot run the rewritten model: {error}") from None
         debug = build_with_outputs(imported, manifest, values, folder)
