@@ -27,14 +27,7 @@ if TYPE_CHECKING:
         rewrite_model,
     )
 
-__all__ = [
-    "ImportedModel",
-    "import_model",
-    "import_unchecked",
-    "plan_model",
-    "quantize_caches",
-    "rewrite_model",
-]
+__all__ = ["ImportedModel", "import_model", "import_unchecked", "plan_model", "quantize_caches", "rewrite_model"]
 
 
 def __getattr__(name: str) -> object:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from trt_kvcache.files import read_object
 
-__all__ = ["USUAL", "longest_text", "usual_capacity"]
-
 USUAL = 4096
 """The largest default capacity in tokens; a shorter longest text of the model lowers it."""
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_sequence_length", "context_length")

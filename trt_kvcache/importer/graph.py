@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
@@ -14,6 +13,7 @@ from onnx_graphsurgeon.logger import G_LOGGER
 
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.protos import FLOATS as FLOATS
+from trt_kvcache.importer.protos import Array
 
 # For every bfloat16 or float8 tensor, graphsurgeon would warn that numpy does not have the type. It keeps the type.
 G_LOGGER.severity = G_LOGGER.ERROR
@@ -36,9 +36,7 @@ def is_op(node: gs.Node, *op_types: str) -> bool:
 def elem_type(tensor: gs.Tensor) -> int | None:
     """Return the ONNX element type (``onnx.TensorProto.DataType``) of a tensor; None if unknown."""
     dtype = tensor.dtype
-    if dtype is None:
-        return None
-    if isinstance(dtype, int):
+    if dtype is None or isinstance(dtype, int):
         return dtype
     return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
@@ -58,10 +56,8 @@ def dims(tensor: gs.Tensor) -> tuple[Dim, ...] | None:
 
 def input_or_none(node: gs.Node, index: int) -> gs.Tensor | None:
     """Return input `index` of a node; None if it is missing or empty."""
-    if index >= len(node.inputs):
-        return None
-    tensor = node.inputs[index]
-    return None if tensor.is_empty() else tensor
+    is_given = index < len(node.inputs) and not node.inputs[index].is_empty()
+    return node.inputs[index] if is_given else None
 
 
 def producer(tensor: gs.Tensor) -> gs.Node | None:
@@ -71,13 +67,19 @@ def producer(tensor: gs.Tensor) -> gs.Node | None:
 
 def consumers(tensor: gs.Tensor) -> list[gs.Node]:
     """Return the nodes that read a tensor, each node once."""
-    seen: dict[int, gs.Node] = {id(node): node for node in tensor.outputs}
-    return list(seen.values())
+    return list({id(node): node for node in tensor.outputs}.values())
 
 
 def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
     """True if `tensors` contains the object `tensor` itself; an equal tensor does not count."""
     return any(t is tensor for t in tensors)
+
+
+def is_copy(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    """True if only Identity nodes are between a graph input and `tensor`."""
+    while (node := producer(tensor)) is not None and is_op(node, "Identity"):
+        tensor = node.inputs[0]
+    return contains(graph.inputs, tensor)
 
 
 def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
@@ -113,25 +115,17 @@ def is_constant(tensor: gs.Tensor) -> bool:
     return True
 
 
-def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[Any] | None:
+def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> Array | None:
     """Return the value of a small constant whose data are in the model; else None. Never loads weights."""
-    if tensor is None:
+    if not isinstance(tensor, gs.Constant):
         return None
-    node = producer(tensor)
-    if isinstance(tensor, gs.Constant):
-        lazy = tensor._values  # .values would read external data
-        if isinstance(lazy, np.ndarray):
-            return lazy if lazy.size <= limit else None
-        proto = lazy.tensor
-        if proto.data_location == onnx.TensorProto.EXTERNAL or int(np.prod(proto.dims)) > limit:
-            return None
-        return np.asarray(onnx.numpy_helper.to_array(proto))
-    if node is not None and is_op(node, "Constant"):
-        for key in ("value", "value_int", "value_ints", "value_float", "value_floats"):
-            if key in node.attrs:
-                value = node.attrs[key]
-                return small_constant(value, limit) if isinstance(value, gs.Constant) else np.asarray(value)
-    return None
+    lazy = tensor._values  # .values would read external data
+    if isinstance(lazy, np.ndarray):
+        return lazy if lazy.size <= limit else None
+    proto = lazy.tensor
+    if proto.data_location == onnx.TensorProto.EXTERNAL or int(np.prod(proto.dims)) > limit:
+        return None
+    return np.asarray(onnx.numpy_helper.to_array(proto))
 
 
 class Emitter:
@@ -164,7 +158,7 @@ class Emitter:
         """Add an int64 constant: a scalar for an int, 1-D for a sequence."""
         return self.constant(np.asarray(values, dtype=np.int64))
 
-    def constant(self, values: npt.NDArray[Any]) -> gs.Constant:
+    def constant(self, values: Array) -> gs.Constant:
         """Add a constant with the values of a numpy array."""
         return self.tensor(onnx.numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape)))
 
@@ -209,14 +203,10 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
         tensor.inputs.clear()
     own = {id(node) for node in graph.nodes}
     used: set[int] = set()
-    seen: set[str] = set()
     todo = list(graph.outputs)
     while todo:
         tensor = todo.pop()
-        if tensor.is_empty() or tensor.name in seen:
-            continue
-        seen.add(tensor.name)
-        for node in tensor.inputs:
+        for node in () if tensor.is_empty() else tensor.inputs:
             if id(node) in own and id(node) not in used:
                 used.add(id(node))
                 todo += node.inputs
@@ -229,10 +219,8 @@ def tidy(graph: gs.Graph, *, sort: bool = True) -> gs.Graph:
             node.outputs.clear()
     graph.nodes = needed
     order = _order(needed) if sort else needed
-    if order is None:
-        return graph.toposort()  # raises an error that describes the cycle
-    graph.nodes = order
-    return graph
+    graph.nodes = order or needed
+    return graph if order is not None else graph.toposort()  # which raises an error that describes the cycle
 
 
 def _order(nodes: Sequence[gs.Node]) -> list[gs.Node] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,40 +29,31 @@ from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
     Dim,
-    InterfaceChange,
     LogitsSpan,
     PlanOptions,
     Role,
     Route,
-    SpanInput,
     StateUpdate,
     Target,
     TensorRole,
     UpdateContract,
     UpdateForm,
 )
-from trt_kvcache.importer.planning.attention_plans import analyze_attention
+from trt_kvcache.importer.planning.attention_plans import AttentionAnalysis, analyze_attention
 from trt_kvcache.importer.planning.cache_plans import analyze_caches, check_dtypes
 from trt_kvcache.importer.planning.experts import EXPERTS
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.planning.weights_read import weights_read
 from trt_kvcache.importer.prepare import Prepared, attach_weights, detach_weights, prepare
-from trt_kvcache.importer.protos import all_nodes, copied, replace_field
+from trt_kvcache.importer.protos import all_nodes, copied, opset_version, replace_field
 from trt_kvcache.importer.recognize.carried import find_states, stack_in_words
 from trt_kvcache.importer.recorded_options import record_options, refuse_rewritten
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.steps.later_tokens import see_later_tokens
 from trt_kvcache.progress import phase
 
-__all__ = [
-    "ImportedModel",
-    "import_model",
-    "import_unchecked",
-    "plan_model",
-    "quantize_caches",
-    "rewrite_model",
-]
+__all__ = ["ImportedModel", "import_model", "import_unchecked", "plan_model", "quantize_caches", "rewrite_model"]
 
 _DEFAULTS = PlanOptions()
 
@@ -199,7 +191,12 @@ def _plan_and_rewrite(
     source: SourceModel, options: PlanOptions, usual: int
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     refuse_rewritten(source.proto, source.path)
-    _refuse_beyond(source.path.parent, options)
+    most, where = longest_text(source.path.parent) or (None, "")
+    if options.capacity is not None and most is not None and options.capacity > most and not options.beyond_length:
+        raise OptionError(
+            f"--capacity is {options.capacity}, but the model was made for texts of at most {most} tokens ({where}); "
+            f"longer texts are unreliable. Give at most --capacity {most}, or --beyond-length on"
+        )
     start_process(options)
     prepared = prepare(source.proto, options, usual, source.path.parent)
     options = prepared.options
@@ -209,31 +206,17 @@ def _plan_and_rewrite(
         raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
     check_unique_outputs(graph)
     fold_identities(graph)
-    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
+    plan = analyze(prepared, graph, source.path)
     for finish in prepared.finishes:
         plan = finish(plan)
-    plan = replace(plan, warnings=(*plan.warnings, *_beyond_texts(source.path.parent, options.capacity)))
+    if options.capacity is not None and most is not None and options.capacity > most:
+        beyond = (
+            f"caches hold {options.capacity} tokens, but the model was made for texts of at most {most} tokens "
+            f"({where}); longer texts are unreliable"
+        )
+        plan = replace(plan, warnings=(*plan.warnings, beyond))
     rewrite_graph(graph, plan)
     return prepared, plan, _export(source.proto, graph)
-
-
-def _refuse_beyond(folder: Path, options: PlanOptions) -> None:
-    capacity, longest = options.capacity, longest_text(folder)
-    if capacity is not None and longest is not None and capacity > longest[0] and not options.beyond_length:
-        raise OptionError(
-            f"--capacity is {capacity}, but the model was made for texts of at most {longest[0]} tokens "
-            f"({longest[1]}); longer texts are unreliable. Give at most --capacity {longest[0]}, or --beyond-length on"
-        )
-
-
-def _beyond_texts(folder: Path, capacity: int | None) -> list[str]:
-    longest = longest_text(folder)
-    if capacity is None or longest is None or capacity <= longest[0]:
-        return []
-    return [
-        f"caches hold {capacity} tokens, but the model was made for texts of at most {longest[0]} tokens "
-        f"({longest[1]}); longer texts are unreliable"
-    ]
 
 
 def _check(
@@ -308,15 +291,9 @@ _WHOLE = (
 )
 
 
-def analyze(
-    model: onnx.ModelProto,
-    graph: gs.Graph,
-    options: PlanOptions,
-    inlined: tuple[str, ...],
-    findings: Findings,
-    path: Path,
-) -> CachePlan:
+def analyze(prepared: Prepared, graph: gs.Graph, path: Path) -> CachePlan:
     """Return the plan of a prepared model: caches, attention, spans, and the role of every input and output."""
+    model, options, findings = prepared.model, prepared.options, prepared.findings
     if options.target is Target.TENSORRT_RTX:
         _check_operators(model)
     caches = analyze_caches(graph, options)
@@ -340,19 +317,20 @@ def analyze(
     roles = tuple(open_axes(role) for role in roles)
     check_dtypes(roles)
     logits, note = plan_logits(graph, roles, options)
+    cut = [r for r in roles if findings.written and logits is not None and (r.name, r.io) == (logits.output, "output")]
     plan = CachePlan(
         options=options,
-        opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
+        opset=opset_version(model) or 0,
         caches=caches,
         attention=attention.attention,
         masks=attention.masks,
         spans=attention.spans,
-        tensors=_rewritten_roles(roles, caches, attention.spans, attention.relaxed, logits),
+        tensors=_rewritten_roles(roles, caches, attention, logits),
         warnings=(*_warnings(caches), *attention.warnings),
-        inlined=inlined,
+        inlined=prepared.inlined,
         states=states,
         notes=(*findings.notes, *_planes(roles), *((note,) if note else ())),
-        changes=_changes(findings, roles, logits),
+        changes=(*findings.changes, *(change_of(r, logits) for r in cut if logits is not None)),
         original=findings.original,
         logits_span=logits,
     )
@@ -397,10 +375,10 @@ def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
 
 def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
     cache = replace(cache, idiom=findings.idioms.get(cache.present, cache.idiom))
-    if (longest := findings.longest.get(cache.past)) is None:
-        return cache
-    contract = cache.contract or UpdateContract(no_straddle=False)
-    return replace(cache, contract=replace(contract, max_update_length=longest))
+    if longest := findings.longest.get(cache.past):
+        contract = cache.contract or UpdateContract(no_straddle=False)
+        cache = replace(cache, contract=replace(contract, max_update_length=longest))
+    return cache
 
 
 _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
@@ -408,9 +386,12 @@ _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 
 def _foreign_cache(graph: gs.Graph) -> str:
     """Describe the first sign of a cache whose update is not supported; empty if there is none."""
-    for node in graph.nodes:
-        if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
-            return f"{node.op} '{node.name}' on '{past}'"
+    for node in (n for n in graph.nodes if is_op(n, "Concat", "ScatterND", "ScatterElements")):
+        past = node.inputs[0]
+        while (maker := producer(past)) is not None and is_op(maker, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
+            past = maker.inputs[0]
+        if contains(graph.inputs, past) and len(dims(past) or ()) >= 3:
+            return f"{node.op} '{node.name}' on '{past.name}'"
     return ""
 
 
@@ -427,44 +408,23 @@ def _holder(graph: gs.Graph) -> str:
     return ""
 
 
-def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
-    """Return the name of the graph input (rank 3 or more) of which `tensor` is a view; else an empty string."""
-    while (node := producer(tensor)) is not None and is_op(node, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
-        tensor = node.inputs[0]
-    return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
-
-
 def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> Known:
     return Known(
         caches={c.past: c.present for c in caches if c.carried},
         states={s.past: s.present for s in states},
         write_indices=frozenset(c.write_indices for c in caches if c.write_indices is not None),
         update_lengths=frozenset(c.update_lengths for c in caches if c.update_lengths is not None),
-        updates={c.update: _update_axes(c) for c in caches},
+        updates={
+            c.update: ("tokens", "?", "?")
+            if c.form is UpdateForm.PACKED_NHD
+            else tuple({0: "batch", c.sequence_axis: "sequence"}.get(i, "?") for i in range(len(c.logical_shape)))
+            for c in caches
+        },
     )
 
 
-def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
-    if cache.form is UpdateForm.PACKED_NHD:
-        return "tokens", "?", "?"
-    rank = len(cache.logical_shape)
-    return tuple("batch" if i == 0 else "sequence" if i == cache.sequence_axis else "?" for i in range(rank))
-
-
-def _changes(
-    findings: Findings, roles: tuple[TensorRole, ...], logits: LogitsSpan | None
-) -> tuple[InterfaceChange, ...]:
-    if not findings.written or logits is None:
-        return findings.changes
-    return (*findings.changes, *(change_of(r, logits) for r in roles if (r.name, r.io) == (logits.output, "output")))
-
-
 def _rewritten_roles(
-    roles: tuple[TensorRole, ...],
-    caches: tuple[CacheUpdate, ...],
-    spans: tuple[SpanInput, ...],
-    relaxed: dict[str, str],
-    logits: LogitsSpan | None,
+    roles: tuple[TensorRole, ...], caches: tuple[CacheUpdate, ...], facts: AttentionAnalysis, logits: LogitsSpan | None
 ) -> tuple[TensorRole, ...]:
     """Return the roles of the rewritten model's inputs and outputs, with physical cache shapes and added inputs."""
     physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
@@ -475,15 +435,13 @@ def _rewritten_roles(
             shape: tuple[Dim, ...] = cache.physical_shape
             axes = tuple("batch" if i == 0 and not isinstance(d, int) else "" for i, d in enumerate(shape))
             result.append(replace(role, shape=shape, axes=axes))
-        elif role.name in relaxed:
-            result.append(replace(role, shape=(*role.shape[:-1], relaxed[role.name]), axes=(*role.axes[:-1], "keys")))
+        elif keys := facts.relaxed.get(role.name):
+            result.append(replace(role, shape=(*role.shape[:-1], keys), axes=(*role.axes[:-1], "keys")))
         else:
             result.append(with_span(role, logits))
-    added = [TensorRole(s.name, "input", Role.SPAN, "int64", (s.symbol,), "added", ("span",)) for s in spans]
+    added = [TensorRole(s.name, "input", Role.SPAN, "int64", (s.symbol,), "added", ("span",)) for s in facts.spans]
     added += [role_of(logits)] if logits is not None else []
-    inputs = [r for r in result if r.io == "input"]
-    outputs = [r for r in result if r.io != "input"]
-    return (*inputs, *added, *outputs)
+    return (*(r for r in result if r.io == "input"), *added, *(r for r in result if r.io != "input"))
 
 
 def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
@@ -506,10 +464,8 @@ def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
 
 def check_unique_outputs(graph: gs.Graph) -> None:
     """Raise `InvalidModelError` if two outputs have the same name. ONNX forbids this, and TensorRT reports it late."""
-    seen: set[str] = set()
-    for tensor in graph.outputs:
-        if tensor.name in seen:
-            raise InvalidModelError(
-                f"the model lists the output '{tensor.name}' twice; export the model with one output of this name"
-            )
-        seen.add(tensor.name)
+    name, count = max(Counter(t.name for t in graph.outputs).items(), key=lambda item: item[1], default=("", 0))
+    if count > 1:
+        raise InvalidModelError(
+            f"the model lists the output '{name}' twice; export the model with one output of this name"
+        )

@@ -126,8 +126,7 @@ class PlanOptions:
     beyond_length: Annotated[
         bool,
         Setting(
-            "Allow a capacity beyond the model's longest text. Longer texts are unreliable.",
-            choices=("on", "off"),
+            "Allow a capacity beyond the model's longest text. Longer texts are unreliable.", choices=("on", "off")
         ),
     ] = False
     cache_layout: Annotated[
@@ -202,17 +201,16 @@ class PlanOptions:
         Mapping[str, float] | None,
         Setting(
             "For each cache, the largest magnitude in its rotated rows; maps input names to numbers, as "
-            "`calibrate_caches` "
-            "returns. Each cache then has one scale, and larger numbers are clipped. None: each row has its own scale.",
+            "`calibrate_caches` returns. Each cache then has one scale, and larger numbers are clipped. None: each row "
+            "has its own scale.",
             has_flag=False,
         ),
     ] = None
     lora_rank: Annotated[
         int | None,
         Setting(
-            "Add inputs for adapters (LoRA) of up to this rank; each sequence chooses one. Default: the rank of "
-            "the given "
-            "adapters.",
+            "Add inputs for adapters (LoRA) of up to this rank; each sequence chooses one. Default: the rank of the "
+            "given adapters.",
             metavar="N",
             least=1,
             most=_MOST_ADAPTERS,
@@ -237,9 +235,8 @@ class PlanOptions:
     checkpoint: Annotated[
         str | None,
         Setting(
-            "For adapters: the checkpoint of the model. Needed if names in the model do not show to which module "
-            "a product "
-            "belongs.",
+            "For adapters: the checkpoint of the model. Needed if names in the model do not show to which module a "
+            "product belongs.",
             "None: a checkpoint in the model's own folder, if there is one.",
             metavar="FOLDER",
             is_path=True,

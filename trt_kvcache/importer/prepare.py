@@ -18,7 +18,7 @@ from trt_kvcache.importer import families
 from trt_kvcache.importer.capacity import USUAL
 from trt_kvcache.importer.emit import normalize
 from trt_kvcache.importer.emit.canonical_nodes import Findings
-from trt_kvcache.importer.interface.exported_interface import PASSED_ON
+from trt_kvcache.importer.interface.exported_interface import PASSED_ON, in_words
 from trt_kvcache.importer.operators import MOVES
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, copied, elem_type_of, int_attribute, is_op, shape_of
@@ -81,12 +81,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, f
     findings = recognized or Findings()
     options = replace(options, capacity=options.capacity or findings.capacity or bound)
     changes = (*findings.changes, *_without_passed_on(model.graph))
-    findings = replace(
-        findings,
-        notes=(*notes, *findings.notes),
-        changes=changes,
-        idioms={name: operator for name, operator in _writers(reference.graph).items() if name in findings.written},
-    )
+    idioms = {name: operator for name, operator in _writers(reference.graph).items() if name in findings.written}
+    findings = replace(findings, notes=(*notes, *findings.notes), changes=changes, idioms=idioms)
     return Prepared(
         reference, options, infer_shapes(model), weights, (*functions, *branches), findings, (*finishes, *chosen)
     )
@@ -114,10 +110,7 @@ def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
     passed_on = [v for v in graph.output if v.name in inputs]
     for value in passed_on:
         graph.output.remove(value)
-    return [
-        InterfaceChange("output", f"{v.name} [{', '.join(map(str, shape_of(v) or ()))}]", "", PASSED_ON)
-        for v in passed_on
-    ]
+    return [InterfaceChange("output", in_words(v.name, shape_of(v) or ()), "", PASSED_ON) for v in passed_on]
 
 
 def _doubles(graph: onnx.GraphProto) -> tuple[str, ...]:
@@ -177,16 +170,17 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
     `fits` says that `wanted` is known to fit.
     """
     capacity = wanted or usual
-    values = {value.name: value for value in (*graph.output, *graph.input)}
+    values = {value.name: value.type.tensor_type.shape.dim for value in (*graph.output, *graph.input)}
     fixed: set[int] = set()
     symbolic: list[str] = []
     for node in graph.node:
         if not is_op(node, "TensorScatter") and node.op_type != TENSORRT_UPDATE:
             continue
-        for name in (node.input[0], node.output[0]):
-            dim = _sequence_dim(values[name], node) if name in values else None
-            if dim is None:
+        axis = int_attribute(node, "axis", -2) if node.op_type == "TensorScatter" else -2
+        for shape in (values.get(name, ()) for name in (node.input[0], node.output[0])):
+            if not -len(shape) <= axis < len(shape):
                 continue
+            dim = shape[axis]
             if dim.HasField("dim_value"):
                 fixed.add(dim.dim_value)
             else:
@@ -203,9 +197,3 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
         if dim.HasField("dim_param") and dim.dim_param in symbols:
             dim.dim_value = capacity
     return capacity if symbolic else None
-
-
-def _sequence_dim(value: onnx.ValueInfoProto, node: onnx.NodeProto) -> onnx.TensorShapeProto.Dimension | None:
-    shape = value.type.tensor_type.shape.dim
-    axis = int_attribute(node, "axis", -2) if node.op_type == "TensorScatter" else -2
-    return shape[axis] if -len(shape) <= axis < len(shape) else None

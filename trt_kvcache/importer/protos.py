@@ -7,25 +7,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import onnx
 from google.protobuf.message import Message
-from onnx import (
-    AttributeProto,
-    FunctionProto,
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    ValueInfoProto,
-    helper,
-    numpy_helper,
-)
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 Scope = GraphProto | FunctionProto
 """A list of nodes with separate names: the main graph, the body of an If, Loop or Scan, or a model-local function."""
 
 Shape = tuple[int | str, ...]
 """Sizes and symbols; ``"?"`` if the model gives neither."""
+
+Array = npt.NDArray[Any]
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
 """Both names of ONNX's own domain of operators."""
@@ -67,8 +60,8 @@ def part_of(
 ) -> ModelProto:
     """Return a model for ONNX Runtime that consists of some nodes of another model, which has no functions."""
     named = [ValueInfoProto(name=name) for name in outputs]
-    graph = helper.make_graph(list(nodes), "part", inputs, named, constants)
-    return helper.make_model(graph, ir_version=min(model.ir_version, 12), opset_imports=list(model.opset_import))
+    graph = onnx.helper.make_graph(list(nodes), "part", inputs, named, constants)
+    return onnx.helper.make_model(graph, ir_version=min(model.ir_version, 12), opset_imports=list(model.opset_import))
 
 
 def iter_scopes(model: ModelProto) -> Iterator[Scope]:
@@ -133,7 +126,8 @@ def constant_value(node: NodeProto) -> TensorProto | None:
         return None
     (attribute,) = node.attribute
     if attribute.name in _NUMBERS:
-        return numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), _NUMBERS[attribute.name]))
+        numbers = np.array(onnx.helper.get_attribute_value(attribute), _NUMBERS[attribute.name])
+        return onnx.numpy_helper.from_array(numbers)
     return attribute.t if attribute.name == "value" else None
 
 
@@ -159,8 +153,7 @@ def int_attribute(node: NodeProto, name: str, default: int = 0) -> int:
 
 def opset_version(model: ModelProto | FunctionProto) -> int | None:
     """Return the version of ONNX's own domain that a model imports; None if it imports none."""
-    versions = [entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS]
-    return max(versions) if versions else None
+    return max((entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS), default=None)
 
 
 def is_op(node: NodeProto, op_type: str) -> bool:

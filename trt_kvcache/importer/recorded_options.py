@@ -54,11 +54,12 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
             wanted, actual = planned.get(name), declared.get(name)
             if wanted is None or actual is None:
                 return f"{io} '{name}' is {'not in the plan' if wanted is None else 'missing'}"
-            if (
-                wanted[0] != actual[0]
-                or not _fits(wanted[1], actual[1])
-                or (io == "input" and _is_closed(wanted[1], actual[1]))
-            ):
+            # a size that is dynamic in the plan, but fixed in the model: an engine would support only this size
+            closed = io == "input" and any(
+                isinstance(b, int) and not isinstance(a, int) and not a.isdecimal()
+                for a, b in zip(wanted[1], actual[1] or (), strict=False)
+            )
+            if wanted[0] != actual[0] or closed or not _fits(wanted[1], actual[1]):
                 return (
                     f"{io} '{name}' is {actual[0]} {list(actual[1] or '?')}, but the plan says {wanted[0]} "
                     f"{list(wanted[1])}"
@@ -81,19 +82,9 @@ def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
 
 
 def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    return (
-        declared is not None
-        and len(planned) == len(declared)
-        and not any(
-            isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(planned, declared, strict=True)
-        )
-    )
-
-
-def _is_closed(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
-    """True if a size is dynamic in the plan, but fixed in the model, so that an engine would support only this size."""
-    pairs = zip(planned, declared or (), strict=False)
-    return any(isinstance(b, int) and not isinstance(a, int) and not a.isdecimal() for a, b in pairs)
+    if declared is None or len(planned) != len(declared):
+        return False
+    return all(a == b for a, b in zip(planned, declared, strict=True) if isinstance(a, int) and isinstance(b, int))
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:

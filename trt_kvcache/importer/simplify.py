@@ -23,17 +23,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import (
-    GraphProto,
-    ModelProto,
-    NodeProto,
-    TensorProto,
-    compose,
-    helper,
-    inliner,
-    numpy_helper,
-    version_converter,
-)
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, inliner, numpy_helper, version_converter
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.lower import lower
@@ -227,13 +217,10 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
         if not (gone or branches):
             break
     inferred = {v.name: v for v in model.graph.output}
-    replace_field(model.graph.output, [v if _has_rank_of(v, inferred[v.name]) else inferred[v.name] for v in stated])
+    shapes = [(shape_of(v), shape_of(inferred[v.name])) for v in stated]
+    fits = [one is None or two is None or len(one) == len(two) for one, two in shapes]
+    replace_field(model.graph.output, [v if fit else inferred[v.name] for v, fit in zip(stated, fits, strict=True)])
     return model, taken
-
-
-def _has_rank_of(stated: onnx.ValueInfoProto, inferred: onnx.ValueInfoProto) -> bool:
-    of_graph, of_exporter = shape_of(inferred), shape_of(stated)
-    return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:
@@ -278,9 +265,9 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
     for node in model.graph.node:
         name = node.output[0]
         kind, shape = shapes.get(name, (0, None))
-        if len(node.output) > 1 or name in outputs or node.op_type in _STAY:
+        if len(node.output) > 1 or name in outputs or node.op_type in _STAY or kind != TensorProto.INT64:
             continue
-        if kind != TensorProto.INT64 or shape is None or len(shape) > 1:
+        if shape is None or len(shape) > 1:
             continue
         probed[_PREFIX + name] = shape
         sizes = name if shape else f"{_PREFIX}{name}/sizes"
@@ -327,12 +314,11 @@ def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
 def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
     if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
         return False
-    for name in (name for name in node.output if name):
-        kind, shape = shapes.get(name, (0, None))
-        is_known = shape is not None and all(isinstance(d, int) for d in shape) and _is_small(shape)
-        if kind not in _FOLDED or not (is_known or node.op_type == "NonZero"):
-            return False
-    return True
+    results = [shapes.get(name, (0, None)) for name in node.output if name]
+    return all(kind in _FOLDED for kind, _ in results) and (
+        node.op_type == "NonZero"
+        or all(s is not None and all(isinstance(d, int) for d in s) and _is_small(s) for _, s in results)
+    )
 
 
 def _shapes(model: ModelProto) -> dict[str, Any]:
@@ -363,7 +349,7 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
         elif name:  # a tensor from outside, or used for two outputs
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
     # Inference also writes shapes of outer tensors into a body. Outer tensors must keep their names.
-    inner = compose.add_prefix_graph(
+    inner = onnx.compose.add_prefix_graph(
         body, prefix, rename_inputs=False, rename_outputs=False, rename_value_infos=False, name_map=names
     )
     replace_field(graph.node, [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]])

@@ -14,8 +14,6 @@ from onnx import numpy_helper
 
 from trt_kvcache.importer.protos import byte_size
 
-__all__ = ["STAND_IN", "detached", "is_stand_in", "reinterpret", "stand_in", "storage"]
-
 STAND_IN = "trt_kvcache:detached"
 _OF = "trt_kvcache:of"
 
@@ -26,11 +24,6 @@ def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
     empty.data_location = onnx.TensorProto.EXTERNAL
     empty.external_data.add(key="location", value=STAND_IN)
     return empty
-
-
-def is_stand_in(tensor: onnx.TensorProto) -> bool:
-    """True if a tensor is a placeholder without data."""
-    return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
 
 
 def storage(tensor: onnx.TensorProto) -> str | None:

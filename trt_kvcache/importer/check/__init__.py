@@ -27,7 +27,6 @@ from pathlib import Path
 
 import msgspec
 import onnx
-from onnx import TensorProto
 
 from trt_kvcache.child import Child, ChildError
 from trt_kvcache.errors import OptionError, TrtKvCacheError, UnsupportedModelError
@@ -37,7 +36,6 @@ from trt_kvcache.progress import ProgressEvent, phase, tell
 
 __all__ = ["Checked", "Request", "Verdict", "check_rewrite", "start_process"]
 
-# One child process serves all checks of its parent, so that Python and ONNX Runtime start once.
 _UNREAD = "because the weights are too large to read, and no smaller sizes fit together"
 
 
@@ -158,7 +156,7 @@ class Request:
 _lock = threading.Lock()
 _asking = threading.Lock()
 _current: dict[int, Child] = {}
-"""Running processes, by their bytes of address space. A second process starts only while the first is busy."""
+"""Running processes, by their bytes of address space. A second one starts only while the first is busy."""
 _answering: list[Child] = []
 """Processes that a caller waits for."""
 
@@ -177,15 +175,11 @@ def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
         return child
 
 
-def _pass_on(news: bytes) -> None:
-    tell(msgspec.json.decode(news, type=ProgressEvent))
-
-
 def _verdicts(
     original: onnx.ModelProto,
     rewritten: onnx.ModelProto,
     plan: CachePlan,
-    weights: Mapping[str, TensorProto],
+    weights: Mapping[str, onnx.TensorProto],
     folder: Path,
     *,
     thorough: bool = False,
@@ -199,7 +193,7 @@ def _verdicts(
             return child.answer(
                 tuple[Verdict, ...],
                 plan.options.check_seconds,
-                _pass_on,
+                lambda news: tell(msgspec.json.decode(news, type=ProgressEvent)),
                 lambda name: weights[name].SerializeToString(),
             )
         except TrtKvCacheError as error:

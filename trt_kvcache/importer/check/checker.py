@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import onnx
-from onnx import TensorProto
 
 from trt_kvcache.child import Caller, serve
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
@@ -53,8 +52,7 @@ class _Asked(Mapping[str, onnx.TensorProto]):
         self._caller = caller
 
     def __getitem__(self, name: str) -> onnx.TensorProto:
-        tensor = onnx.TensorProto()
-        tensor.ParseFromString(self._caller.ask(name))
+        tensor: onnx.TensorProto = onnx.TensorProto.FromString(self._caller.ask(name))
         return tensor
 
     def __iter__(self) -> NoReturn:
@@ -67,7 +65,7 @@ def check_models(
     original: onnx.ModelProto,
     rewritten: onnx.ModelProto,
     plan: CachePlan,
-    weights: Mapping[str, TensorProto],
+    weights: Mapping[str, onnx.TensorProto],
     folder: Path,
     *,
     thorough: bool = False,
@@ -116,7 +114,7 @@ class _Judge:
 
     plan: CachePlan
     limits: IndexLimits
-    weights: Mapping[str, TensorProto]
+    weights: Mapping[str, onnx.TensorProto]
     folder: Path
     thorough: bool
     done: dict[str, Verdict] = field(default_factory=dict)
@@ -161,9 +159,7 @@ class _Judge:
         copy = copied(model)
         for tensor in copy.graph.initializer:
             if (data := detached(tensor, self.weights)) is not None:
-                name = tensor.name
                 tensor.CopyFrom(data)
-                tensor.name = name
             try:
                 read_data(tensor, self.folder)
             except (OSError, ValueError):

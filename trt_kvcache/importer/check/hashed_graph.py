@@ -36,16 +36,13 @@ class Graph:
         self.constants = {t.name: t for t in graph.initializer}
         self.inputs = {value.name: value for value in graph.input if value.name not in self.constants}
         self.outputs = [value.name for value in graph.output]
-        self.nodes: list[onnx.NodeProto] = []
-        for node in _without_identities(graph):
-            value = constant_value(node)
-            if value is not None:
-                self.constants[node.output[0]] = value
-            else:
-                self.nodes.append(node)
+        nodes = [*_without_identities(graph)]
+        self.constants |= {n.output[0]: value for n in nodes if (value := constant_value(n)) is not None}
+        self.nodes = [n for n in nodes if n.output[0] not in self.constants]
         self.makes = {name: node for node in self.nodes for name in node.output if name}
         self.reads = {id(node): names_read(node) for node in self.nodes}
-        self._inner = {id(node): sorted(self.reads[id(node)].difference(node.input)) for node in self.nodes}
+        held = {*self.makes, *self.constants, *self.inputs}  # other names belong to the body of a node
+        self._inner = {id(n): sorted(self.reads[id(n)].difference(n.input) & held) for n in self.nodes}
         self._places = {id(node): place for place, node in enumerate(self.nodes)}
         self._opsets = {entry.domain: entry.version for entry in self.model.opset_import}
         self._digests: dict[str, str] = {}
@@ -69,19 +66,12 @@ class Graph:
             known = onnx.defs.get_schema(node.op_type, self._opsets.get(key, 1), key).attributes
         except onnx.defs.SchemaError:
             known = {}
-        said = []
-        for a in node.attribute:
-            default = known[a.name].default_value if a.name in known else None
-            if default is not None and default.name and _said(default) == _said(a):
-                continue
-            said.append((a.name, _said(a)))
-        return sorted(said)
+        defaults = {name: _said(a.default_value) for name, a in known.items() if a.default_value.name}
+        said = [(a.name, _said(a)) for a in node.attribute]
+        return sorted((name, value) for name, value in said if defaults.get(name) != value)
 
     def digests(
-        self,
-        leaves: Mapping[str, str],
-        taken: Container[str] = (),
-        nodes: Sequence[onnx.NodeProto] | None = None,
+        self, leaves: Mapping[str, str], taken: Container[str] = (), nodes: Sequence[onnx.NodeProto] | None = None
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Return digests of all tensors as their readers see them, and of how the graph computes those in `taken`.
 
@@ -107,7 +97,7 @@ class Graph:
             if is_op(node, "Identity"):
                 results = {node.output[0]: inputs[0]}
             else:
-                inner = [of(n) for n in self._inner[id(node)] if self._holds(n)]
+                inner = [of(n) for n in self._inner[id(node)]]
                 domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
                 whole = _digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
                 results = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
@@ -124,10 +114,6 @@ class Graph:
         """Return the tensors that a node reads. Operands of a commutative operator are sorted by their digests."""
         direct = sorted(node.input, key=lambda n: digests.get(n, "")) if _is_commutative(node) else node.input
         return [*direct, *self._inner[id(node)]]
-
-    def _holds(self, name: str) -> bool:
-        """True if a tensor belongs to the main graph, not to a subgraph such as the branch of an If."""
-        return name in self.makes or name in self.constants or name in self.inputs
 
     def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
         """Return all tensors that depend on `roots`. Stop at `through`; also at Shape nodes if `shapes` is False."""
@@ -158,7 +144,7 @@ class Graph:
                 node = self.makes[name]
                 keep[self._places[id(node)]] = node
                 todo += sorted(self.reads[id(node)])
-            elif name in stop or name in self.inputs:  # all other names belong to the body of a node
+            elif name in stop or name in self.inputs:
                 fed[name] = None
         return [keep[place] for place in sorted(keep)], list(fed), sorted(used)
 
@@ -174,17 +160,14 @@ def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
             name = names[name]
         return name
 
-    identities = [n for n in graph.node if is_op(n, "Identity")]
-    needed = set()
+    identities, gone = [n for n in graph.node if is_op(n, "Identity")], set[int]()
     for node in identities:
         source, result = of(node.input[0]), of(node.output[0])
-        if result not in fixed:
-            names[result] = source
-        elif source not in fixed:
-            names[source] = result
-        else:
-            needed.add(id(node))
-    gone = {id(n) for n in identities} - needed
+        if result in fixed and source in fixed:
+            continue
+        gone.add(id(node))
+        old, new = (source, result) if result in fixed else (result, source)
+        names[old] = new
     for node in graph.node:
         if id(node) in gone:
             continue

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import product
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
@@ -36,13 +35,12 @@ from trt_kvcache.importer.check.tolerances import sequence_axis, token
 from trt_kvcache.importer.operators import ROUNDS
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.protos import FLOATS, int_attribute, is_op, names_read, part_of
+from trt_kvcache.importer.protos import FLOATS, Array, int_attribute, is_op, names_read, part_of
 from trt_kvcache.importer.steps.cache_contents import all_contents, drawn_normal, find_caches, find_states
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants, read_limits, span_inputs
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
-Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 Load = Callable[[onnx.ModelProto], onnx.ModelProto]
 Shape = tuple[Term, ...]
@@ -84,9 +82,9 @@ def _mixed_sequences(pair: ModelPair, outside: Callable[..., _Outside]) -> Verdi
     for length in dict.fromkeys((longest, steps.length or 1)):  # some models run only in steps of one token
         last = capacity - length
         both = outside(batch, length, whole=is_fixed)
-        if both.runs(0):
+        if not both.error(0):
             break
-        if outside(1, length, whole=is_fixed).runs(0):
+        if not outside(1, length, whole=is_fixed).error(0):
             return Verdict("", "alone")
     else:
         return None
@@ -164,37 +162,29 @@ class _Outside:
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
-    def runs(self, past: int) -> bool:
-        """True if ONNX Runtime runs the model after `past` tokens. It fails beyond the end of a table of positions."""
-        try:
-            self._session.run(self._feeds([past] * self._batch, 0))
-        except RunError:
-            return False
-        return True
-
-    def why_it_ends(self, past: int) -> str:
-        """Name, for a message, the operator that ONNX Runtime cannot run after `past` tokens."""
+    def error(self, past: int) -> str:
+        """Return ONNX Runtime's error after `past` tokens, as beyond the end of a table of positions; empty if none."""
         try:
             self._session.run(self._feeds([past] * self._batch, 0))
         except RunError as error:
-            if found := _FAILED.search(str(error)):
-                what = (
-                    "a table of positions ends there ({} '{}')"
-                    if found[1] in _TABLES
-                    else "{} '{}' does not run after more tokens"
-                )
-                return what.format(*found.groups())
-        return "the model cannot compute later positions"
+            return str(error)
+        return ""
+
+    def why_it_ends(self, past: int) -> str:
+        """Name, for a message, the operator that ONNX Runtime cannot run after `past` tokens."""
+        found = _FAILED.search(self.error(past))
+        if found is None:
+            return "the model cannot compute later positions"
+        op, name = found.groups()
+        if op in _TABLES:
+            return f"a table of positions ends there ({op} '{name}')"
+        return f"{op} '{name}' does not run after more tokens"
 
     def failing_past(self, last: int) -> int:
         """Return the fewest past tokens, up to `last`, after which ONNX Runtime fails (as at a table's end); or 0."""
-        if self.runs(last):
+        if not self.error(last):
             return 0
-        runs, fails = 0, last
-        while fails - runs > 1:
-            middle = (runs + fails) // 2
-            runs, fails = (middle, fails) if self.runs(middle) else (runs, middle)
-        return fails
+        return bisect_left(range(last), True, key=lambda past: bool(self.error(past)))
 
     def first_mixed_sequence(self, own: int, other: int, row: int) -> str:
         """Return the first tensor in which sequence `row` differs between two batches; empty if none.
@@ -213,7 +203,7 @@ class _Outside:
         return ""
 
     def _same_part(self, a: Array, b: Array) -> bool:
-        both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+        both = tuple(map(slice, np.minimum(a.shape, b.shape)))
         return self._same(a[both], b[both])
 
     def first_mixed_token(self, start: int) -> str:

@@ -95,11 +95,8 @@ def find_regions(pair: ModelPair) -> list[Region]:
         return [graph.digests(leaf, taken) for graph, leaf in zip(pair.sides, leaves, strict=True)]
 
     plain = [seen for seen, _ in digests(())]
-    data = {
-        name
-        for name in pair.shared
-        if (kind := pair.kinds[0].get(name)) and kind.elem_type in FLOATS and not _is_mask(plan, name)
-    }
+    masks = {t.name for t in plan.tensors if t.role in (Role.MASK, Role.POSITIONS)}
+    data = {n for n in pair.shared - masks if (kind := pair.kinds[0].get(n)) and kind.elem_type in FLOATS}
     data |= {t.name for t in plan.tensors if t.role is Role.TOKENS}
     over_rows = _over_rows(pair)
     candidates = {
@@ -252,20 +249,22 @@ def _region(
         for gone, own in zip(passed, dropped, strict=True):
             gone |= own
         stops = [{n: d for n, d in stop.items() if n not in own} for stop, own in zip(stops, dropped, strict=True)]
-    digests = sorted(fed[0].keys() | fed[1].keys())
     boundaries = []
     last = pair.last_positions
-    for digest in digests:
+    for digest in sorted(fed[0].keys() | fed[1].keys()):
         names = (fed[0].get(digest, ()), fed[1].get(digest, ()))
         kinds = (pair.kinds[side].get(name) for side in (0, 1) for name in names[side])
         kind = next(k for k in kinds if _known(k))
-        shape = kind.shape or ()
-        boundaries.append(Boundary(names, kind.elem_type, shape, not last.isdisjoint(names[1])))
+        boundaries.append(Boundary(names, kind.elem_type, kind.shape or (), not last.isdisjoint(names[1])))
     models = [
         _model(graph, cone, outputs, {n: b for b in boundaries for n in b.names[s]})
         for s, (graph, cone) in enumerate(zip(pair.sides, cones, strict=True))
     ]
-    weights = _common_weights(pair, cones)
+    read, also_read = (
+        {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
+        for graph, cone in zip(pair.sides, cones, strict=True)
+    )
+    weights = read & also_read  # a verdict does not depend on the values of weights that both models read
     numbers: dict[str, str] = {}
     key = repr(
         [
@@ -353,9 +352,7 @@ def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
     if fed.isdisjoint(node.output):
         return node
     copy = copied(node)
-    for i, name in enumerate(node.output):
-        if name in fed:
-            copy.output[i] = f"{name}:unused"
+    copy.output[:] = [f"{name}:unused" if name in fed else name for name in node.output]
     return copy
 
 
@@ -436,15 +433,6 @@ def _leaves(
             todo += graph.operands(makes[name], seen)[::-1]
 
 
-def _common_weights(pair: ModelPair, cones: Sequence[Cone]) -> set[str]:
-    """Return texts that identify the weights that both models read. A verdict does not depend on their values."""
-    data = [
-        {_data(graph, n) for n in cone[2] if _is_weight(graph.constants[n])}
-        for graph, cone in zip(pair.sides, cones, strict=True)
-    ]
-    return data[0] & data[1]
-
-
 def _data(graph: Graph, name: str) -> str:
     """Return a text that identifies the contents of a constant. It does not depend on type and shape."""
     return storage(graph.constants[name]) or graph.constant_digest(name)
@@ -502,10 +490,6 @@ def _known(kind: Kind | None) -> TypeGuard[Kind]:
 
 def _shape(pair: ModelPair, name: str) -> tuple[Term, ...]:
     return next(k.shape for kinds in pair.kinds if (k := kinds.get(name)) and k.shape is not None)
-
-
-def _is_mask(plan: CachePlan, name: str) -> bool:
-    return any(t.name == name and t.role in (Role.MASK, Role.POSITIONS) for t in plan.tensors)
 
 
 def _inputs(model: onnx.ModelProto) -> list[str]:

@@ -13,17 +13,14 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check import Verdict
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.region_runs import Feeds, RegionRuns, StuckError
+from trt_kvcache.importer.check.region_runs import RegionRuns, StuckError
 from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.check.tolerances import (
-    FAR,
     added_rounding,
     both,
     cache_differs,
     first_difference,
-    hidden,
     last,
-    said,
     sequence_axis,
     take,
     tolerances,
@@ -33,6 +30,7 @@ from trt_kvcache.importer.plan import CachePlan, CacheUpdate, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.steps.drawn_inputs import Limits, Step, read_limits
+from trt_kvcache.importer.steps.original_interface import Feeds
 from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError
 
@@ -51,6 +49,7 @@ _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64
 _LONGEST_PROMPT = 2048  # tokens; the size of masks grows with the square
 _COSTLY = 128  # tokens; a longer step is expensive, so it runs only after the smallest and the largest past
+_FAR = 512  # tokens; after longer pasts, sums over keys and biases have ten times larger rounding errors
 _LONG = 1 << 14  # rows
 _FARTHEST = 1 << 20  # the most tokens of a text, if every cache is circular
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
@@ -79,13 +78,12 @@ def compare_region(region: Region, plan: CachePlan, limits: IndexLimits, *, thor
         return Verdict(name, "undecided", str(error))
     if not compared:
         return Verdict(name, "vacuous", "no step of the schedule fits the limits of the model")
-    shows = region.presents or region.drawn or (region.is_end and _depends_on_numbers(region))
+    graph = Graph(region.models[0])  # outputs that depend only on shapes may be equal in all steps
+    by_numbers = region.is_end and not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
+    shows = region.presents or region.drawn or by_numbers
     if shows and alive != set(region.joins):
-        return Verdict(
-            name,
-            "vacuous",
-            "the original returns the same number for all queries, keys and values, so nothing can be compared",
-        )
+        why = "the original returns the same number for all queries, keys and values, so nothing can be compared"
+        return Verdict(name, "vacuous", why)
     return Verdict(name, "equal")
 
 
@@ -143,10 +141,9 @@ class _Run:
         self.alive: set[str] = set()
         self._seen: dict[str, float] = {}
         self._was_compared = False
-        caches = bool(_caches(region, runs.plan))
-        self._tolerance, self._exact = tolerances(region, wide=runs.wide, caches=caches)
-        attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
-        self._scores = {name for node in attention for name in node.output[3:]}
+        self._tolerance, self._exact = tolerances(region, wide=runs.wide, caches=bool(_caches(region, runs.plan)))
+        nodes = region.models[0].graph.node
+        self._scores = {name for node in nodes if is_op(node, "Attention") for name in node.output[3:]}
         if not runs.counts_tokens:
             steps = list({(len(step.starts), step.length, runs.is_small(step)): step for step in steps}.values())
         self._steps = [step for step in steps if runs.fits(step)]
@@ -268,9 +265,9 @@ class _Run:
                 return f"'{name}' {_when(step)} is {is_a} in the original, but {is_b} in the rewritten model"
             for row in rows:
                 x, y = (take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
-                if name in self._scores:
-                    x, y = hidden(x), hidden(y)
-                at = first_difference(x, y, self._tolerance * (10 if max(step.starts) > FAR else 1))
+                if name in self._scores:  # ONNX Runtime's Attention uses the lowest number for masked scores
+                    x, y = (np.where(v <= np.finfo(v.dtype).min, -np.inf, v) for v in (x, y))
+                at = first_difference(x, y, self._tolerance * (10 if max(step.starts) > _FAR else 1))
                 if at is not None:
                     where = self._where(step, name, shape, row, at, span)
                     return f"'{name}' {_when(step)}, sequence {row}: {both(x[at], y[at])}{where}"
@@ -353,14 +350,9 @@ class _LargeRun(_Run):
         return ""
 
 
-def _depends_on_numbers(region: Region) -> bool:
-    """False if the outputs of a region depend only on shapes, so that they may be equal in all steps."""
-    graph = Graph(region.models[0])
-    return not graph.tainted(graph.inputs, shapes=False).isdisjoint(region.joins)
-
-
 def _when(step: Step) -> str:
-    return f"(in a step of {step.length} tokens after {said(step.starts)})"
+    starts = step.starts[0] if len(set(step.starts)) == 1 else list(step.starts)
+    return f"(in a step of {step.length} tokens after {starts})"
 
 
 def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:

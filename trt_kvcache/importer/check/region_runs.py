@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.region import Region, products_of, unread, with_outputs
@@ -28,12 +26,9 @@ from trt_kvcache.importer.steps.cache_contents import (
     ring_window,
 )
 from trt_kvcache.importer.steps.drawn_inputs import SPAN_KINDS, DrawnInputs, Step, draw_constants, span_inputs
-from trt_kvcache.importer.steps.original_interface import OriginalInterface
+from trt_kvcache.importer.steps.original_interface import Feeds, OriginalInterface
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import ModelSession, RunError, open_session
-
-Array = npt.NDArray[Any]
-Feeds = dict[str, Array]
 
 _SEED = 0
 _NO_HALF = 1e6  # factor of random normal numbers, so that nearly all exceed 65,504, the largest float16
@@ -84,21 +79,18 @@ class RegionRuns:
         self.by_output = {c.output: c for c in find_caches(plan)}
         growing = {t.name for t in plan.original if t.role is OriginalRole.GROWING_CACHE}
         self.shows_garbage = any(c.update is not None and c.role.name not in growing for c in self.caches)
-        self.interface = self._interface() if plan.original else None
+        original = tuple(
+            t
+            for t in plan.original
+            if (t.io == "input" and (t.name in self._needed[0] or t.role is OriginalRole.TOKENS))
+            or (t.io == "output" and t.name in region.presents)
+        )
+        self.interface = OriginalInterface(replace(plan, original=original)) if plan.original else None
         self.sessions = sessions
         self.garbage = 0.0
         self.settled = False
         self.large: int | None = None
         self.small = small
-
-    def _interface(self) -> OriginalInterface:
-        original = tuple(
-            t
-            for t in self.plan.original
-            if (t.io == "input" and (t.name in self._needed[0] or t.role is OriginalRole.TOKENS))
-            or (t.io == "output" and t.name in self.region.presents)
-        )
-        return OriginalInterface(replace(self.plan, original=original))
 
     def reads(self) -> bytes:
         """Return as bytes all data that determine the results of steps, for the key of a stored verdict."""
@@ -158,10 +150,8 @@ class RegionRuns:
         """Make all inputs of a step: graph inputs by name, shared inner tensors by index, and the original's caches."""
         batch = len(step.starts)
         rng = np.random.default_rng([_SEED, step.length, *step.starts])
-        inputs = DrawnInputs(
-            self.plan, self._limits, draw_constants(self.plan, batch, _SEED), rng,
-            unknown=UNKNOWN, rings=self._has_rings(step),
-        )  # fmt: skip
+        constants, rings = draw_constants(self.plan, batch, _SEED), self._has_rings(step)
+        inputs = DrawnInputs(self.plan, self._limits, constants, rng, unknown=UNKNOWN, rings=rings)
         feeds = inputs.shared(step)
         for number, b in enumerate(self.region.boundaries):
             place = _STRIDE * (number + 1) * (step.length + 2 * sum(step.starts) + 1)

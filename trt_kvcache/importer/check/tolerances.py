@@ -6,20 +6,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import TensorProto
 
 from trt_kvcache.importer.check.hashed_graph import Graph
 from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.symbolic_shapes import Term
 from trt_kvcache.importer.operators import ROUNDS
-from trt_kvcache.importer.protos import FLOATS, elem_type_of, is_op
+from trt_kvcache.importer.protos import FLOATS, Array, dtype_name, elem_type_of, is_op
 from trt_kvcache.importer.steps.cache_contents import CacheTensor
 from trt_kvcache.importer.steps.drawn_inputs import Step
 from trt_kvcache.importer.steps.element_types import all_types
 from trt_kvcache.importer.steps.runnable import NARROW
-
-Array = npt.NDArray[Any]
 
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
 """Tolerances if the computation is in float32.
@@ -29,7 +26,6 @@ Constants such as scales still have the precision of the model's type.
 _EXPORTED_TOLERANCE = 2e-2  # for float16 models that run as exported: both sides round in different orders
 _ROUNDED_TOLERANCE = 5e-2  # a number close to the middle between two codes may be rounded to either code
 _DIGITS = {TensorProto.FLOAT: 24, TensorProto.FLOAT16: 11, TensorProto.BFLOAT16: 8}  # bits of the significand
-FAR = 512  # tokens; after longer pasts, sums over keys and biases have ten times larger rounding errors
 
 
 def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
@@ -59,7 +55,7 @@ def added_rounding(region: Region) -> str:
     """
     types = [all_types(model).intersection(NARROW) for model in region.models]
     if added := types[1] - types[0]:
-        return f"the rewritten model computes in {_type_name(min(added))} there, but the original does not"
+        return f"the rewritten model computes in {dtype_name(min(added))} there, but the original does not"
     if not types[1]:
         return ""
     original, rewritten = (Graph(model) for model in region.models)
@@ -89,10 +85,6 @@ def _narrowest(graph: Graph, sources: Iterable[str]) -> dict[str, int]:
     return digits
 
 
-def _type_name(kind: int) -> str:
-    return str(TensorProto.DataType.Name(kind)).lower()
-
-
 def cache_differs(
     cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], limit: int | None, exact: float
 ) -> tuple[str, bool]:
@@ -113,17 +105,13 @@ def cache_differs(
         start = step.starts[row]
         end = start + step.length
         oldest = max(0, end - b.shape[1], end - (limit or end))
-        x, y = (_rows(v[row], oldest, end) for v in (a, b))
+        # In a ring of R rows, token t is in row t modulo R.
+        x, y = (v[row][np.arange(oldest, end) % v.shape[1]] for v in (a, b))
         at = first_difference(x, y, exact)
         if at is not None:
             token = oldest + at[0]
             return f"sequence {row}, token {token}: {both(x[at], y[at])}", bool(token < start)
     return "", False
-
-
-def _rows(cache: Array, first: int, end: int) -> Array:
-    """Return the cache rows of tokens ``first .. end - 1``. In a ring of R rows, token t is in row t modulo R."""
-    return cache[first:end] if end <= len(cache) else cache[np.arange(first, end) % len(cache)]
 
 
 def _batch_axis(shape: Sequence[Term]) -> int | None:
@@ -164,11 +152,6 @@ def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
 
 
-def hidden(scores: Array) -> Array:
-    """Replace the type's lowest number with -inf, because ONNX Runtime's Attention uses it for masked scores."""
-    return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
-
-
 def first_difference(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
     """Return the first index where arrays differ by more than `tolerance` times the largest number of `a`."""
     if a.dtype.kind in "iub" and a.dtype == b.dtype and tolerance < _ROUNDED_TOLERANCE:
@@ -194,8 +177,3 @@ def both(original: Any, rewritten: Any) -> str:
 
 def _number(value: Any) -> str:
     return f"{value:.5g}" if isinstance(value, (float, np.floating)) else str(value)
-
-
-def said(starts: Sequence[int]) -> str:
-    """Return a text with the numbers of tokens before a step; a single number if all sequences have the same."""
-    return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

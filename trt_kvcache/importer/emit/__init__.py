@@ -69,7 +69,7 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
     free_shapes(graph, canonical.emit, interface, samples)
     tidy(graph, sort=False)
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
-    rings: Rings | None = None
+    rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, samples.capacity, options.window_chunk)
     # Drop inputs that nothing reads any more: only the exported caches needed them.
@@ -93,13 +93,12 @@ def canonical_form(recognized: Recognized, options: PlanOptions) -> tuple[onnx.M
         *_own_masks(recognized.attentions),
         *_narrower(recognized.attentions),
         *((NOTE,) if by_tokens else ()),
-        *(() if rings is None else rings.notes),
+        *rings.notes,
     )
     roles = (*interface.roles, *canonical.added)
-    longest = {} if rings is None else rings.longest
     open_capacity = None if interface.fixed_capacity(options.capacity) else samples.capacity
     return model, Findings(
-        canonical.written, {}, changes, tensors, roles, interface.states, notes, longest, open_capacity
+        canonical.written, {}, changes, tensors, roles, interface.states, notes, rings.longest, open_capacity
     )
 
 

@@ -18,18 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import BOOL, FLOAT, INT64, Emitter, consumers, dims, elem_type, is_op, replace_uses
+from trt_kvcache.importer.graph import BOOL, FLOAT, INT64, Emitter, dims, elem_type, free_name, is_op, replace_uses
 from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, Role, StateUpdate, TensorRole
 from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
-from trt_kvcache.importer.recognize.records import ATTENTION, Array, Attention, Cache, Layout, order_of
+from trt_kvcache.importer.protos import Array
+from trt_kvcache.importer.recognize.records import ATTENTION, Attention, Cache, Layout, order_of
 
-_INT64 = int(onnx.TensorProto.INT64)
 _AFTER_MASK = 2
 """Value of qk_matmul_output_mode: scores after mask and softcap, before the softmax."""
 _HALVES = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -72,14 +73,13 @@ class Canonical:
         emit = self.emit
 
         def make() -> gs.Variable:
-            shape = emit.op("Shape", [self.tokens], "tokens_shape", _INT64)
-            length = emit.op("Gather", [shape, emit.ints(1)], "new_tokens", _INT64, axis=0)
-            steps = emit.op("Range", [emit.ints(0), length, emit.ints(1)], "new_token", _INT64)
-            first = emit.op("Unsqueeze", [self.write_indices, emit.ints([1])], "first_position", _INT64)
-            return emit.op("Add", [first, steps], "positions", _INT64)
+            shape = emit.op("Shape", [self.tokens], "tokens_shape", INT64)
+            length = emit.op("Gather", [shape, emit.ints(1)], "new_tokens", INT64, axis=0)
+            steps = emit.op("Range", [emit.ints(0), length, emit.ints(1)], "new_token", INT64)
+            first = emit.op("Unsqueeze", [self.write_indices, emit.ints([1])], "first_position", INT64)
+            return emit.op("Add", [first, steps], "positions", INT64)
 
-        positions: gs.Variable = emit.once("positions", make)
-        return positions
+        return emit.once("positions", make)
 
     def write(self, cache: Cache) -> None:
         """Replace the nodes that update a cache with a TensorScatter from `cache.past` to `cache.present`."""
@@ -92,7 +92,7 @@ class Canonical:
         present.inputs.clear()
         if elem_type(update) not in (None, 0, elem_type(past)):  # some converters keep a wider type only for the caches
             past.dtype = update.dtype
-            for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
+            for cast in (n for n in past.outputs if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
                 replace_uses(cast.outputs[0], past)
         # replaces the symbol only here: other inputs may have the same symbol
         if not isinstance(past.shape[axis], int):
@@ -110,7 +110,7 @@ class Canonical:
         query, output = attention.query, attention.result
         output.inputs.clear()
         if not is_plain(attention.query_layout):
-            query = relaid(emit, self.tokens, query, attention.query_layout, PLAIN, {**sizes, "d": sizes["d"]})
+            query = relaid(emit, self.tokens, query, attention.query_layout, PLAIN, sizes)
         if not is_plain(attention.result_layout):
             heads = gs.Variable(emit.name("result_heads"), dtype=output.dtype)
             last = relaid(emit, self.tokens, heads, PLAIN, attention.result_layout, {**sizes, "d": sizes["v"]})
@@ -132,11 +132,8 @@ class Canonical:
             attrs["left_window_size"] = mask.window - 1  # ONNX does not count the query's own key
             self.opset = 25
         nothing = gs.Variable.empty()
-        inputs = [
-            query,
-            self._operand(attention.key, sizes["d"], kind),
-            self._operand(attention.value, sizes["v"], kind),
-        ]
+        key, value = self._operand(attention.key, sizes["d"], kind), self._operand(attention.value, sizes["v"], kind)
+        inputs = [query, key, value]
         if (shown := self._mask(attention, kind)) is not None:
             inputs.append(shown)
         if mask.bounded or mask.causal:
@@ -173,42 +170,30 @@ class Canonical:
             mask = emit_slopes(emit, seen.slopes, self.positions(), self.capacity)
         if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
             return mask
-        own_mask: gs.Tensor = emit.once(
-            ("mask", mask.name, kind), lambda: emit.op("Cast", [mask], "own_mask", kind, to=kind)
-        )
-        return own_mask
+        return emit.once(("mask", mask.name, kind), partial(emit.op, "Cast", [mask], "own_mask", kind, to=kind))
 
     def _operand(self, write: Cache, size: int, kind: int) -> gs.Tensor:
-        tensor = self._heads_major(write, size)
+        tensor = write.present
+        if write.axis != 2 or len(write.perm) != 4:
+            shape = dims(tensor) or ()
+            if len(shape) == 3:
+                heads = self.emit.ints([0, 0, int(shape[2]) // size, size])
+                tensor = self.emit.op("Reshape", [tensor, heads], "heads")
+            tensor = self.emit.op("Transpose", [tensor], "heads_major", perm=[0, 2, 1, 3])
         if kind != FLOAT or elem_type(write.past) not in _HALVES:
             return tensor
-        wide: gs.Tensor = self.emit.once(
-            ("wide", tensor.name), lambda: self.emit.op("Cast", [tensor], "wide", kind, to=kind)
-        )
-        return wide
-
-    def _heads_major(self, write: Cache, size: int) -> gs.Tensor:
-        if write.axis == 2 and len(write.perm) == 4:
-            return write.present
-        tensor = write.present
-        shape = dims(tensor) or ()
-        if len(shape) == 3:
-            tensor = self.emit.op("Reshape", [tensor, self.emit.ints([0, 0, int(shape[2]) // size, size])], "heads")
-        return self.emit.op("Transpose", [tensor], "heads_major", perm=[0, 2, 1, 3])
+        return self.emit.once(("wide", tensor.name), partial(self.emit.op, "Cast", [tensor], "wide", kind, to=kind))
 
     def _input(self, name: str, role: Role) -> gs.Variable:
         def make() -> gs.Variable:
-            free = name
-            while free in self._taken:
-                free += "_"
+            free = free_name(name, self._taken)
             self._taken.add(free)
             tensor = gs.Variable(free, dtype=np.int64, shape=[self.batch])
             self.graph.inputs.append(tensor)
             self.added.append(TensorRole(free, "input", role, "int64", (self.batch,), "added", ("batch",)))
             return tensor
 
-        variable: gs.Variable = self.emit.once(("input", name), make)
-        return variable
+        return self.emit.once(("input", name), make)
 
 
 def emit_visible(
@@ -262,8 +247,7 @@ def emit_bias(emit: Emitter, bias: Array, positions: gs.Tensor) -> gs.Variable:
         values = emit.op("Gather", [emit.constant(bias), known], "bias_found", FLOAT, axis=0)
         return emit.op("Transpose", [values], "bias", FLOAT, perm=[0, 3, 1, 2])
 
-    result: gs.Variable = emit.once(("bias", bias.tobytes()), make)
-    return result
+    return emit.once(("bias", bias.tobytes()), make)
 
 
 def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -> gs.Variable:
@@ -274,8 +258,7 @@ def emit_slopes(emit: Emitter, slopes: Array, positions: gs.Tensor, rows: int) -
         wide = emit.op("Cast", [distance], "slope_distance", FLOAT, to=FLOAT)
         return emit.op("Mul", [wide, emit.constant(slopes.reshape(1, -1, 1, 1))], "slanted", FLOAT)
 
-    result: gs.Variable = emit.once(("slopes", slopes.tobytes()), make)
-    return result
+    return emit.once(("slopes", slopes.tobytes()), make)
 
 
 def _distance(emit: Emitter, positions: gs.Tensor, rows: int) -> gs.Variable:
@@ -328,12 +311,9 @@ def emit_sizes(emit: Emitter, tokens: gs.Tensor, dims: tuple[Dim, ...]) -> gs.Te
         if dim not in ("batch", "sequence"):
             return emit.ints([-1 if isinstance(dim, str) else dim])
         start = int(dim == "sequence")
-        return emit.op("Shape", [tokens], "tokens_size", _INT64, start=start, end=start + 1)
+        return emit.op("Shape", [tokens], "tokens_size", INT64, start=start, end=start + 1)
 
-    sizes: gs.Tensor = emit.once(
-        ("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", _INT64, axis=0)
-    )
-    return sizes
+    return emit.once(("sizes", dims), lambda: emit.op("Concat", [size(d) for d in dims], "sizes", INT64, axis=0))
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.emit.canonical_nodes import Canonical
 from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_constant, is_op
 from trt_kvcache.importer.planning.rows_in_use import emit_row_slice
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.records import Attention, Cache
 from trt_kvcache.importer.recognize.sample_steps import Samples
-from trt_kvcache.importer.steps.probe import Array
 
 Axes = tuple[int, ...]
 _OTHERS = ("Attention", "Shape", "Size")

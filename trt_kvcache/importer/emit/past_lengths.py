@@ -15,10 +15,9 @@ cross-attention), and lets ``Shape`` of a removed input read the tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -32,17 +31,16 @@ from trt_kvcache.importer.graph import (
     contains,
     elem_type,
     is_constant,
+    is_copy,
     is_op,
-    producer,
     replace_uses,
     tidy,
 )
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_row_slice as is_cut_to_use
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
-
-Array = npt.NDArray[Any]
 
 NOTE = (
     "the model counts positions from the tokens of a step, and skips some tokens, such as padding. As in the exported "
@@ -126,13 +124,7 @@ def _is_view(node: gs.Node) -> bool:
 
 def drop_copies(graph: gs.Graph) -> set[str]:
     """Remove graph outputs that return a graph input unchanged, in place. Return the names of these outputs."""
-
-    def is_copy(tensor: gs.Tensor) -> bool:
-        while (node := producer(tensor)) is not None and is_op(node, "Identity"):
-            tensor = node.inputs[0]
-        return contains(graph.inputs, tensor)
-
-    copies = {str(t.name) for t in graph.outputs if is_copy(t)}
+    copies = {str(t.name) for t in graph.outputs if is_copy(graph, t)}
     graph.outputs = [t for t in graph.outputs if t.name not in copies]
     return copies
 
@@ -186,10 +178,8 @@ def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Te
     if axis not in ("batch", "sequence"):
         return None
     start = 0 if axis == "batch" else 1
-    tensor: gs.Tensor = emit.once(
-        ("size", axis), lambda: emit.op("Shape", [tokens], f"{axis}_size", INT64, start=start, end=start + 1)
-    )
-    return tensor
+    size_of = partial(emit.op, "Shape", [tokens], f"{axis}_size", INT64, start=start, end=start + 1)
+    return emit.once(("size", axis), size_of)
 
 
 def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canonical, samples: Samples) -> bool:
@@ -297,10 +287,8 @@ def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
     positions, emit = canonical.positions(), canonical.emit
     if not offset:
         return positions
-    tensor: gs.Variable = emit.once(
-        ("positions", offset), lambda: emit.op("Add", [positions, emit.ints(offset)], "shifted_positions")
-    )
-    return tensor
+    shifted = partial(emit.op, "Add", [positions, emit.ints(offset)], "shifted_positions")
+    return emit.once(("positions", offset), shifted)
 
 
 def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:

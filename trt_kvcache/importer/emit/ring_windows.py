@@ -45,8 +45,6 @@ from trt_kvcache.importer.operators import VIEWS
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.planning.attention_plans import reads_columns
 
-__all__ = ["Rings", "make_circular", "slide"]
-
 
 @dataclass(frozen=True, eq=False)
 class _Windowed:
@@ -108,11 +106,9 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
             continue
         respelled = [shape for cache in (pair.keys, pair.values) for shape in _spelled(cache, capacity, rows)]
         other = _other_reader(graph, pair) or next((node for node, shape in respelled if shape is None), None)
-        why = (
-            ""
-            if other is None
-            else f"{other.op} '{other.name}' reads their rows outside of attention, or depends on their number"
-        )
+        why = ""
+        if other is not None:
+            why = f"{other.op} '{other.name}' reads their rows outside of attention, or depends on their number"
         if bound := _bound(pair.keys.inputs[2]):
             why = f"{bound.op} '{bound.name}' changes their write indices"
         if why:

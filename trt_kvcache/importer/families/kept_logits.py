@@ -21,8 +21,6 @@ from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, 
 from trt_kvcache.importer.protos import constants_of, copied, dtype_name, elem_type_of, is_op, replace_field, shape_of
 from trt_kvcache.importer.simplify import simplify
 
-__all__ = ["rewrite"]
-
 _END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least this
 
 

@@ -49,8 +49,7 @@ from trt_kvcache.importer.rewrite.cache_updates import first_rows
 from trt_kvcache.importer.simplify import OPSET
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
 
-_ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
-
+_ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}  # for the parser only
 _LINE = "\n"
 _THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.TensorProto.FLOAT4E2M1}
 
@@ -171,8 +170,7 @@ def _check_rows(caches: list[CacheUpdate]) -> None:
 def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
     first_rows(emitter, node)
     scale, scales = _take_quantization(emitter, node, cache)
-    operator = Operator(cache.form, cache.mode, quantized=scale is not None)
-    return _Update(cache, node, operator, scale, scales)
+    return _Update(cache, node, Operator(cache.form, cache.mode, quantized=scale is not None), scale, scales)
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
@@ -265,13 +263,9 @@ def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
     for update in updates:
         update.node.inputs.clear()
         update.node.outputs.clear()
+        graph.nodes.remove(update.node)
     name = first.node.name if len(updates) == 1 else emitter.name("+".join(u.node.name for u in updates))
     graph.nodes.append(gs.Node(operator.name, name, dict(_ATTRIBUTES), inputs, outputs, domain=NAMESPACE))
-    for update in updates:
-        graph.nodes.remove(update.node)
-
-
-_OF_THE_PARSER = ("plugin_namespace", "plugin_version", "aot")  # attributes that do not change the meaning
 
 
 def operator_function(operator: Operator, opset: int, *, through_float: bool = False) -> onnx.FunctionProto:
@@ -284,7 +278,7 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
     constants = [helper.make_node("Constant", [], [name], value=number) for name, number in numbers.items()]
     return helper.make_function(
         NAMESPACE, operator.name, list(operator.inputs), list(operator.outputs), [*constants, *nodes],
-        [helper.make_opsetid("", opset)], attributes=list(_OF_THE_PARSER),
+        [helper.make_opsetid("", opset)], attributes=list(_ATTRIBUTES),
     )  # fmt: skip
 
 

@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer import families
-from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, is_op, small_constant
+from trt_kvcache.importer.graph import FLOAT, INT64, Emitter, consumers, free_name, is_op, small_constant
+from trt_kvcache.importer.interface.exported_interface import in_words
 from trt_kvcache.importer.plan import (
     CacheDtype,
     CachePlan,
@@ -232,9 +234,7 @@ class _Quantized:
             self._add_scales(scale)
         self._node.inputs[1] = codes
         self._retype(codes.dtype)
-        rows = self._present
-        if self._form.dtype == _FLOAT8:
-            rows = self._codes(rows)
+        rows = self._codes(self._present) if self._form.dtype == _FLOAT8 else self._present
         for reader in readers:
             reader.inputs = [rows if t is self._present else t for t in reader.inputs]
             self._dequantize_for(reader, rows)
@@ -414,9 +414,8 @@ class _Quantized:
         """Emit the rotation of rows ``[..., H]``. A second rotation restores the rows."""
         matrix: gs.Tensor = self._emitter.constant(rotation(self._size))
         if dtype != FLOAT:
-            matrix = self._emitter.once(
-                ("rotation", self._size, dtype), lambda: self._op("Cast", [matrix], "rotation", dtype, to=dtype)
-            )
+            cast = partial(self._op, "Cast", [matrix], "rotation", dtype, to=dtype)
+            matrix = self._emitter.once(("rotation", self._size, dtype), cast)
         return self._op("MatMul", [rows, matrix], "rotated", dtype)
 
     def _turn_packed(self, rows: gs.Tensor) -> gs.Variable:
@@ -444,13 +443,7 @@ class _Quantized:
 
     def _add_scales(self, scale: gs.Variable) -> None:
         graph, node, past, present = self._emitter.graph, self._node, self._past, self._present
-        taken = set(graph.tensors())
-        names = []
-        for tensor in (past, present):
-            name = f"{tensor.name}_scale"
-            while name in taken:
-                name += "_"
-            names.append(name)
+        names = [free_name(f"{tensor.name}_scale", graph.tensors()) for tensor in (past, present)]
         scales = [gs.Variable(name, np.float32, [*past.shape[:-1], 1]) for name in names]
         inputs = [scales[0], scale, *node.inputs[2:]]
         update = gs.Node(node.op, self._emitter.name(f"{names[1]}:{node.op}"), dict(node.attrs), inputs, [scales[1]])
@@ -492,15 +485,15 @@ def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
             tensors.append(role)
             continue
         tensors.append(replace(role, dtype=codes.dtype, shape=codes.physical_shape))
-        before = changes.get((role.io, role.name)) or InterfaceChange(role.io, _text(role), "", "")
+        old, new = in_words(role.name, role.shape), in_words(role.name, codes.physical_shape)
+        before = changes.get((role.io, role.name)) or InterfaceChange(role.io, old, "", "")
         why = "; ".join(filter(None, (before.why, f"rows are quantized: {codes.reason}")))
-        changes[role.io, role.name] = replace(before, new=_text(tensors[-1]), why=why)
+        changes[role.io, role.name] = replace(before, new=new, why=why)
         for scale in scales:
             name = scale.past if role.io == "input" else scale.present
             tensors.append(replace(role, name=name, dtype=scale.dtype, shape=scale.physical_shape, found_by="added"))
-            changes[role.io, name] = InterfaceChange(
-                role.io, "", _text(tensors[-1]), f"scales of the rows of '{role.name}'"
-            )
+            new = in_words(name, scale.physical_shape)
+            changes[role.io, name] = InterfaceChange(role.io, "", new, f"scales of the rows of '{role.name}'")
     gone = tuple(c for c in plan.changes if not c.new)
     quantized = replace(
         plan,
@@ -510,10 +503,6 @@ def _plan(plan: CachePlan, updates: list[tuple[CacheUpdate, ...]]) -> CachePlan:
     )
     costs = (_INT4,) if plan.options.cache_dtype is CacheDtype.INT4 else ()
     return replace(quantized, notes=(_saved(plan, quantized), *costs, *plan.notes))
-
-
-def _text(role: TensorRole) -> str:
-    return f"{role.name} [{', '.join(map(str, role.shape))}]"
 
 
 def _saved(plan: CachePlan, quantized: CachePlan) -> str:

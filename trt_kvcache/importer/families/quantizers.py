@@ -40,7 +40,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, defs, helper, numpy_helper, shape_inference
+from onnx import ModelProto, NodeProto, TensorProto, TypeProto, defs, helper, numpy_helper, shape_inference
 from onnx.shape_inference import InferenceContext
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -60,56 +60,21 @@ from trt_kvcache.importer.protos import (
 from trt_kvcache.importer.simplify import raise_opset
 from trt_kvcache.importer.weights import reinterpret
 
-__all__ = ["for_cpu", "read", "refuse_integers"]
-
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """Return a copy of the model for ONNX Runtime on the CPU, with plain operators instead of block operators."""
     notes = list[str]()
-    if steps := block_steps(model):
+    if steps := sum(is_block_operator(n) and n.op_type != MX_DEQUANTIZE for n in model.graph.node):
         notes.append(
             f"TensorRT quantizes activations in blocks at {steps} places (NVFP4, MXFP8). Here both models ran without "
             "this rounding, so only TensorRT shows its effect"
         )
     floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
     if floats or any(is_block_operator(node) for node in model.graph.node):
-        model = with_plain_blocks(model)
+        model = raise_opset(model) if (opset_version(model) or 0) < _CPU_OPSET else model
+        model = shape_inference.infer_shapes(model)
+        _Editor(model).edit()
     return model, notes
-
-
-class Writer:
-    """Collects new nodes in `nodes`. Adds constants to the main graph, where bodies of If and Loop can read them."""
-
-    def __init__(self, graph: GraphProto, prefix: str) -> None:
-        self.nodes: list[NodeProto] = []
-        self._graph, self._prefix, self._count = graph, prefix, 0
-
-    def op(self, op: str, inputs: Sequence[str], output: str = "", name: str = "", **attributes: Any) -> str:
-        """Add a node. Return the name of its output: `output`, or a new name."""
-        output = output or self.name(op.lower())
-        self.nodes.append(helper.make_node(op, inputs, [output], name or output, **attributes))
-        return output
-
-    def constant(self, value: Any, kind: int | None = None) -> str:
-        """Add a constant of the ONNX element type `kind`, or of the array's type. Return the constant's name."""
-        name = self.name("constant")
-        array = np.asarray(value)
-        self._graph.initializer.append(
-            numpy_helper.from_array(array, name)
-            if kind is None
-            else helper.make_tensor(name, kind, array.shape, array.reshape(-1).tolist())
-        )
-        return name
-
-    def name(self, hint: str) -> str:
-        """Return a new name."""
-        self._count += 1
-        return f"trt_kvcache/{self._prefix}_{hint}_{self._count}"
-
-    def taken(self) -> list[NodeProto]:
-        """Return the nodes collected so far, and start a new list."""
-        nodes, self.nodes = self.nodes, []
-        return nodes
 
 
 _REFUSED = {TensorProto.UINT8, TensorProto.UINT16, TensorProto.INT16, TensorProto.INT32}
@@ -271,26 +236,15 @@ _BLOCK = 32  # numbers in a block of MXFP8
 _CPU_OPSET = 21  # the first opset whose DequantizeLinear has blocks
 
 
-def block_steps(model: ModelProto) -> int:
-    """Return the number of operators in a model that quantize activations in blocks."""
-    return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
-
-
-def with_plain_blocks(model: ModelProto) -> ModelProto:
-    """Return a copy of the model with plain operators instead of block operators, for ONNX Runtime."""
-    if (opset_version(model) or 0) < _CPU_OPSET:
-        model = raise_opset(model)
-    inferred = shape_inference.infer_shapes(model)
-    _Editor(inferred).edit()
-    return inferred
-
-
 class _Editor:
+    """Replaces block operators. Constants go to the main graph, where bodies of If and Loop can read them."""
+
     def __init__(self, model: ModelProto) -> None:
         self._graph = model.graph
         self._weights = {t.name: t for t in model.graph.initializer}
         self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
-        self._write = Writer(model.graph, "blocks")
+        self._nodes: list[NodeProto] = []
+        self._count = 0
         self._plain: dict[str, str] = {}  # maps quantized activations to the activations before
         self._gone: set[str] = set()  # quantized activations, and what depends on their scales
         self._scaled: dict[str, str] = {}  # maps weights and scales to doubled and halved ones
@@ -306,7 +260,7 @@ class _Editor:
                 "exports them"
             )
         del self._graph.value_info[:]
-        replace_field(self._graph.node, self._write.nodes)
+        replace_field(self._graph.node, self._nodes)
 
     def _replace(self, node: NodeProto) -> None:
         first = node.input[0] if node.input else ""
@@ -316,7 +270,7 @@ class _Editor:
             self._plain[node.output[0]] = first
             self._gone |= {*node.output}
         elif is_dequantizing and first in self._plain:
-            self._write.op("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
+            self._op("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
         elif self._gone & {*node.input}:
             self._gone |= {*node.output}
         elif is_blocks:
@@ -325,28 +279,43 @@ class _Editor:
             weight = self._weights.get(first) if is_dequantizing else None
             if weight is not None and weight.data_type == TensorProto.FLOAT4E2M1:
                 node.input[0], node.input[1] = self._doubles(weight), self._halved(node.input[1])
-            self._write.nodes.append(node)
+            self._nodes.append(node)
 
     def _exponents(self, node: NodeProto) -> None:
-        write, result = self._write, node.output[0]
-        wide = write.op("Cast", node.input[1:2], to=TensorProto.FLOAT)
-        power = write.op("Sub", [wide, write.constant(np.float32(_BIAS))])
-        scales = write.op("Pow", [write.constant(np.float32(2)), power])
+        result = node.output[0]
+        wide = self._op("Cast", node.input[1:2], to=TensorProto.FLOAT)
+        power = self._op("Sub", [wide, self._constant(np.float32(_BIAS))])
+        scales = self._op("Pow", [self._constant(np.float32(2)), power])
         sizes = {"axis": -1, "block_size": _BLOCK} | {a.name: a.i for a in node.attribute if a.name != "output_dtype"}
-        floats = write.op("DequantizeLinear", [node.input[0], scales], **sizes)
-        write.op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
+        floats = self._op("DequantizeLinear", [node.input[0], scales], **sizes)
+        self._op("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
 
     def _doubles(self, weight: TensorProto) -> str:
-        write, name = self._write, weight.name
+        name = weight.name
         if name not in self._scaled:
-            bits = reinterpret(weight, write.name("bits"), TensorProto.UINT4, weight.dims)
+            bits = reinterpret(weight, self._name("bits"), TensorProto.UINT4, weight.dims)
             self._graph.initializer.append(bits)
-            index = write.op("Cast", [bits.name], to=TensorProto.INT32)
-            self._scaled[name] = write.op("Gather", [write.constant(_DOUBLED), index])
+            index = self._op("Cast", [bits.name], to=TensorProto.INT32)
+            self._scaled[name] = self._op("Gather", [self._constant(_DOUBLED), index])
         return self._scaled[name]
 
     def _halved(self, scales: str) -> str:
         if scales not in self._scaled:
-            half = self._write.op("CastLike", [self._write.constant(np.float32(0.5)), scales])
-            self._scaled[scales] = self._write.op("Mul", [scales, half])
+            half = self._op("CastLike", [self._constant(np.float32(0.5)), scales])
+            self._scaled[scales] = self._op("Mul", [scales, half])
         return self._scaled[scales]
+
+    def _op(self, op: str, inputs: Sequence[str], output: str = "", **attributes: Any) -> str:
+        """Add a node. Return the name of its output: `output`, or a new name."""
+        output = output or self._name(op.lower())
+        self._nodes.append(helper.make_node(op, inputs, [output], output, **attributes))
+        return output
+
+    def _constant(self, value: Any) -> str:
+        name = self._name("constant")
+        self._graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+        return name
+
+    def _name(self, hint: str) -> str:
+        self._count += 1
+        return f"trt_kvcache/blocks_{hint}_{self._count}"

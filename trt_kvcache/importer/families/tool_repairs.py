@@ -36,6 +36,7 @@ import onnx
 from onnx import GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.families import Finish
+from trt_kvcache.importer.interface.exported_interface import in_words
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
@@ -53,8 +54,6 @@ from trt_kvcache.importer.protos import (
     shape_of,
 )
 from trt_kvcache.importer.simplify import take_branches
-
-__all__ = ["choose", "join_slices", "read"]
 
 _CONTRIB = "com.microsoft"
 _LONG = "ai.onnx"
@@ -125,9 +124,7 @@ def _sort(scope: Scope) -> None:
         order = [*TopologicalSorter(needs).static_order()]
     except CycleError:
         return
-    places = {index: place for place, index in enumerate(order)}
-    indices = iter(range(len(order)))
-    scope.node.sort(key=lambda _: places[next(indices)])
+    replace_field(scope.node, [scope.node[index] for index in order])
 
 
 _CACHE_RANK = 4
@@ -177,8 +174,8 @@ def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
 
 
 def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
-    inputs = {v.name: v for v in graph.input}
-    values = {name: np.full(_size(inputs[name]), value) for name, value in chosen.items()}
+    sizes = {v.name: [d if isinstance(d, int) else 1 for d in shape_of(v) or ()] for v in graph.input}
+    values = {name: np.full(sizes[name], value) for name, value in chosen.items()}
     inlined = take_branches(graph, values)
     graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
     return inlined
@@ -194,10 +191,6 @@ def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tup
     return (node.input[0], with_past) if with_past != reads["else_branch"] else None
 
 
-def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
-    return tuple(d if isinstance(d, int) else 1 for d in shape_of(value) or ())
-
-
 def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
     for node in graph.node:
         if name in node.output:
@@ -208,7 +201,7 @@ def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
 
 
 def _gone(value: onnx.ValueInfoProto, io: str, why: str) -> InterfaceChange:
-    return InterfaceChange(io, f"{value.name} [{', '.join(map(str, shape_of(value) or ()))}]", "", why)
+    return InterfaceChange(io, in_words(value.name, shape_of(value) or ()), "", why)
 
 
 def _tensor(value: onnx.ValueInfoProto, io: str, role: OriginalRole) -> OriginalTensor:

@@ -226,10 +226,7 @@ def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> No
 
 
 def _is_small(tensor: TensorProto) -> bool:
-    try:
-        size = byte_size(tensor)
-    except ValueError:
-        return True  # the checker reports the error later
+    size = byte_size(tensor)
     return tensor.data_location != TensorProto.EXTERNAL and size is not None and size <= _SMALL_BYTES
 
 
@@ -418,15 +415,10 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
     constants = [tensor for tensor in graph.initializer if tensor.name not in dropped]
     if dropped:
         replace_field(graph.initializer, constants)
-    return _shape_constants(graph, constants) or bool(dropped)
-
-
-def _shape_constants(graph: GraphProto, constants: Iterable[TensorProto]) -> bool:
-    """Give each input without a shape the shape of its default value. Return True if an input changed."""
     shapes = {tensor.name: tensor.dims for tensor in constants}
     bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
-    for value in bare:
+    for value in bare:  # gets the shape of its default value
         shape = value.type.tensor_type.shape
         shape.SetInParent()  # also for shapes without axes
         shape.dim.extend(TensorShapeProto.Dimension(dim_value=size) for size in shapes[value.name])
-    return bool(bare)
+    return bool(bare or dropped)

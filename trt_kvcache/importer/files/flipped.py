@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Flipped", "flip"]
-
 _BLOCK = 1 << 25  # bytes read at a time
 
 

@@ -15,8 +15,6 @@ from onnx import ModelProto, StringStringEntryProto, TensorProto
 
 from trt_kvcache.importer.protos import byte_size, copied, iter_tensors
 
-__all__ = ["for_session", "held", "read_data", "without_links"]
-
 
 def read_data(tensor: TensorProto, folder: Path) -> None:
     """Read external data into a tensor, in place. Raises `OSError`, or `ValueError` if the file became shorter."""
@@ -37,8 +35,7 @@ def held(tensor: TensorProto, folder: Path) -> TensorProto:
     """Return the tensor itself, or a copy that contains its external data. Errors: see `read_data`."""
     if tensor.data_location != TensorProto.EXTERNAL:
         return tensor
-    copy = TensorProto()
-    copy.CopyFrom(tensor)
+    copy = copied(tensor)
     read_data(copy, folder)
     return copy
 

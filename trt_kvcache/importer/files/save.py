@@ -192,11 +192,8 @@ def _aligned(flipped: Sequence[Flipped], folder: Path) -> Iterator[bytes]:
         yield bytes(-weight.length % _PAGE)
 
 
-Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
-
-
 @contextmanager
-def _placing() -> Iterator[Place]:
+def _placing() -> Iterator[Callable[[Path, _Data | bytes | Iterator[bytes]], None]]:
     """Yield a function that creates files under temporary names. At the end they get their names, or are removed."""
     folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []

@@ -22,8 +22,6 @@ from trt_kvcache.importer.protos import all_nodes, byte_size, is_op, readers_of
 from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.weights import raw_bytes
 
-__all__ = ["for_tensorrt"]
-
 _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, middle, mask of the highest bits in a byte
     onnx.TensorProto.UINT4: (onnx.TensorProto.INT4, 8, 0x88),
     onnx.TensorProto.UINT8: (onnx.TensorProto.INT8, 128, 0x80),
@@ -52,14 +50,15 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
             continue
         for node in nodes:
             _check_zero_points(node, weights, folder)
-        edited = True
-        weight.data_type, _, mask = _SIGNED[weight.data_type]
-        for node in nodes:
-            if weight.data_type == onnx.TensorProto.INT8:
+            if weight.data_type == onnx.TensorProto.UINT8:
                 _check_scales(node, weights, folder)
             del node.input[2:]
+        edited = True
+        weight.data_type, _, mask = _SIGNED[weight.data_type]
         if weight.data_location == onnx.TensorProto.EXTERNAL:
-            flipped.append(_flipped(weight, mask))
+            entries = {e.key: e.value for e in weight.external_data}
+            place, size = int(entries.get("offset") or 0), byte_size(weight) or 0
+            flipped.append(Flipped(name, entries["location"], place, size, mask))
         else:
             weight.raw_data = flip(raw_bytes(weight), mask)
     if edited:
@@ -98,11 +97,3 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
         "quantize to 4 bits (NNCF: INT4_SYM with backup_mode=NONE), or use asymmetric MatMulNBits (onnxruntime-genai: "
         "extra option is_symmetric=false)"
     )
-
-
-def _flipped(weight: onnx.TensorProto, mask: int) -> Flipped:
-    entries = {e.key: e.value for e in weight.external_data}
-    return Flipped(weight.name, entries["location"], int(entries.get("offset") or 0), byte_size(weight) or 0, mask)
-
-
-_BLOCK = 1 << 25  # bytes read at a time

@@ -133,20 +133,18 @@ def take_readable(proto: ModelProto, folder: Path) -> None:
         masks = sliced_squares(graph)
         for tensor in graph.initializer:
             limit = _BIAS_LIMIT if tensor.name in masks else _limit(tensor)
-            if _is_external(tensor) and _size(tensor) <= limit:
+            if _is_external(tensor, limit):
                 read_data(tensor, folder)
     for node in (node for scope in iter_scopes(proto) for node in scope.node if is_op(node, "Constant")):
         for tensor in (attribute.t for attribute in node.attribute if attribute.HasField("t")):
-            if _is_external(tensor) and _size(tensor) <= max(_CONSTANT_LIMIT, _limit(tensor)):
+            if _is_external(tensor, max(_CONSTANT_LIMIT, _limit(tensor))):
                 read_data(tensor, folder)
 
 
-def _is_external(tensor: TensorProto) -> bool:
-    return bool(tensor.data_location == TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING)
-
-
-def _size(tensor: TensorProto) -> int:
-    return byte_size(tensor) or 0
+def _is_external(tensor: TensorProto, most: int) -> bool:
+    """True if a tensor has at most `most` bytes of external data."""
+    outside = tensor.data_location == TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING
+    return outside and (byte_size(tensor) or 0) <= most
 
 
 def _limit(tensor: TensorProto) -> int:

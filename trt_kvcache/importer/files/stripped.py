@@ -21,15 +21,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
+from onnx import FunctionProto, ModelProto, TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, TrtKvCacheError
 from trt_kvcache.files import atomic_file, read_object
 from trt_kvcache.importer.files.source import SourceModel
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.protos import byte_size, copied, dtype_name, iter_scopes, iter_tensors, sliced_squares
-
-__all__ = ["is_report", "pack", "recorded_options", "strip", "unpacked"]
 
 _MODEL, _CONFIG, _REPORT = "model.onnx", "config.json", "report.json"
 _FEW = 16
@@ -106,20 +104,15 @@ def _rename(model: ModelProto) -> dict[str, str]:
                 tensor.name, tensor.doc_string = new(tensor.name), ""
         for node in scope.node:
             count += 1
-            _rename_node(node, f"n{count}_{node.op_type}", names, new)
+            names.setdefault(node.name, f"n{count}_{node.op_type}")  # an empty name is in `names` already
+            node.name, node.doc_string = f"n{count}_{node.op_type}", ""
+            node.input[:], node.output[:] = map(new, node.input), map(new, node.output)
+            del node.metadata_props[:]
+            for attribute in node.attribute:
+                attribute.doc_string = ""
+                if attribute.HasField("t"):
+                    attribute.t.name = attribute.t.doc_string = ""
     return names
-
-
-def _rename_node(node: NodeProto, name: str, names: dict[str, str], new: Any) -> None:
-    if node.name:
-        names.setdefault(node.name, name)
-    node.name, node.doc_string = name, ""
-    node.input[:], node.output[:] = map(new, node.input), map(new, node.output)
-    del node.metadata_props[:]
-    for attribute in node.attribute:
-        attribute.doc_string = ""
-        if attribute.HasField("t"):
-            attribute.t.name = attribute.t.doc_string = ""
 
 
 def pack(path: Path, model: ModelProto, folder: Path, report: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,14 +11,11 @@ import onnx
 from trt_kvcache.errors import AmbiguousRoleError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.interface import NOTHING, Known, find_roles
 from trt_kvcache.importer.interface.role_patterns import example
-from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
+from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.recognize.records import Cache
-from collections.abc import Iterable
-
-from trt_kvcache.importer.plan import InterfaceChange
-from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 _FLOATS = ("float", "float16", "bfloat16", "double")
 _INTEGERS = ("int64", "int32")
@@ -40,20 +37,13 @@ class Interface:
     """
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        updates: Sequence[Cache],
-        config: str | None,
-        states: Sequence[StateUpdate] = (),
+        self, model: onnx.ModelProto, updates: Sequence[Cache], config: str | None, states: Sequence[StateUpdate] = ()
     ) -> None:
         self.states = tuple(states)
         self._updates = {f.past.name: f for f in updates}
         self._presents = {f.present.name: f for f in updates}
         self._counted = {name for f in updates for name in f.positions}
-        known = Known(
-            caches={f.past.name: f.present.name for f in updates},
-            states={s.past: s.present for s in states},
-        )
+        known = Known(caches={f.past.name: f.present.name for f in updates}, states={s.past: s.present for s in states})
         self.roles = find_roles(model, known, config)
         if sum(r.role is Role.TOKENS for r in self.roles) != 1:
             self.roles = find_roles(model, known, config, tokens=self._embeddings())
@@ -70,12 +60,8 @@ class Interface:
             rows = None if cache is None else cache.window_rows
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
             if original is OriginalRole.POSITIONS and role.role is Role.OTHER:
-                self._inputs[role.name] = replace(
-                    role,
-                    role=Role.POSITIONS,
-                    found_by="graph: queries see the keys up to these positions",
-                    axes=tuple(axes),
-                )
+                seen = "graph: queries see the keys up to these positions"
+                self._inputs[role.name] = replace(role, role=Role.POSITIONS, found_by=seen, axes=axes)
         self.tensors = tuple(tensors)
         self.roles = (*self._inputs.values(), *(r for r in self.roles if r.io == "output"))
         self.inputs = {t.name: t for t in tensors if t.io == "input"}
@@ -166,7 +152,7 @@ class Interface:
         match original:
             case OriginalRole.GROWING_CACHE | OriginalRole.FIXED_CACHE:
                 cache = self._updates.get(role.name) or self._presents[role.name]
-                if cache.axis is not None and cache.axis < len(axes):
+                if cache.axis < len(axes):
                     axes[cache.axis] = "past" if cache.growing else "capacity"
             case OriginalRole.LOGITS:
                 axes[:2] = ["batch", "sequence"][: len(axes)]
@@ -175,13 +161,11 @@ class Interface:
             case OriginalRole.PAST_LENGTH:
                 axes = ["batch" for _ in axes]
             case OriginalRole.PADDING_MASK:
-                axes = ["batch", "capacity" if fixed and self._is_capacity(role.shape[1]) else "total"]
+                capacities = {self._inputs[name].shape[cache.axis] for name, cache in self._updates.items()}
+                axes = ["batch", "capacity" if fixed and role.shape[1] in capacities else "total"]
             case OriginalRole.MASK:
                 axes = ["batch", "", "sequence", "capacity" if fixed else "total"][-len(axes) :]
         return tuple(axes)
-
-    def _is_capacity(self, dim: Dim) -> bool:
-        return dim in {self._inputs[n].shape[f.axis] for n, f in self._updates.items() if f.axis is not None}
 
 
 def _check_ids(role: TensorRole) -> None:
@@ -218,7 +202,7 @@ def find_changes(
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         current = {v.name: v for v in values}
         for tensor in (t for t in exported if t.io == io):
-            old = _text(tensor.name, _dims(tensor))
+            old = in_words(tensor.name, _dims(tensor))
             if tensor.name not in current:
                 why = _WHY.get(tensor.role, "no node reads it")
                 why = PASSED_ON if tensor.name in copies else why
@@ -227,14 +211,14 @@ def find_changes(
                 continue
             shape, dtype = shape_of(current[tensor.name]) or (), dtype_name(elem_type_of(current[tensor.name]))
             if tensor.role is OriginalRole.GROWING_CACHE:
-                new = _text(tensor.name, ["B" if i == 0 and isinstance(d, str) else d for i, d in enumerate(shape)])
+                new = in_words(tensor.name, ["B" if i == 0 and isinstance(d, str) else d for i, d in enumerate(shape)])
                 changes.append(InterfaceChange(io, old, new, "a buffer of fixed capacity, updated in place"))
             if dtype != tensor.dtype:
                 old, new = f"{tensor.name} {tensor.dtype}", f"{tensor.name} {dtype}"
                 changes.append(InterfaceChange(io, old, new, f"the model reads and writes it as {dtype}"))
         added = {name: value for name, value in current.items() if name not in known}
         for name, value in added.items():
-            new = _text(name, shape_of(value) or ())
+            new = in_words(name, shape_of(value) or ())
             changes.append(InterfaceChange(io, "", new, _ADDED.get(name.rstrip("_"), "")))
     return tuple(changes)
 
@@ -245,5 +229,6 @@ def _dims(tensor: OriginalTensor) -> Iterable[int | str]:
     return [d if isinstance(d, int) else names.get(a, d) for a, d in zip(tensor.axes, tensor.shape, strict=True)]
 
 
-def _text(name: str, dims: Iterable[int | str]) -> str:
+def in_words(name: str, dims: Iterable[int | str]) -> str:
+    """Return a name and a shape, as `InterfaceChange` shows them."""
     return f"{name} [{', '.join(map(str, dims))}]"

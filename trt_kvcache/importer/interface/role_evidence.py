@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import GraphProto, ModelProto
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -22,6 +20,7 @@ from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.protos import (
     FLOATS,
     INTEGERS,
+    Array,
     Shape,
     elem_type_of,
     is_op,
@@ -327,9 +326,6 @@ def _layout(
         case _:
             axes = []
     return (axes + [_UNKNOWN] * rank)[:rank]
-
-
-Array = npt.NDArray[Any]
 
 
 def axes_of_planes(name: str, shape: Sequence[Dim], batches: Collection[Dim]) -> tuple[str, str, str]:

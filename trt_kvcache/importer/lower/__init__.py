@@ -21,7 +21,7 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import NAME_PREFIX
 from trt_kvcache.importer.lower import fused_attention, matmul_nbits, moe
 from trt_kvcache.importer.lower.body import AGAIN, SHAPES, Call, Tensors, UnknownShapeError
-from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, shape_of
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, is_op, replace_field, shape_of
 
 
 def simplified_layer_norm(call: Call) -> str:
@@ -98,8 +98,7 @@ def causal_conv_with_state(call: Call) -> str:
         call.refuse(
             f"has a weight {list(shape)}, the activation '{activation}' and {'a' if call.has('past') else 'no'} past; "
             "the importer supports one axis of time, a fixed weight [channels, 1, k] with k > 1, a past, no "
-            "state_window, "
-            f"and one of the activations {', '.join(_GATES)}",
+            f"state_window, and one of the activations {', '.join(_GATES)}",
             "export the convolution without fusion",
         )
     gated = activation != "none"
@@ -167,8 +166,7 @@ def mrotary_embedding(call: Call) -> str:
     if len(sections) != _PLANES or min(sections) < 0 or layout not in (0, 1) or positions[0] != _PLANES:
         call.refuse(
             f"has mrope_section={sections}, mrope_layout={layout} and positions {list(positions)}; the importer "
-            "supports "
-            "sections of three planes, one after the other (layout 0) or interleaved (layout 1)",
+            "supports sections of three planes, one after the other (layout 0) or interleaved (layout 1)",
             AGAIN,
         )
     if sum(sections) != call.width("cos"):
@@ -234,9 +232,6 @@ __all__ = ["lower"]
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
 
-_NORM = "SimplifiedLayerNormalization"
-"""An operator of ONNX Runtime in ONNX's own domain."""
-
 Writer = Callable[[Call], str | None]
 _OPERATORS: dict[str, tuple[str, Writer]] = {
     "SimplifiedLayerNormalization": ("x, scale -> y, inverse", simplified_layer_norm),
@@ -266,7 +261,7 @@ _OF_ONNX: dict[str, tuple[str, Writer]] = {
     "Attention": ("query, key, value, mask, past_key, past_value, lengths -> "
                   "y, present_key, present_value, scores", fused_attention.onnx_attention),
     "MatMul": ("a, weight -> y", matmul_nbits.matmul),
-    _NORM: _OPERATORS[_NORM],
+    "SimplifiedLayerNormalization": ("x, scale -> y, inverse", simplified_layer_norm),  # in ONNX's own domain, too
 }  # fmt: skip
 
 _CACHES = (
@@ -323,8 +318,7 @@ def _lower(model: ModelProto) -> tuple[bool, list[str]]:
                 waiting.append(str(error))
         nodes += body
     if changed:
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        replace_field(model.graph.node, nodes)
     return changed, waiting
 
 

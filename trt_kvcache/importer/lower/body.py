@@ -24,7 +24,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import NAME_PREFIX
-from trt_kvcache.importer.protos import Shape, dtype_name, elem_type_of, is_op, names_read, shape_of
+from trt_kvcache.importer.protos import Shape, copied, dtype_name, elem_type_of, is_op, names_read, shape_of
 from trt_kvcache.importer.weights import reinterpret
 
 AGAIN = "export the model again"
@@ -211,8 +211,7 @@ class Call:
             names[local] = self._names[local]
         outputs = {name: index for index, node in enumerate(body) for name in node.output}
         for index, node in enumerate(body):
-            copy = NodeProto()
-            copy.CopyFrom(node)
+            copy = copied(node)
             copy.input[:] = [names[name] if name else "" for name in node.input]
             while copy.input and not copy.input[-1]:
                 copy.input.pop()

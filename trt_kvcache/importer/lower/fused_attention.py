@@ -35,6 +35,8 @@ scores.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 from onnx import TensorProto
 
@@ -63,12 +65,10 @@ def group_query_attention(call: Call) -> str:
     widths = [heads * size, kv_heads * size, kv_heads * size]
     past = (call.shape("past_key") or ("?",))[-1]
     if packed and isinstance(past, int) and past != size:
-        what = (
-            f"has no key and value, so its query is packed, with heads of size {size}; but its past has heads of "
-            f"size {past}"
-        )
         call.refuse(
-            f"{what}. If the layer reads the cache of another layer, its keys and values must have length 0", AGAIN
+            f"has no key and value, so its query is packed, with heads of size {size}; but its past has heads of size "
+            f"{past}. If the layer reads the cache of another layer, its keys and values must have length 0",
+            AGAIN,
         )
     norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
     window = call.integer("local_window_size", -1)
@@ -89,18 +89,15 @@ def group_query_attention(call: Call) -> str:
             "attention",
             _WITHOUT,
         )
-
-    def attend() -> str:
-        if plain:
-            return _attend_with_sinks(call, heads, kv_heads, attributes, ring=ring)
-        return _attend(call, "bias", attributes)
-
+    attend = _attend(call, "bias", attributes)
+    if plain:
+        attend = _attend_with_sinks(call, heads, kv_heads, attributes, ring=ring)
     own_keys = f"""
         {_split("key", kv_heads)}
         {_split("value", kv_heads)}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
         {_rotated(call, "key", size) if rotates else ""}
-        {attend()}
+        {attend}
     """
     return f"""
         {_counted("positions") if rotates and not call.has("positions") else ""}
@@ -174,11 +171,10 @@ def _seen_of_shared(call: Call, window: int) -> str:
 
 
 def _attend_shared(call: Call, attributes: dict[str, float]) -> str:
-    settings = [f"{name} = {value!r}" for name, value in attributes.items()]
     return f"""
         {"present_key = Identity (past_key)" if call.is_read("present_key") else ""}
         {"present_value = Identity (past_value)" if call.is_read("present_value") else ""}
-        y = Attention {_stated(settings)} (query, past_key, past_value, mask)
+        y = Attention {_stated(attributes)} (query, past_key, past_value, mask)
     """
 
 
@@ -206,18 +202,16 @@ def _rotated(call: Call, name: str, size: int) -> str:
 
 def multi_head_attention(call: Call) -> str:
     """Return the body (ONNX text) of MultiHeadAttention, with or without a past."""
-    reason = None
     if call.has("shared") or call.has("beams"):
-        reason = (
+        call.refuse(
             "reads past_sequence_length or cache_indirection (a shared buffer, beams); the importer supports only "
-            "pasts that grow"
+            "pasts that grow",
+            _WITHOUT,
         )
-    elif call.is_read("scores"):
-        reason = "returns its scores (qk); the importer supports only attention without this output"
-    elif not call.has("key") or not call.has("value"):
-        reason = "has packed inputs; the importer supports only separate query, key and value"
-    if reason is not None:
-        call.refuse(reason, _WITHOUT)
+    if call.is_read("scores"):
+        call.refuse("returns its scores (qk); the importer supports only attention without this output", _WITHOUT)
+    if not call.has("key") or not call.has("value"):
+        call.refuse("has packed inputs; the importer supports only separate query, key and value", _WITHOUT)
     heads = call.integer("num_heads")
     ranks = [len(call.shape(name) or (0,) * 3) for name in ("query", "key", "value")]
     if heads < 1 or ranks[0] != 3 or set(ranks) - {3, 4}:
@@ -353,12 +347,11 @@ def onnx_attention(call: Call) -> str | None:
         # mobius-onnx wrongly declares presents of cross-attention as [B, S, N*D]
         for name in ("present_key", "present_value"):
             call.forget_shape(name)
-        stated = _stated([f"{name} = {value!r}" for name, value in own.items()])
         results = "y, , , scores" if call.is_read("scores") else "y"
         attend = f"""
             {"present_key = Identity (key)" if call.is_read("present_key") else ""}
             {"present_value = Identity (value)" if call.is_read("present_value") else ""}
-            {results} = Attention {stated} (query, key, value, mask, , , lengths)
+            {results} = Attention {_stated(own)} (query, key, value, mask, , , lengths)
         """
     return f"""
         {split}
@@ -369,13 +362,10 @@ def onnx_attention(call: Call) -> str | None:
 
 def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
     """Return ONNX text for the Attention node. `mask` names a bool mask or a bias; empty: no mask."""
-    past = call.has("past_key")
+    if not call.has("past_key"):
+        return f"y = Attention {_stated(attributes)} (query, key, value, {mask})"
     settings = {name: value for name, value in attributes.items() if name != "left_window_size"}
     window = int(attributes.get("left_window_size", -1))
-    stated = _stated([f"{name} = {value!r}" for name, value in settings.items()])
-    if not past:
-        stated = _stated([f"{name} = {value!r}" for name, value in attributes.items()])
-        return f"y = Attention {stated} (query, key, value, {mask})"
     lines = ""
     if window >= 0:
         lines = _seen("keys_near", window)
@@ -392,7 +382,7 @@ def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
         mask = "keys_near"
     return f"""
         {lines}
-        y, present_key, present_value = Attention {stated} (query, key, value, {mask}, past_key, past_value)
+        y, present_key, present_value = Attention {_stated(settings)} (query, key, value, {mask}, past_key, past_value)
     """
 
 
@@ -506,8 +496,8 @@ def _attend_with_sinks(call: Call, heads: int, kv_heads: int, attributes: dict[s
     """
 
 
-def _stated(attributes: list[str]) -> str:
-    return f"<{', '.join(attributes)}>" if attributes else ""
+def _stated(attributes: Mapping[str, float]) -> str:
+    return f"<{', '.join(f'{name} = {value!r}' for name, value in attributes.items())}>" if attributes else ""
 
 
 def _split(name: str, heads: int) -> str:

@@ -31,9 +31,8 @@ from onnx import TensorProto
 
 from trt_kvcache.importer.graph import NAME_PREFIX
 from trt_kvcache.importer.lower.body import AGAIN, Call
-from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.protos import FLOATS, is_op
 
-FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 NUMBERS: dict[int, int] = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
 _UINT8, _UINT4, _INT4 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4
 _TABLES = (_UINT8, _UINT4, _INT4)
@@ -130,9 +129,8 @@ def gather_block_quantized(call: Call) -> str:
     plain = (bits == 4 or stored.data_type == _UINT8) and axes in ((0, 1), (0, -1)) and count and rows
     if not plain or width % count or call.shape("table") != (rows, packed):
         call.refuse(
-            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; the importer "
-            "supports rows "
-            f"[V, H] of 4 bits, or 8 bits in uint8, that consist of whole blocks and whole words of {_WORD} bits",
+            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; the importer supports "
+            f"rows [V, H] of 4 bits, or 8 bits in uint8, that consist of whole blocks and whole words of {_WORD} bits",
             _UNQUANTIZED,
         )
     call.view("words", "table", (rows, width // count), _TABLES, TensorProto.INT32)

@@ -44,8 +44,8 @@ from collections.abc import Mapping
 from onnx import TensorProto
 
 from trt_kvcache.importer.lower.body import AGAIN, SHAPES, Call
-from trt_kvcache.importer.lower.matmul_nbits import FLOATS, NUMBERS, middle, zero_points
-from trt_kvcache.importer.protos import Shape
+from trt_kvcache.importer.lower.matmul_nbits import NUMBERS, middle, zero_points
+from trt_kvcache.importer.protos import FLOATS, Shape
 
 _ACTIVATIONS = {
     "relu": "Relu (inner)", "gelu": 'Gelu <approximate = "tanh"> (inner)', "silu": "Mul (inner, gate)",

@@ -119,19 +119,9 @@ class _Planner:
                 "as long as the cache, and the model has no lengths input"
             ] = None
         geometry = self._geometry(facts, kind, span)
-        return AttentionPlan(
-            node=node.name,
-            dtype=dtype_name(node.inputs[0]),
-            query_heads=facts.query_heads,
-            kv_heads=facts.kv_heads,
-            head_size=facts.head_size,
-            value_head_size=facts.value_head_size,
-            kind=kind,
-            reason=reason,
-            caches=read,
-            mask=geometry.name if geometry else None,
-            keys=keys,
-        )
+        mask = geometry.name if geometry else None
+        sizes = facts.query_heads, facts.kv_heads, facts.head_size, facts.value_head_size
+        return AttentionPlan(node.name, dtype_name(node.inputs[0]), *sizes, kind, reason, read, mask, keys)
 
     def _check_query(self, node: gs.Node) -> None:
         query = whole_query(node).name
@@ -191,9 +181,8 @@ class _Planner:
                 "The mask must cover all keys, because the model also reads the scores (qk_matmul_output). Export the "
                 "model with a mask over all keys"
             )
-        may_be_shorter = (
-            self._options.attention_span and isinstance(length, int) and _relaxable_mask(self._graph, facts)
-        )
+        is_fixed = isinstance(length, int)
+        may_be_shorter = self._options.attention_span and is_fixed and _relaxable_mask(self._graph, facts)
         if may_be_shorter:
             self.relaxed[facts.mask.name] = f"{facts.mask.name}_keys"
         if isinstance(length, int) and isinstance(facts.keys, int):
@@ -217,17 +206,9 @@ class _Planner:
             _sequence_input(self._graph, facts),
         )  # fmt: skip
         if key not in self.masks:
-            self.masks[key] = Mask(
-                name=free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors())),
-                causal=facts.causal,
-                lengths=lengths,
-                left_window=facts.left_window,
-                right_window=facts.right_window,
-                mask=mask,
-                additive=facts.additive,
-                span=span.name if span else None,
-                guarded=facts.masked,
-            )
+            name = free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors()))
+            windows, cut = (facts.left_window, facts.right_window), span.name if span else None
+            self.masks[key] = Mask(name, facts.causal, lengths, *windows, mask, facts.additive, cut, facts.masked)
         return self.masks[key]
 
 

@@ -14,16 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import (
-    consumers,
-    contains,
-    dims,
-    dtype_name,
-    input_or_none,
-    is_op,
-    producer,
-    small_constant,
-)
+from trt_kvcache.importer.graph import consumers, contains, dims, dtype_name, input_or_none, is_op, small_constant
 from trt_kvcache.importer.operators import PASSES
 from trt_kvcache.importer.plan import (
     TENSORRT_DTYPES,
@@ -201,8 +192,7 @@ def _find_obstacle(graph: gs.Graph, node: gs.Node, shape: tuple[Dim, ...]) -> st
     """Return the reason why past and present of a cache cannot share a buffer; empty if they can."""
     past, present = node.inputs[0], node.outputs[0]
     if not contains(graph.inputs, past):
-        maker = producer(past)
-        if maker is not None and is_update(maker):
+        for maker in filter(is_update, past.inputs):
             return f"'{maker.name}' already updates the same cache before this update"
         return f"the cache '{past.name}' is not an input of the model"
     if not contains(graph.outputs, present):
@@ -377,35 +367,28 @@ def _other_dtype(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
 def _circular(facts: CacheUpdate, options: PlanOptions) -> CacheUpdate:
     if facts.update_length == 1:
         return _by(facts, Route.NATIVE, "circular update of one token: linear at write index mod capacity")
-    if not facts.write_indices is not None:
+    if facts.write_indices is None:
         return _by(facts, Route.NATIVE, "circular update from index 0 never reaches the end of the ring: linear")
     if options.fallback is Fallback.FUNCTIONAL:
-        return _by(
-            facts,
-            Route.FUNCTIONAL,
-            "circular update of several tokens, in plain operators because of --fallback functional",
-        )
+        why = "circular update of several tokens, in plain operators because of --fallback functional"
+        return _by(facts, Route.FUNCTIONAL, why)
     if options.fallback is Fallback.AUTO and options.target is Target.TENSORRT:
         return _by(facts, Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not support")
     length = facts.update_length if isinstance(facts.update_length, int) else None
     if length is not None and facts.capacity % length:
         why = f"circular updates of {length} tokens would cross the end of {facts.capacity} rows: plain operators"
         return _by(facts, Route.FUNCTIONAL, why)
-    return _by(
-        facts,
-        Route.NATIVE,
+    why = (
         "circular update of several tokens: linear at write index mod capacity, under the contract that no update "
-        "crosses the end of the ring",
-        UpdateContract(no_straddle=True, max_update_length=length),
+        "crosses the end of the ring"
     )
+    return _by(facts, Route.NATIVE, why, UpdateContract(no_straddle=True, max_update_length=length))
 
 
 def _check_dtype(facts: CacheUpdate, supported: tuple[str, ...]) -> None:
     if facts.dtype in supported:
         return
-    extra = ""
-    if facts.dtype == "double":
-        extra = " (TensorRT's parser would convert it to float32 without a message)"
+    extra = " (TensorRT's parser would convert it to float32 without a message)" if facts.dtype == "double" else ""
     raise UnsupportedModelError(
         f"cache '{facts.past}' of update '{facts.node}' is {facts.dtype}, which this target does not support{extra}; "
         f"it supports {', '.join(supported)}: export the cache as float16, bfloat16 or float32"

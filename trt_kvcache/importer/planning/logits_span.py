@@ -14,22 +14,10 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import (
-    consumers,
-    contains,
-    dims,
-    free_name,
-    inputs_behind,
-    is_op,
-    producer,
-    small_constant,
-)
+from trt_kvcache.importer.graph import contains, dims, free_name, inputs_behind, is_op, producer, small_constant
 from trt_kvcache.importer.operators import NORMS
 from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpan, PlanOptions, Role, TensorRole
 
-__all__ = ["change_of", "plan_logits", "role_of", "with_span"]
-
-_NAME = "logits_span"
 _OTHERS = "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
 _ELEMENTWISE = ("Add", "Cast", "Clip", "Div", "Identity", "Mul", "Sub", "Tanh")
 
@@ -45,14 +33,11 @@ def plan_logits(graph: gs.Graph, roles: Sequence[TensorRole], options: PlanOptio
     output = next(t for t in graph.outputs if t.name == logits.name)
     product = _last_product(graph, output)
     if product is None:
-        return None, _note(
-            logits, "the last product is followed by operations other than factors, a bias, a softcap or a softmax"
-        )
+        return None, _note(logits, _OTHERS)
     tensor, nodes = product
     taken = {str(name) for name in graph.tensors()} | {str(d) for r in roles for d in r.shape}
-    name = free_name(_NAME, taken)
-    readers = tuple(str(node.name) for node in nodes)
-    return LogitsSpan(name, name, logits.name, str(tensor.name), 1, readers), ""
+    name = free_name("logits_span", taken)
+    return LogitsSpan(name, name, logits.name, str(tensor.name), 1, tuple(str(node.name) for node in nodes)), ""
 
 
 def _only(roles: Sequence[TensorRole], role: Role, io: str) -> TensorRole | None:
@@ -128,7 +113,7 @@ def _last_product(graph: gs.Graph, output: gs.Tensor) -> tuple[gs.Tensor, list[g
             pending += [t for t in node.inputs if t is not start and not is_fixed(t)]
         else:
             inner = [t for node in tail.values() for t in node.outputs]
-            if all(id(reader) in tail for t in inner for reader in consumers(t)):
+            if all(id(reader) in tail for t in inner for reader in t.outputs):
                 readers = [node for node in tail.values() if contains(node.inputs, start)]
                 return _before_factor(graph, start, readers, is_fixed) or (start, readers)
     return None
@@ -139,7 +124,7 @@ def _before_factor(
 ) -> tuple[gs.Tensor, list[gs.Node]] | None:
     """Return an earlier tensor to cut, before an operator (such as a norm) that computes positions separately."""
     node = producer(start)
-    if node is None or contains(graph.outputs, start) or len(consumers(start)) != len(readers):
+    if node is None or contains(graph.outputs, start) or {*map(id, start.outputs)} != {*map(id, readers)}:
         return None
     others = [t for t in node.inputs if not is_fixed(t)]
     by_position = _keeps_positions(node, [t for t in node.inputs if is_fixed(t)]) or (

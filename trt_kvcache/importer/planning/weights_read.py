@@ -9,8 +9,6 @@ from onnx import ModelProto, NodeProto, TensorProto, numpy_helper
 
 from trt_kvcache.importer.protos import byte_size, constants_of, int_attribute, readers_of
 
-__all__ = ["weights_read"]
-
 _SAME = ("Cast", "DequantizeLinear", "Identity")
 """Operators whose result has the same rows as the first input."""
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TypeAlias
 
@@ -27,7 +28,7 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import FLOATS, INT32, INT64, dims, elem_type, export_inferred, fold_identities, tidy
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import PlanOptions, StateUpdate
-from trt_kvcache.importer.protos import elem_type_of, is_op, shape_of
+from trt_kvcache.importer.protos import Array, copied, elem_type_of, is_op, shape_of
 from trt_kvcache.importer.recognize.attention_reader import Reader, reading_step
 from trt_kvcache.importer.recognize.carried import find_caches, find_states, stack_in_words, state_inner_sizes
 from trt_kvcache.importer.recognize.records import (
@@ -42,8 +43,8 @@ from trt_kvcache.importer.recognize.records import (
 from trt_kvcache.importer.recognize.region_steps import Runner, read_updates
 from trt_kvcache.importer.recognize.regions import Cutter, Region
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
-from trt_kvcache.importer.simplify import splice_body
-from trt_kvcache.importer.steps.probe import Array, Blueprint
+from trt_kvcache.importer.simplify import take_branches
+from trt_kvcache.importer.steps.probe import Blueprint
 from trt_kvcache.importer.steps.runnable import open_types, runnable
 from trt_kvcache.importer.steps.sessions import RunError, open_session
 
@@ -165,7 +166,10 @@ class _Recognizer:
     def recognize(self, caches: list[Cache]) -> Recognized:
         """Find the caches and attentions of the model, starting from guessed caches."""
         for _ in range(_ROUNDS):
-            guess = [replace(c, positions=self._counters(c)) for c in caches]
+            # these inputs may say at which row of a fixed-size cache a step starts to write
+            numbers = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
+            counters = tuple(str(t.name) for t in numbers)
+            guess = [replace(c, positions=() if c.growing else counters) for c in caches]
             self._interface = Interface(self._model, guess, self._options.config, self._states)
             asked = self._interface.fixed_capacity(None)
             self._samples = Samples(self._blueprint, self._interface, asked or self._options.capacity or self._usual)
@@ -178,15 +182,14 @@ class _Recognizer:
             short = min(_SHORT, self._samples.capacity)
             self._short = Samples(self._blueprint, self._interface, short) if is_open else self._samples
             self._caches = {str(c.past.name): c for c in guess}
-            self._cutter = Cutter(
-                self._model, self._short, self._caches, self._interface.tokens, self._weights, self._folder
-            )
+            self._cutter = Cutter(self._short, self._caches, self._weights, self._folder)
             try:
                 seen = [self._seen(c) for c in guess]
                 if all(one is two for one, two in zip(seen, guess, strict=True)):
                     self._interface.fixed_capacity(self._options.capacity)  # refuses an option that contradicts it
                     self._check_places()
-                    return self._whole(self._attentions())
+                    known: dict[str, tuple[Region, _Seen]] = {}
+                    return self._whole([self._read(front, known) for front in self._cutter.fronts])
                 caches = seen
             except UnknownError as error:
                 if error.args[0] == self._interface.tokens:
@@ -197,18 +200,12 @@ class _Recognizer:
                 raise
         raise RecognizeError("could not determine how a step changes the caches")
 
-    def _counters(self, cache: Cache) -> tuple[str, ...]:
-        """Return the integer inputs that may say at which row of a fixed-size cache a step starts to write."""
-        whole = (t for t in self._graph.inputs if elem_type(t) in (INT32, INT64) and len(dims(t) or ()) <= 1)
-        return () if cache.growing else tuple(str(t.name) for t in whole)
-
     def _seen(self, cache: Cache) -> Cache:
         """Return a guessed cache, corrected where a step of the model shows something else."""
         name = str(cache.past.name)
         if cache.growing and not cache.shifted:
             step = self._samples.few[1]
-            rows = step.probe.shape(cache.present.name)
-            past = step.probe.shape(name)
+            rows, past = step.probe.shape(cache.present.name), step.probe.shape(name)
             if rows is None or past is None or rows[cache.axis] == past[cache.axis] + step.length:
                 return cache
             if rows == past and cache.window_rows is None:
@@ -216,15 +213,11 @@ class _Recognizer:
             # If the present already has `window_rows` rows, an earlier round corrected this cache.
             return cache if cache.window_rows == rows[cache.axis] else replace(cache, window_rows=rows[cache.axis])
         first = next(c for c in self._caches.values() if _alike(c, cache))
-        if first is not cache:
-            seen = self._looked_at[id(first)]
-        else:
-            seen = self._looked(cache)
-            self._looked_at[id(cache)] = seen
-        same = (seen.axis, seen.growing, seen.shifted, seen.circular) == (
-            cache.axis, cache.growing, cache.shifted, cache.circular,
-        )  # fmt: skip
-        if same:
+        if first is cache:
+            self._looked_at[id(cache)] = self._looked(cache)
+        seen = self._looked_at[id(first)]
+        facts = attrgetter("axis", "growing", "shifted", "circular")
+        if facts(seen) == facts(cache):
             return cache
         return replace(
             cache,
@@ -249,10 +242,6 @@ class _Recognizer:
                 continue
             return next(c for c in found if c.past is cache.past)
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
-
-    def _attentions(self) -> list[Attention]:
-        known: dict[str, tuple[Region, _Seen]] = {}
-        return [self._read(front, known) for front in self._cutter.fronts]
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
         """Describe the attention with the result `front`. Include more nodes until each input is a single tensor."""
@@ -351,17 +340,12 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     fixed |= {n: value for n in chosen - fixed.keys() if several and (value := _same(n, several)) is not None}
     if not fixed:
         return None
-    model = onnx.ModelProto()
-    model.CopyFrom(samples.blueprint.model)
+    model = copied(samples.blueprint.model)
     graph = model.graph
-    for index in reversed(range(len(graph.node))):
-        node = graph.node[index]
-        if is_op(node, "If") and node.input[0] in fixed:
-            wanted = "then_branch" if fixed[node.input[0]].reshape(-1)[0] else "else_branch"
-            splice_body(graph, index, next(a.g for a in node.attribute if a.name == wanted))
-        elif is_op(node, "NonZero") and node.output[0] in fixed:
-            graph.initializer.append(numpy_helper.from_array(fixed[node.output[0]], node.output[0]))
-            del graph.node[index]
+    take_branches(graph, fixed)
+    for node in [n for n in graph.node if is_op(n, "NonZero") and n.output[0] in fixed]:
+        graph.initializer.append(numpy_helper.from_array(fixed[node.output[0]], node.output[0]))
+        graph.node.remove(node)
     return model
 
 

@@ -22,6 +22,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import elem_type, producer
 from trt_kvcache.importer.interface.exported_interface import Interface
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.recognize.records import (
     ATTENTION,
     AdvisedError,
@@ -35,9 +36,10 @@ from trt_kvcache.importer.recognize.records import (
     brought,
     layouts,
 )
-from trt_kvcache.importer.recognize.region_steps import Array, Feeds, Runner, read_updates
+from trt_kvcache.importer.recognize.region_steps import Runner, read_updates
 from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample, Samples
+from trt_kvcache.importer.steps.original_interface import Feeds
 
 Scores = tuple[float, Array, Array]
 """The factor of the queries; scores ``[b, n, g, s, keys]``; a mask of this shape, True for visible keys."""
@@ -92,12 +94,10 @@ class Reader:
             feeds = self._runner.feeds(sample)
             plain = self._run(feeds)
             queries = [t for t in queries if not np.array_equal(plain, self._run(feeds | {t: 2 * feeds[t]}))]
-        if len(queries) != 1:
-            raise (
-                FartherError(*queries)
-                if queries
-                else RecognizeError(f"no input of '{region.result}' could be its queries")
-            )
+        if not queries:
+            raise RecognizeError(f"no input of '{region.result}' could be its queries")
+        if len(queries) > 1:
+            raise FartherError(*queries)
         return self._described(found, queries[0])
 
     def _computed(self, name: str) -> Cache:
@@ -118,8 +118,7 @@ class Reader:
             )
         self._key, self._value = self._roles(found)
         self._sinks: Array | None = None
-        self._sizes, results = self._layout()
-        self._results = results
+        self._sizes, self._results = self._layout()
         base = self._weights(self._still(sample), sample)
         mask = self._mask(base)
         size, query_layout, scale, softcap = self._scores(base)
@@ -130,7 +129,7 @@ class Reader:
             query=queries_in,
             result=result,
             query_layout=query_layout,
-            result_layout=results,
+            result_layout=self._results,
             key=self._key,
             value=self._value,
             sizes={**self._sizes, "d": size, "v": self._sizes["d"]},
@@ -226,7 +225,8 @@ class Reader:
                     brought(r, layout, sizes | {"s": one.length}, ATTENTION)[:, :, :, :1] for r in (result, ones)
                 )
                 # `layouts` yields the layout with the largest heads first
-                uneven = np.ptp(_arranged(shares, layout, sizes), axis=4).max()
+                by_key = (*layout, ("t",)), {**sizes, "t": shares.shape[-1]}, (*ATTENTION, "t")
+                uneven = np.ptp(brought(shares, *by_key), axis=4).max()
                 near = np.abs(rows - wanted * share).max() < _CLOSE * max(1e-6, share.max())
                 if near and uneven < _EXACT * shares.max() and share.min() > 0:
                     self._read_sinks(share[:, :, :, 0, 0])
@@ -437,11 +437,6 @@ def _laid(rows: Array, cache: Cache) -> Array:
         return np.moveaxis(rows, 2, cache.axis)
     moved = rows.transpose(0, 2, 1, 3)
     return moved.reshape(*moved.shape[:2], -1)
-
-
-def _arranged(rows: Array, results: Layout, sizes: Mapping[str, int]) -> Array:
-    """Bring an attention result with an added last axis of keys to the shape ``[b, n, g, s, d, keys]``."""
-    return brought(rows, (*results, ("t",)), {**sizes, "t": rows.shape[-1]}, (*ATTENTION, "t"))
 
 
 def _level(scores: Array, seen: Array) -> Array:

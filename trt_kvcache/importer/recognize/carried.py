@@ -33,6 +33,7 @@ from trt_kvcache.importer.graph import (
     elem_type,
     input_or_none,
     inputs_behind,
+    is_copy,
     is_op,
     producer,
 )
@@ -50,7 +51,7 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
     found: dict[int, Cache] = {}
     # Outputs with an axis as long as the tokens come last: they may be logits.
     for present in sorted(graph.outputs, key=lambda t: sum(d in counted for d in dims(t) or ())):
-        if producer(present) is None or dims(present) is None or _is_copy(graph, present):
+        if producer(present) is None or dims(present) is None or is_copy(graph, present):
             continue
         fits = {id(t): axis for t in left.values() if (axis := _axis(t, present, counted)) is not None}
         past = _nearest(present, [left[i] for i in fits]) if fits else None
@@ -62,13 +63,6 @@ def find_caches(graph: gs.Graph) -> list[Cache]:
     caches = [found[id(t)] for t in graph.inputs if id(t) in found]
     ranks = {len(c.past.shape) for c in caches}
     return [c for c in caches if c.growing or len(c.past.shape) == max(ranks)]  # others are embeddings or state
-
-
-def _is_copy(graph: gs.Graph, present: gs.Tensor) -> bool:
-    tensor = present
-    while (node := producer(tensor)) is not None and is_op(node, "Identity"):
-        tensor = node.inputs[0]
-    return contains(graph.inputs, tensor)
 
 
 def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None:
@@ -174,23 +168,26 @@ _DIRECTIONS = {
 
 def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
     """Find the states (tensors that every step replaces as a whole), in the order of the inputs."""
-    inputs = [t for t in graph.inputs if t.name not in caches and consumers(t) and _is_state_like(t)]
+    floats = [t for t in graph.inputs if elem_type(t) in FLOATS and t.name not in caches and len(dims(t) or ()) >= 2]
+    inputs = [t for t in floats if consumers(t) and all(isinstance(d, int) for d in (dims(t) or ())[1:])]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
     sources = inputs_behind(graph)
     alike = {past.name: [out for out in outputs if _same_kind(past, out)] for past in inputs}
     pairs = _match_names(inputs, alike)
-    fits = {past: [str(out.name) for out in outs if past in sources[out.name]] for past, outs in alike.items()}
-    _refuse_open(inputs, fits, pairs)
+    for past in (t for t in inputs if t.name not in pairs and _CALLED & set(words_of(t.name))):
+        # the input is named like a state, but its only possible next value is not
+        outs = [o.name for o in alike[past.name] if past.name in sources[o.name] and o.name not in pairs.values()]
+        if outs:
+            raise UnsupportedModelError(
+                f"'{past.name}' looks like state that each step replaces. Its next value could be "
+                f"{' or '.join(map(repr, outs))}, which has the same shape; in the export, rename the input and its "
+                "output so that their names differ only in 'past' and 'present' (past_conv.0, present_conv.0)"
+            )
     return tuple(
         StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
         for past in inputs
         if past.name in pairs
     )
-
-
-def _is_state_like(tensor: gs.Tensor) -> bool:
-    shape = dims(tensor)
-    return elem_type(tensor) in FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
 
 
 def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
@@ -221,15 +218,3 @@ def _plain(name: str) -> tuple[str, ...]:
 def words_of(name: str) -> list[str]:
     """Return the words and numbers of a name."""
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]
-
-
-def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
-    """Raise `UnsupportedModelError` if an input is named like a state, but its only possible next value is not."""
-    for past in inputs:
-        outs = [name for name in fits[past.name] if name not in pairs.values()]
-        if past.name not in pairs and outs and _CALLED & set(words_of(past.name)):
-            raise UnsupportedModelError(
-                f"'{past.name}' looks like state that each step replaces. Its next value could be "
-                f"{' or '.join(map(repr, outs))}, which has the same shape; in the export, rename the input and its "
-                "output so that their names differ only in 'past' and 'present' (past_conv.0, present_conv.0)"
-            )

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
-from typing import Any
 
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.protos import Array
 
 Layout = tuple[tuple[str, ...], ...]
 ATTENTION = ("b", "n", "g", "s", "d")
@@ -52,9 +52,6 @@ def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequ
     axes = axes.transpose([own.index(n) for n in order if n in own])
     result: Array = axes.reshape([sizes[n] if n in own else 1 for n in order])
     return result
-
-
-Array = npt.NDArray[Any]
 
 
 class RecognizeError(Exception):

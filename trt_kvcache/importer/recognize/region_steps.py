@@ -16,23 +16,19 @@ from itertools import permutations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
-from trt_kvcache.importer.protos import INTEGERS
+from trt_kvcache.importer.protos import INTEGERS, Array
 from trt_kvcache.importer.recognize.records import Cache, FartherError, RecognizeError, UnknownError
 from trt_kvcache.importer.recognize.regions import Region
 from trt_kvcache.importer.recognize.sample_steps import Sample
+from trt_kvcache.importer.steps.original_interface import Feeds
 from trt_kvcache.importer.steps.runnable import open_types
 from trt_kvcache.importer.steps.sessions import RunError, UnfusedSession
 
-Array = npt.NDArray[Any]
-Feeds = dict[str, Array]
 _HIDES = -30000.0  # hides a key in an additive mask
-
-
 _MISFIT = re.compile(
     r"running (\w+) node\. Name:'([^']*)'.*Attempting to broadcast an axis by a dimension other than 1\. (\d+) by (\d+)"
 )
@@ -191,7 +187,8 @@ def read_updates(
         rows = new.shape[cache.axis]  # fewer than S if the cache keeps fewer rows
         turned = ((p, feeds[sources[0]].transpose(p)) for p in orders)
         whole = ((p, laid) for p, laid in turned if laid.shape[cache.axis] == sample.length)
-        perm = next((p for p, laid in whole if np.array_equal(_last(laid, cache.axis, rows), new)), None)
+        first_new = sample.length - rows
+        perm = next((p for p, laid in whole if np.array_equal(_rows(laid, cache.axis, first_new, None), new)), None)
         if perm is None or len(sources) > 1:
             raise FartherError(*sources)
         found.append(replace(cache, update=tensors[sources[0]], perm=perm))
@@ -241,7 +238,7 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
     """True if an attention treats a cache as circular: after the last row, a step continues at the first row."""
     name, axis = str(cache.past.name), cache.axis
     try:
-        feeds: Feeds = runner.feeds(beyond)
+        feeds = runner.feeds(beyond)
         whole = runner.run(feeds)[str(cache.present.name)]
     except RecognizeError:
         return False
@@ -250,10 +247,6 @@ def _wraps(runner: Runner, region: Region, cache: Cache, beyond: Sample) -> bool
     changed = np.argwhere(whole != feeds[name])[:, axis]
     rows = np.arange(beyond.past, beyond.total) % whole.shape[axis]
     return beyond.past >= whole.shape[axis] and {*changed} == {*rows}
-
-
-def _last(values: Array, axis: int, count: int) -> Array:
-    return _rows(values, axis, max(0, values.shape[axis] - count), None)
 
 
 def _rows(values: Array, axis: int, start: int, end: int | None) -> Array:

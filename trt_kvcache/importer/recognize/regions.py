@@ -58,14 +58,14 @@ class Region:
 
     model: onnx.ModelProto
     key: str
-    result: str
-    presents: tuple[str, ...]
-    texts: tuple[str, ...]
-    caches: tuple[str, ...]
     inputs: tuple[str, ...]
     integers: tuple[int, ...]
-    wide: tuple[str, ...]
     wide_weights: bool
+    result: str = ""
+    presents: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+    wide: tuple[str, ...] = ()
     computed: tuple[str, ...] = ()
 
     @property
@@ -77,23 +77,16 @@ class Region:
 class Cutter:
     """Cuts regions (parts with one attention or cache update) out of one model without functions.
 
-    `caches` are guessed caches by past, `tokens` is the input of the new tokens, and `weights` have placeholders in the
-    model.
+    `caches` are guessed caches by past, and `weights` have placeholders in the model.
 
     Attributes:
         fronts: names of the results of all attentions, in the order of the graph.
     """
 
     def __init__(
-        self,
-        model: onnx.ModelProto,
-        samples: Samples,
-        caches: Mapping[str, Cache],
-        tokens: str,
-        weights: Mapping[str, TensorProto],
-        folder: Path | None,
+        self, samples: Samples, caches: Mapping[str, Cache], weights: Mapping[str, TensorProto], folder: Path | None
     ) -> None:
-        self._graph = Graph(model)
+        self._graph = Graph(samples.blueprint.model)
         self._weights, self._folder = weights, folder
         self._presents = {past: str(c.present.name) for past, c in caches.items()}
         points = zip(POINTS, _PASTS, strict=True)
@@ -106,7 +99,7 @@ class Cutter:
         self._order = {name: place for place, node in enumerate(self._graph.nodes) for name in node.output}
         sizes = (n.output[0] for n in self._graph.nodes if n.op_type in ("Shape", "Size"))
         self._sizes = {n for n in sizes if all(step.probe.value(n) is not None for step in self._steps)}
-        self._split(tokens)
+        self._split(samples.interface.tokens)
 
     def _lengths(self, cache: Cache) -> Iterator[int]:
         shape, step = self._steps[0].probe.shape(cache.past.name), self._steps[0]
@@ -227,14 +220,8 @@ class Cutter:
         ends = (*sorted(texts, key=self._order.__getitem__), *sorted(pasts))
         wide = tuple(past for past in pasts if not self._is_wide(past) and self._widened(nodes, past))
         region = self._made(nodes, fed, used, [n for n in (result, *presents) if n], ends)
-        return replace(
-            region,
-            result=result,
-            presents=tuple(presents),
-            texts=ends[: len(texts)],
-            caches=ends[len(texts) :],
-            wide=wide,
-        )
+        texts_read, caches_read = ends[: len(texts)], ends[len(texts) :]
+        return replace(region, result=result, presents=tuple(presents), texts=texts_read, caches=caches_read, wide=wide)
 
     def computed(self, region: Region, query: str) -> Region:
         """Return the part of an attention's region that begins at keys and values computed from caches."""
@@ -271,13 +258,8 @@ class Cutter:
         return Region(
             model=runnable(part_of(graph.model, nodes, inputs, outputs, constants)),
             key=repr([digests[n] for n in outputs]),
-            result="",
-            presents=(),
-            texts=(),
-            caches=(),
             inputs=tuple(sorted(graph.inputs.keys() & {n for node in nodes for n in self._reads(node)} - {*ends})),
             integers=tuple(sorted(_sizes(constants))),
-            wide=(),
             wide_weights=any(self._is_wide(n) for node in nodes for n in node.output if n in self._long),
         )
 

@@ -13,7 +13,8 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.interface.exported_interface import Interface
 from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
-from trt_kvcache.importer.steps.probe import Array, Blueprint, Probe, Shape
+from trt_kvcache.importer.protos import Array
+from trt_kvcache.importer.steps.probe import Blueprint, Probe, Shape
 
 _LONG = 512  # the most new tokens of a step: the size of masks grows with the square
 _OTHER_SIZE = 6  # size of axes of unknown meaning, such as the length of an encoder's output
@@ -61,6 +62,7 @@ class Samples:
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ only in P; two equal steps if the caches allow only one P.
         blueprint: the model, prepared for computing single tensors without weights.
+        interface: the inputs and outputs of the model.
         capacity: tokens per sequence.
         fixed_length: S if the model has a fixed S, else 0.
     """
@@ -68,7 +70,7 @@ class Samples:
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
         self.blueprint = blueprint
         self.capacity = capacity
-        self._interface = interface
+        self.interface = interface
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         fixed = self.fixed_length = d if isinstance(d := self._sizes.get("sequence"), int) else 0
@@ -94,7 +96,7 @@ class Samples:
         shapes: dict[str, Shape] = {}
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
-        for tensor in self._interface.inputs.values():
+        for tensor in self.interface.inputs.values():
             in_cache = past if tensor.window_rows is None else min(past, tensor.window_rows)
             total = in_cache + length
             sizes = {

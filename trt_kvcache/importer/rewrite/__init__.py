@@ -35,7 +35,10 @@ __all__ = ["rewrite_graph"]
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     """Rewrite a prepared graph as its plan says, in place."""
     emitter = Emitter(graph)
-    _relax_masks(graph, plan)
+    shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
+    for tensor in graph.inputs:
+        if tensor.name in shapes:
+            tensor.shape = [None if d == "?" else d for d in shapes[tensor.name]]
     graph.inputs += [gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]) for span in plan.spans]
     _slice_logits(graph, emitter, plan)
     views = rewrite_caches(emitter, plan)
@@ -43,15 +46,11 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
         families.plugin_route.rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
-    _declare_logits(graph, plan)
+    planned = plan.tensor(Role.LOGITS, "output")
+    for tensor in graph.outputs:  # ONNX Runtime refuses a caller's buffer with another shape than the stated one
+        if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
+            tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]
     tidy(graph)
-
-
-def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
-    shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and (t.role is Role.MASK or "keys" in t.axes)}
-    for tensor in graph.inputs:
-        if tensor.name in shapes:
-            tensor.shape = [None if d == "?" else d for d in shapes[tensor.name]]
 
 
 def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
@@ -60,8 +59,7 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
         return
     count = gs.Variable(span.name, dtype=np.int64, shape=[span.symbol])
     graph.inputs.append(count)
-    tensor = graph.tensors()[span.tensor]
-    axis = span.axis
+    tensor, axis = graph.tensors()[span.tensor], span.axis
     length = emitter.op("Shape", [tensor], "positions", INT64, start=axis, end=axis + 1)
     size = emitter.op("Shape", [count], "kept", INT64)
     first = emitter.op("Max", [emitter.op("Sub", [length, size], "dropped", INT64), emitter.ints([0])], "first", INT64)
@@ -69,14 +67,6 @@ def _slice_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     last.shape = [span.symbol if i == axis else None if d == "?" else d for i, d in enumerate(dims(tensor) or ())]
     for node in [node for node in graph.nodes if node.name in span.readers]:
         node.inputs = [last if t is tensor else t for t in node.inputs]
-
-
-def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
-    """Declare the planned shape of the logits. ONNX Runtime refuses a caller's buffer with another shape."""
-    planned = plan.tensor(Role.LOGITS, "output")
-    for tensor in graph.outputs:
-        if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
-            tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:

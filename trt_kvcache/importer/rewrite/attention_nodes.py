@@ -51,7 +51,9 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     keys = Counter(nodes[item.node].inputs[1].name for item in plan.attention)
     for item in plan.attention:
         facts = _separate(emitter, read_attention(graph, nodes[item.node]), queries, keys)
-        mask = build_mask(emitter, facts, item, masks.get(item.mask or ""))
+        geometry, mask = masks.get(item.mask or ""), BuiltMask()
+        if geometry is not None:  # nodes with equal masks in the plan share one
+            mask = emitter.once(("mask", geometry.name), _Builder(emitter, facts, item, geometry).build)
         _rewrite(emitter, facts, item, mask, views)
 
 
@@ -66,8 +68,7 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
     node = facts.node
     query, key = node.inputs[:2]
     whole = whole_query(node).name
-    turn = queries[whole]
-    queries[whole] += 1
+    turn, queries[whole] = queries[whole], queries[whole] + 1
     # 1, 4, 1/4, 16, 1/16, ...; real models need only the first
     power = 4.0 ** ((turn + 1) // 2 * (1 if turn % 2 else -1))
     factor, scale = (power * facts.scale, 1 / power) if keys[key.name] > 1 else (power, facts.scale / power)
@@ -83,23 +84,22 @@ def _rewrite(
     emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, mask: BuiltMask, views: dict[str, CacheView]
 ) -> None:
     node = facts.node
-    query, key, value = node.inputs[0], *(slice_keys(emitter, t, mask.end, views) for t in node.inputs[1:3])
+    operands = [node.inputs[0], *(slice_keys(emitter, t, mask.end, views) for t in node.inputs[1:3])]
     target = node.outputs[0]
     scores = node.outputs[3] if facts.qk_output else None
     node.outputs.clear()
     if plan.kind is AttentionKind.LOWERED:
-        result = lower_attention(emitter, facts, query, key, value, mask, scores)
+        result = lower_attention(emitter, facts, operands, mask, scores)
     else:
         result = gs.Variable(emitter.name("attention"), dtype=facts.dtype)
         causal = {"is_causal": 1} if facts.causal and mask.bias is None else {}
         node.attrs = {"scale": facts.scale, **causal}
-        node.inputs = [query, key, value] + ([mask.bias] if mask.bias is not None else [])
+        node.inputs = operands + ([mask.bias] if mask.bias is not None else [])
         node.outputs = [result]
         if mask.row_visible is not None:
             zero = emitter.scalar(0.0, facts.dtype)
             result = emitter.op("Where", [mask.row_visible, result, zero], "attention_guarded", facts.dtype)
-    maker = result.inputs[0]
-    maker.outputs = [target]
+    result.inputs[0].outputs = [target]
 
 
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
@@ -129,10 +129,8 @@ def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views
         return _slice(emitter, tensor, 2, end, shape)
     result = _slice(emitter, view.present, view.axis, end, dims(view.present))
     if view.logical is not None:
-        result = emitter.once(
-            ("logical", result.name),
-            lambda: emitter.op("Reshape", [result, emitter.ints(list(view.logical or ()))], f"{result.name}_logical"),
-        )
+        logical = partial(emitter.op, "Reshape", [result, emitter.ints(view.logical)], f"{result.name}_logical")
+        result = emitter.once(("logical", result.name), logical)
     for move in moves:
         kind = elem_type(move.outputs[0])
         result = emitter.op(move.op, [result, *move.inputs[1:]], f"{result.name}_moved", kind, **move.attrs)
@@ -157,15 +155,10 @@ def _slice(
 
 
 def lower_attention(
-    emitter: Emitter,
-    facts: AttentionFacts,
-    query: gs.Tensor,
-    key: gs.Tensor,
-    value: gs.Tensor,
-    mask: BuiltMask,
-    scores_output: gs.Tensor | None,
+    emitter: Emitter, facts: AttentionFacts, operands: list[gs.Tensor], mask: BuiltMask, scores: gs.Tensor | None
 ) -> gs.Variable:
     """Emit an attention in plain operators. Q, K and V are 4-D; the result ``[B, N, S_q, H_v]`` has Q's type."""
+    query, key, value = operands
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
             f"Attention '{facts.node.name}' must become MatMul and Softmax, because TensorRT's Attention cannot "
@@ -176,10 +169,10 @@ def lower_attention(
     capped = plain.capped(raw)
     masked = _masked(emitter, capped, mask, facts.dtype)
     weights = plain.weights(masked, mask)
-    if scores_output is not None:
+    if scores is not None:
         stage = (raw, capped, masked, weights)[facts.qk_mode]
         name = emitter.name("qk_matmul_output:Identity")
-        emitter.graph.nodes.append(gs.Node("Identity", name, {}, [stage], [scores_output]))
+        emitter.graph.nodes.append(gs.Node("Identity", name, {}, [stage], [scores]))
     return plain.weighted(weights, value)
 
 
@@ -200,7 +193,8 @@ class _Plain:
         is_shared = self.kv_heads == 1 and self.groups > 1
         # TensorRT has kernels for products of dequantized numbers only if no operator lies between. So scale the
         # product.
-        is_rounded = _is_rounded(key)
+        maker = producer(key)
+        is_rounded = maker is not None and is_op(maker, "DequantizeLinear")
         factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
         if not is_rounded:
             query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
@@ -265,11 +259,6 @@ class _Plain:
         return result
 
 
-def _is_rounded(tensor: gs.Tensor) -> bool:
-    node = producer(tensor)
-    return node is not None and is_op(node, "DequantizeLinear")
-
-
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
     """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
@@ -322,16 +311,9 @@ class BuiltMask:
         end: int64 ``[1]``, the number of first keys that attention reads; None: all keys.
     """
 
-    bias: gs.Tensor | None
-    row_visible: gs.Tensor | None
-    end: gs.Tensor | None
-
-
-def build_mask(emitter: Emitter, facts: AttentionFacts, plan: AttentionPlan, geometry: Mask | None) -> BuiltMask:
-    """Emit the mask of one Attention node. Nodes with equal masks in the plan share it."""
-    if geometry is None:
-        return BuiltMask(None, None, None)
-    return emitter.once(("mask", geometry.name), _Builder(emitter, facts, plan, geometry).build)
+    bias: gs.Tensor | None = None
+    row_visible: gs.Tensor | None = None
+    end: gs.Tensor | None = None
 
 
 class _Builder:
@@ -350,7 +332,8 @@ class _Builder:
             if bias is None:
                 bias = own
             elif geometry.additive:
-                bias = self._hidden_where_not(bias, own)
+                hidden = emitter.scalar(float("-inf"), facts.dtype)
+                bias = emitter.op("Where", [bias, own, hidden], "bias", facts.dtype)
             else:
                 bias = emitter.op("And", [bias, own], "visible_and_own", BOOL)
         if geometry.guarded and row_visible is None and bias is not None:
@@ -387,7 +370,7 @@ class _Builder:
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:
             return None, None
-        keys = self._keys()
+        keys = emitter.op("Unsqueeze", [self._key_positions(), emitter.ints([0, 1, 2])], "keys", INT64)
         parts: list[gs.Tensor] = []
         row_visible = None
         if geometry.causal or self.windowed:
@@ -408,11 +391,6 @@ class _Builder:
         for part in parts[1:]:
             visible = emitter.op("And", [visible, part], "visible", BOOL)
         return visible, None if self.windowed else row_visible
-
-    def _hidden_where_not(self, visible: gs.Tensor, bias: gs.Tensor) -> gs.Tensor:
-        dtype = self.facts.dtype
-        hidden = self.emitter.scalar(float("-inf"), dtype)
-        return self.emitter.op("Where", [visible, bias, hidden], "bias", dtype)
 
     def _length(self) -> gs.Tensor | None:
         lengths = self.facts.lengths
@@ -457,13 +435,6 @@ class _Builder:
             return emitter.op("Add", [offset, steps], "frontier", INT64)
 
         return emitter.once(("frontier", source, length.name if length is not None else None), make)
-
-    def _keys(self) -> gs.Tensor:
-        def make() -> gs.Tensor:
-            axes = self.emitter.ints([0, 1, 2])
-            return self.emitter.op("Unsqueeze", [self._key_positions(), axes], "keys", INT64)
-
-        return self.emitter.once(("keys", self.geometry.name), make)
 
     def _key_positions(self) -> gs.Tensor:
         emitter, facts, end = self.emitter, self.facts, self.end

@@ -86,10 +86,8 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
     if cache.write_indices is None:
         return
     indices = node.inputs[2]
-    node.inputs[2] = emitter.once(
-        ("mod", indices.name, cache.capacity),
-        lambda: emitter.op("Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", INT64),
-    )
+    wrapped = partial(emitter.op, "Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", INT64)
+    node.inputs[2] = emitter.once(("mod", indices.name, cache.capacity), wrapped)
 
 
 def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
@@ -122,11 +120,9 @@ def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, 
     update = emitter.op("Reshape", [node.inputs[1], emitter.ints([0, before, rows, after])], f"{cache.past}_update")
     _set_update(node, cache, update)
     present = node.outputs[0]
-    readers = consumers(present)
     whole = emitter.op("Reshape", [present, emitter.ints(logical)], f"{cache.present}_logical", elem_type(present))
     whole.shape = list(cache.logical_shape)
-    for reader in readers:
-        reader.inputs = [whole if t is present else t for t in reader.inputs]
+    replace_uses(present, whole, keep=whole.inputs)
     _keep_shape_readers(emitter, node, cache, logical)
     return whole.name, logical
 

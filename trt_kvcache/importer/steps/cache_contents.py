@@ -13,23 +13,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from trt_kvcache.dtypes import PLAIN, array_dtype
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import (
-    CachePlan,
-    CacheUpdate,
-    Dim,
-    OriginalRole,
-    PhysicalLayout,
-    Role,
-    TensorRole,
-    UpdateMode,
-)
-
-Array = npt.NDArray[Any]
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, PhysicalLayout, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.protos import Array
 
 _POOL = 1 << 19  # random numbers in a pool; larger caches repeat them
 _SHIFT = 7  # the contents of the caches start this far apart in the pool
@@ -111,15 +100,9 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
 
 def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
     """Return the states, such as those of convolutions. Each step replaces the whole state."""
-    roles = {t.name: t for t in plan.tensors if t.io == "input"}
-    return tuple(
-        CacheTensor(
-            roles.get(s.past) or TensorRole(s.past, "input", Role.STATE, s.dtype, s.shape, "graph: state", ()),
-            s.present,
-            None,
-        )
-        for s in plan.states
-    )
+    roles = {s.past: TensorRole(s.past, "input", Role.STATE, s.dtype, s.shape, "graph: state", ()) for s in plan.states}
+    roles |= {t.name: t for t in plan.tensors if t.io == "input"}
+    return tuple(CacheTensor(roles[s.past], s.present, None) for s in plan.states)
 
 
 def drawn_contents(
@@ -258,7 +241,7 @@ def ring_window(text: Array, cache: CacheTensor, ends: Sequence[int], garbage: f
     return ring
 
 
-def size_of(dim: Dim) -> int | None:
+def size_of(dim: int | str) -> int | None:
     """Return a dimension as a number, even if an exporter stored the number as text; None for a symbol."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 

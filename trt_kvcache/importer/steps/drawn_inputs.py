@@ -8,25 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.interface.role_evidence import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import numpy_dtype, size_of
 
-Array = npt.NDArray[Any]
-
 _HIDDEN_SHARE = 0.2  # a mask input hides this share of visible keys, to detect a rewrite that drops the mask
-
 ENCODER_TOKENS = 6  # length of an encoder's output in verification
-
 SPAN_KINDS = ("tight", "bucketed", "full")
 """Kinds of spans: they say how many cache rows a step reads; see `span_inputs`."""
 
 _FAINT = -20.0  # a float mask's bias for hidden tokens: finite, and exp(-20) is nearly 0
-
 _ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
 
 
@@ -216,11 +211,9 @@ class DrawnInputs:
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
-        return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
-
-    def _fixed_keys(self) -> int:
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
-        return max((n for n in rows if isinstance(n, int)), default=1)
+        fixed = max((n for n in rows if isinstance(n, int)), default=1)
+        return min(capacities or [c.capacity for c in self._plan.caches], default=fixed)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return a causal mask over the cache rows that hold tokens. It also hides some of the keys a query may see."""

@@ -17,9 +17,10 @@ import onnx
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Mask, Role
 from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import drawn_contents, find_caches
 from trt_kvcache.importer.steps.drawn_inputs import DrawnInputs, Step, draw_constants
-from trt_kvcache.importer.steps.probe import Array, Blueprint, Probe
+from trt_kvcache.importer.steps.probe import Blueprint, Probe
 
 _STEPS = (Step(4, (0,), (4,)), Step(3, (2,), (5,)))
 _LONGEST = 4  # the most tokens of a step

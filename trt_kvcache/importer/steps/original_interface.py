@@ -19,14 +19,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.steps.cache_contents import find_caches, numpy_dtype, size_of
 from trt_kvcache.importer.steps.drawn_inputs import arrange, rows_together
 
-Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _CACHES = (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)

@@ -18,14 +18,12 @@ from math import prod
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 from onnx.reference.ops import load_op
 
-from trt_kvcache.importer.protos import is_op, may_be_bias, names_read, sliced_squares
+from trt_kvcache.importer.protos import Array, is_op, may_be_bias, names_read, sliced_squares
 
-Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
 _SMALL = 1 << 12  # bytes; larger values are compared by identity, not by contents
@@ -135,9 +133,8 @@ class Blueprint:
         known = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
         own = {*maker.node.input}  # bodies also read names of other graphs
         types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in known.items() if f.kind or n in own}
-        data = {
-            n: numpy_helper.from_array(v) for n, f in known.items() if (v := f.value) is not None and _may_decide(v)
-        }
+        small = {n: v for n, f in known.items() if (v := f.value) is not None and v.ndim <= 1 and v.size <= _FEW}
+        data = {n: numpy_helper.from_array(v) for n, v in small.items() if v.dtype.kind in "iuf"}
         node, domain = maker.node, "" if maker.node.domain == "ai.onnx" else maker.node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
@@ -274,11 +271,6 @@ def _content(fact: _Fact) -> Hashable:
 
 def _is_small(value: Array | None) -> bool:
     return value is None or (value.nbytes <= _SMALL and not value.dtype.hasobject)
-
-
-def _may_decide(value: Array) -> bool:
-    """True if a value, such as sizes, axes or bounds, may decide the shape of another tensor."""
-    return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
 
 
 def _run(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.dtypes import PLAIN
 from trt_kvcache.importer.plan import CachePlan
@@ -153,8 +153,14 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
     moved = [value for value in copy.graph.input if value.type.tensor_type.elem_type in _MOVED]
     for value in moved:
         value.type.tensor_type.elem_type = TensorProto.INT8
-    if moved:
-        _quantize_to_bytes(copy.graph)
+    points = {name for node in copy.graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
+    for tensor in copy.graph.initializer if moved else ():
+        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
+        if zero and tensor.data_type in _MOVED:
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
+    for a in (a for node in copy.graph.node for a in node.attribute if moved):
+        if a.name == "output_dtype" and a.i in _MOVED:
+            a.i = TensorProto.INT8
     old, new = (NARROW, TensorProto.FLOAT) if wide else (NARROW[1:], TensorProto.FLOAT16)
     state_type(copy, old, new)
     for tensor in iter_tensors(copy):
@@ -163,18 +169,6 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
                 values = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(new))
             tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     return copy
-
-
-def _quantize_to_bytes(graph: GraphProto) -> None:
-    points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
-    for tensor in graph.initializer:
-        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
-        if zero and tensor.data_type in _MOVED:
-            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
-    for node in graph.node:
-        for a in node.attribute:
-            if a.name == "output_dtype" and a.i in _MOVED:
-                a.i = TensorProto.INT8
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:

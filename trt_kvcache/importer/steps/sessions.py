@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 
 from trt_kvcache.cpu import RunError, UnfusedSession, one_line
+from trt_kvcache.importer.protos import Array
 
 __all__ = ["ModelSession", "ReferenceSession", "RunError", "UnfusedSession", "open_session"]
-
-Array = npt.NDArray[Any]
 
 _REFERENCE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError,

@@ -12,10 +12,11 @@ columns in A and B.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
@@ -49,13 +50,14 @@ class _Match:
     whole: str | None
     found_by: str
 
+    @property
+    def modules(self) -> list[str]:
+        """Names of `parts`, and of the fused module, if known."""
+        return [*(part.module for part in self.parts), *filter(None, [self.whole])]
+
 
 def add_adapters(
-    model: ModelProto,
-    plan: CachePlan,
-    source: ModelProto,
-    folder: Path,
-    weights: Mapping[str, TensorProto],
+    model: ModelProto, plan: CachePlan, source: ModelProto, folder: Path, weights: Mapping[str, TensorProto]
 ) -> CachePlan:
     """Add adapters to a rewritten model in place, as the plan's options say. Return the new plan.
 
@@ -66,13 +68,12 @@ def add_adapters(
     options = plan.options
     assert options.lora_rank is not None
     graph = ProductGraph(model, plan)
-    products = [*graph.products()]
-    matches = [_parts(one, graph) for one in _named(products, source)]
+    matches = [_parts(one, graph) for one in _named(graph.products(), source)]
     contents = Contents.beside(options.checkpoint, folder)
     if contents is not None and (options.checkpoint is not None or not _covers(matches, options.lora_targets)):
-        matches = _merged(matches, _compared(products, contents, graph, folder, weights))
+        matches = _merged(matches, _compared(contents, graph, folder, weights))
     targets = _split_targets(matches, options.lora_targets)
-    chosen = [*_targets(matches, targets)]
+    chosen = [one for one in matches if any(_is_wanted(module, targets) for module in one.modules)]
     _check(chosen, matches, targets, compared=contents is not None)
     for one in chosen:
         graph.check_rows(one.product, one.parts[0].module)
@@ -81,11 +82,11 @@ def add_adapters(
     planned = tuple(_planned(one, options.lora_rank, targets, taken) for one in chosen)
     adapters = AdapterPlan(options.lora_rank, options.lora_slots, index, planned)
     _insert(model, adapters, [one.product for one in chosen], graph.batch)
-    roles = [TensorRole(index, "input", Role.ADAPTER, "int64", (graph.batch,), "added", (_axis(graph.batch),))]
+    axis = "" if isinstance(graph.batch, int) else "batch"
+    roles = [TensorRole(index, "input", Role.ADAPTER, "int64", (graph.batch,), "added", (axis,))]
     for product in planned:
         for name, shape in _shapes(product, options.lora_slots):
-            role = TensorRole(name, "input", Role.ADAPTER_WEIGHTS, product.dtype, shape, "added", ("", "", ""))
-            roles.append(role)
+            roles.append(TensorRole(name, "input", Role.ADAPTER_WEIGHTS, product.dtype, shape, "added", ("", "", "")))
     changes = (
         InterfaceChange("input", "", f"{index} [B]", "for each sequence, the slot of its adapter; 0: no adapter"),
         InterfaceChange(
@@ -99,7 +100,7 @@ def add_adapters(
     )  # fmt: skip
 
 
-def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
+def _named(products: Iterable[Product], source: ModelProto) -> list[_Match]:
     """Find modules of MatMuls by name. If several MatMuls have one name, take the MatMul with the most inputs."""
     names = module_names(source)
     best: dict[str, list[Product]] = {}
@@ -119,14 +120,10 @@ def _named(products: Sequence[Product], source: ModelProto) -> list[_Match]:
 
 
 def _compared(
-    products: Sequence[Product],
-    contents: Contents,
-    graph: ProductGraph,
-    folder: Path,
-    weights: Mapping[str, TensorProto],
+    contents: Contents, graph: ProductGraph, folder: Path, weights: Mapping[str, TensorProto]
 ) -> list[_Match]:
     matches = []
-    for product in products:
+    for product in graph.products():
         parts = contents.parts_of(graph.constants[product.root], product.turned, folder, weights)
         if parts:
             planned = tuple(AdapterPart(*part) for part in parts)
@@ -176,7 +173,7 @@ def _covers(matches: Sequence[_Match], targets: Sequence[str]) -> bool:
 
 def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[str, ...]:
     """Replace each target module that the exporter split into several MatMuls with the modules of these MatMuls."""
-    known = {_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m}
+    known = {_last(module) for one in matches for module in one.modules}
     split: dict[str, None] = {}
     for target in targets:
         parts = FUSED.get(target, ())
@@ -184,15 +181,9 @@ def _split_targets(matches: Sequence[_Match], targets: Sequence[str]) -> tuple[s
     return tuple(split)
 
 
-def _targets(matches: Sequence[_Match], targets: Sequence[str]) -> Iterator[_Match]:
-    for one in matches:
-        if any(_is_wanted(module, targets) for module in (*(p.module for p in one.parts), one.whole) if module):
-            yield one
-
-
 def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequence[str], *, compared: bool) -> None:
-    last = {_last(m) for one in chosen for m in (*(p.module for p in one.parts), one.whole) if m}
-    known = sorted({_last(m) for one in matches for m in (*(p.module for p in one.parts), one.whole) if m})
+    last = {_last(module) for one in chosen for module in one.modules}
+    known = sorted({_last(module) for one in matches for module in one.modules})
     missing = [target for target in targets if target not in last and not (target == "all" and chosen)]
     if missing:
         near = get_close_matches(missing[0], known, 3, 0.5) or known
@@ -227,12 +218,10 @@ def _planned(one: _Match, rank: int, targets: Sequence[str], taken: set[str]) ->
         if len(one.parts) == 1
         else one.parts[0].module + "".join(f"+{_last(p.module)}" for p in one.parts[1:])
     )
-    names = []
-    for side in "ab":
-        names.append(free_name(f"lora.{module}.{side}", taken))
-        taken.add(names[-1])
+    a, b = (free_name(f"lora.{module}.{side}", taken) for side in "ab")
+    taken |= {a, b}
     wanted = sum(_is_wanted(part.module, targets) for part in one.parts)
-    product, (a, b), rank = one.product, names, rank * max(1, wanted)
+    product, rank = one.product, rank * max(1, wanted)
     sizes = product.inputs, product.outputs
     return AdapterProduct(a, b, product.dtype, rank, *sizes, one.parts, one.whole, one.found_by)
 
@@ -242,10 +231,6 @@ def _shapes(product: AdapterProduct, slots: int) -> tuple[tuple[str, tuple[int, 
         (product.a, (slots + 1, product.inputs, product.rank)),
         (product.b, (slots + 1, product.rank, product.outputs)),
     )
-
-
-def _axis(batch: Dim) -> str:
-    return "" if isinstance(batch, int) else "batch"
 
 
 def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], batch: Dim) -> None:
@@ -268,31 +253,24 @@ def _insert(model: ModelProto, plan: AdapterPlan, products: Sequence[Product], b
 
 def _nodes(node: NodeProto, product: Product, planned: AdapterProduct, index: str) -> list[NodeProto]:
     result, stem = node.output[0], planned.a.removesuffix(".a")
-    own, low, change, x = f"{result}/{stem}/own", f"{stem}/low", f"{stem}/change", node.input[0]
+    own, x = f"{result}/{stem}/own", node.input[0]
     node.output[0] = own
+    nodes: list[NodeProto] = []
+
+    def add(op: str, inputs: list[str], output: str, name: str, **attributes: Any) -> str:
+        nodes.append(helper.make_node(op, inputs, [f"{stem}/{output}"], f"{stem}/{name}", **attributes))
+        return f"{stem}/{output}"
+
     flat = product.rows != x  # the operand has one axis for sequences and tokens
-    nodes = []
     if flat:
         sizes = numpy_helper.from_array(np.array([-1, product.inputs]), f"{stem}/sizes")
-        nodes = [
-            helper.make_node("Constant", [], [f"{stem}/sizes"], f"{stem}/Constant", value=sizes),
-            helper.make_node("Shape", [index], [f"{stem}/batch"], f"{stem}/Shape_batch"),
-            helper.make_node(
-                "Concat", [f"{stem}/batch", f"{stem}/sizes"], [f"{stem}/by_sequence"], f"{stem}/Concat", axis=0
-            ),
-            helper.make_node("Reshape", [x, f"{stem}/by_sequence"], [f"{stem}/x"], f"{stem}/Reshape_x"),
-        ]
-        x = f"{stem}/x"
-    nodes += [
-        helper.make_node("Gather", [planned.a, index], [f"{stem}/a"], f"{stem}/Gather_a", axis=0),
-        helper.make_node("Gather", [planned.b, index], [f"{stem}/b"], f"{stem}/Gather_b", axis=0),
-        helper.make_node("MatMul", [x, f"{stem}/a"], [low], f"{stem}/MatMul_a"),
-        helper.make_node("MatMul", [low, f"{stem}/b"], [change], f"{stem}/MatMul_b"),
-    ]
+        ends = [add("Shape", [index], "batch", "Shape_batch"), add("Constant", [], "sizes", "Constant", value=sizes)]
+        x = add("Reshape", [x, add("Concat", ends, "by_sequence", "Concat", axis=0)], "x", "Reshape_x")
+    a = add("Gather", [planned.a, index], "a", "Gather_a", axis=0)
+    b = add("Gather", [planned.b, index], "b", "Gather_b", axis=0)
+    change = add("MatMul", [add("MatMul", [x, a], "low", "MatMul_a"), b], "change", "MatMul_b")
     if flat:
-        nodes.append(helper.make_node("Shape", [own], [f"{stem}/shape"], f"{stem}/Shape"))
-        nodes.append(helper.make_node("Reshape", [change, f"{stem}/shape"], [f"{stem}/flat"], f"{stem}/Reshape"))
-        change = f"{stem}/flat"
+        change = add("Reshape", [change, add("Shape", [own], "shape", "Shape")], "flat", "Reshape")
     return [*nodes, helper.make_node("Add", [own, change], [result], f"{stem}/Add")]
 
 
@@ -356,13 +334,11 @@ class ProductGraph:
         for node in self._nodes:
             if not is_op(node, "MatMul") and not is_op(node, "Gemm"):
                 continue
-            attributes = {a.name: a for a in node.attribute}
-            if "transA" in attributes and attributes["transA"].i:
-                continue
-            turned = "transB" in attributes and bool(attributes["transB"].i)
-            shape = self.shapes.get(node.input[1])
+            attributes = {a.name: a.i for a in node.attribute}
+            turned, shape = bool(attributes.get("transB")), self.shapes.get(node.input[1]) or ()
             root, flips = self._root(node.input[1])
-            if root is None or shape is None or len(shape) != 2 or not all(isinstance(d, int) for d in shape):
+            fits = len(shape) == 2 and all(isinstance(d, int) for d in shape) and not attributes.get("transA")
+            if root is None or not fits:
                 continue
             inputs, outputs = map(int, reversed(shape) if turned else shape)
             rows = self._with_rows(node.input[0])

@@ -18,17 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.protos import Array
 from trt_kvcache.importer.weights import detached
 from trt_kvcache.lora import module_key
 from trt_kvcache.stored_tensors import StoredTensors
 
-__all__ = ["Contents"]
-
-Array = npt.NDArray[Any]
 _FEW = 16  # this many first numbers of a column are the key of a tensor
 _CORNER = 64  # the most rows and columns of a corner that is compared
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16)

@@ -17,8 +17,6 @@ from typing import Any
 
 from trt_kvcache.files import export_suffix, is_inside, read_object
 
-__all__ = ["decoder_start", "find_encoder", "find_first_step", "named_encoder"]
-
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 _START = "decoder_start_token_id"
 

@@ -42,8 +42,6 @@ from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.simplify import drop_unused_outputs
 from trt_kvcache.importer.steps.probe import Blueprint, Probe
 
-__all__ = ["EncoderModel", "import_encoder"]
-
 _STEP = "first_step/"  # prefix of all names in a first step
 _LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # lengths of sources to try; some encoders cannot run short sources
 _ENOUGH = 3  # a size is constant if it is the same for at least this many lengths
@@ -65,10 +63,7 @@ class EncoderModel:
 
 
 def import_encoder(
-    path: Path,
-    first_step: Path | None,
-    constants: Sequence[TensorRole],
-    options: PlanOptions,
+    path: Path, first_step: Path | None, constants: Sequence[TensorRole], options: PlanOptions
 ) -> EncoderModel:
     """Join an encoder and the decoder's first step, which computes keys and values, into one model.
 
@@ -86,7 +81,11 @@ def import_encoder(
         names = [v.name for v in step.proto.graph.output] if step is not None else []
         later = find_later(parts.rest, names, source.path, first_step)
         assert step is not None
-        _check_folder(source, step)
+        if step.external_files and step.path.parent != source.path.parent:
+            raise UnsupportedModelError(
+                f"{source.path} and {step.path} are in different folders, and the second has weights in separate "
+                "files; put all files of the export into one folder"
+            )
         take_first_branch(step.proto.graph)
         keep_outputs(step.proto.graph, later.values())
         inputs = _check_inputs(step)
@@ -120,14 +119,6 @@ def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[Ten
                if t.name in parts.own and "encoder" in t.axes]  # fmt: skip
     known = [shapes[name][axis] for name, axis in places if axis < len(shapes[name])]
     return next((d for d in known if d != "?"), "")
-
-
-def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
-    if step.external_files and step.path.parent != encoder.path.parent:
-        raise UnsupportedModelError(
-            f"{encoder.path} and {step.path} are in different folders, and the second has weights in separate files; "
-            "put all files of the export into one folder"
-        )
 
 
 def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
@@ -231,24 +222,15 @@ def _give(graph: gs.Graph, constants: Sequence[TensorRole], outputs: dict[str, s
 
 
 def _plan(graph: gs.Graph, constants: Sequence[TensorRole], length: Dim, options: PlanOptions) -> CachePlan:
-    attention = analyze_attention(graph, (), options)
+    planned = analyze_attention(graph, (), options)
     axes = {t.name: t.axes for t in constants}
-    tensors = []
     for t in graph.inputs:
-        shape = dims(t) or ()
-        meanings = tuple("" if isinstance(d, int) else "encoder" if d == length else "?" for d in shape)
-        tensors.append(TensorRole(t.name, "input", Role.OTHER, dtype_name(t), shape, "graph", meanings))
-    for t in graph.outputs:
-        shape = dims(t) or ()
-        tensors.append(TensorRole(t.name, "output", Role.CONSTANT, dtype_name(t), shape, "graph", axes[t.name]))
+        axes[t.name] = tuple("" if isinstance(d, int) else "encoder" if d == length else "?" for d in dims(t) or ())
+    tensors = [
+        TensorRole(t.name, io, role, dtype_name(t), dims(t) or (), "graph", axes[t.name])
+        for io, role, values in (("input", Role.OTHER, graph.inputs), ("output", Role.CONSTANT, graph.outputs))
+        for t in values
+    ]
     check_dtypes(tensors)
-    return CachePlan(
-        options=options,
-        opset=graph.opset,
-        caches=(),
-        attention=attention.attention,
-        masks=attention.masks,
-        spans=attention.spans,
-        tensors=tuple(tensors),
-        warnings=attention.warnings,
-    )
+    computed = planned.attention, planned.masks, planned.spans
+    return CachePlan(options, graph.opset, (), *computed, tuple(tensors), warnings=planned.warnings)

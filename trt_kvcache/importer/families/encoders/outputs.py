@@ -19,18 +19,6 @@ from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.importer.protos import names_read, replace_field
 from trt_kvcache.importer.simplify import drop_dead
 
-__all__ = [
-    "HIDDEN",
-    "IDS",
-    "MASK",
-    "EncoderParts",
-    "find_later",
-    "find_parts",
-    "keep_outputs",
-    "present_names",
-    "take_first_branch",
-]
-
 HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"
 """Names that optimum gives to the inputs of a first step."""
 

@@ -17,8 +17,6 @@ from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import int_attribute, is_op, shape_of
 from trt_kvcache.importer.steps.probe import Blueprint, Probe
 
-__all__ = ["check_positions", "count_positions", "most_ids"]
-
 _IDS = (0, 1, 2, 3)
 """Token ids of which whole sources are made. One of the first ids is padding, whose positions differ."""
 
