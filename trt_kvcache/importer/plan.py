@@ -1,6 +1,6 @@
 """The plan: all changes to a model, as plain data that can be printed, and converted to and from JSON.
 
-Rewrite, network patch, manifest and runtime follow `CachePlan`, and never repeat its decisions. This module imports
+The rewrite, the network patch, the manifest and the runtime take all decisions from `CachePlan`. This module imports
 neither ONNX nor TensorRT.
 """
 
@@ -78,11 +78,11 @@ class OriginalTensor:
         shape: shape in the exported model: fixed sizes and symbols.
         axes: the meaning of each axis: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        window_rows: number of newest rows that a cache keeps; None: it keeps all rows. Its past has ``min(P, rows)``
-            rows, its present ``min(P + S, rows)`` rows, and a padding mask over it ``min(P, rows) + S`` columns. If the
-            axis of rows has a fixed size, every step shifts the cache: it always has this many rows, the mask has as
-            many columns, and the tokens are in the last rows.
-        on: for a switch, the value that chooses the branch with a past.
+        window_rows: number W of newest rows that a cache keeps; None: all. The past has ``min(P, W)`` rows, the
+            present ``min(P + S, W)`` rows, and the cache's padding mask ``min(P, W) + S`` columns. Special case: if
+            the axis of rows has a fixed size, past, present and mask always have that size. Then every step shifts
+            the rows, so that the newest tokens are in the last rows.
+        on: the value of an input `OriginalRole.SWITCH` that chooses the branch with a past.
     """
 
     name: str
@@ -129,8 +129,9 @@ class AdapterProduct:
         b: name of the input B ``[slots + 1, rank, outputs]``.
         dtype: ONNX name of the type of A and B.
         rank: the sum of the ranks of all modules in `parts` that may have an adapter.
-        parts: the modules of the checkpoint that this MatMul computes. An adapter may change each module.
-        whole: name of the fused module, which an adapter may also change; None if no name is known.
+        parts: the modules of the checkpoint that this MatMul computes. An adapter may change any of them.
+        whole: name of the module that joins all parts, such as ``qkv_proj``. An adapter may change it instead of the
+            parts. None if no such name is known.
         found_by: the evidence for these modules.
     """
 
@@ -269,7 +270,7 @@ class CacheUpdate:
 
     Attributes:
         node: name of the node that updates the cache.
-        past, present: names of the cache tensor before and after the update; in place, the graph input and output.
+        past, present: names of the cache before and after the update. In place, a graph input and a graph output.
         update: name of the tensor ``[B, ..., S_new, ...]`` that is written (``[T, N, H]`` if packed).
         write_indices: name of the tensor, int64 ``[B]``, with the first row of each write; None: zeros.
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
@@ -317,9 +318,9 @@ class CacheUpdate:
 class Mask:
     """One attention mask. The graph computes a mask once for all attentions that name this mask.
 
-    Query ``i`` of row ``b`` sees key ``j`` if all conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <= i +
+    Query ``i`` of sequence ``b`` sees key ``j`` if all conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <= i +
     offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset +
-    right``. Also, the mask of the model itself must show the key.
+    right``. If the model has a mask of its own (`mask`), that mask must not hide the key.
 
     Attributes:
         name: name of the mask tensor in the rewritten graph.
@@ -441,11 +442,11 @@ class CachePlan:
         changes: inputs and outputs that the rewrite changes, adds or removes.
         original: the interface of the exported model; empty if its caches already were in canonical form.
         states: tensors of fixed size that each step replaces; attention caches do not count.
-        logits_span: the input that chooses the number of positions with logits; None: the exported model's positions.
+        logits_span: the input that chooses the number of positions with logits; None: the same as in the export.
         prefill_in_one_step: True if the tokens of a step depend on each other. Then a whole prompt must be one step.
         adapters: inputs for LoRA adapters, and the MatMuls that they change; None: the model takes no adapters.
-        weights: bytes of weights that a step of one token reads; lookup tables count with the rows for one token. 0:
-            not counted.
+        weights: bytes of weights that a step with one token reads; of a lookup table, only the rows for this token
+            count. 0: not known.
     """
 
     options: PlanOptions

@@ -34,13 +34,13 @@ class Prepared:
     """A model that is ready to be planned: flat, with a fixed capacity and canonical caches.
 
     Attributes:
-        reference: the exported model with inlined functions, for the check. Its large weights are placeholders, too.
+        reference: the exported model with inlined functions, to check the rewrite. Large weights are placeholders.
         options: the caller's options, with the capacity filled in if the model does not fix it.
         model: the working copy. Its large inline weights are placeholders until `attach_weights`.
         weights: the detached weights of the source model by name, not copied.
         inlined: names of functions and control-flow nodes that were inlined.
         findings: facts about the canonical form; empty if the export already had it.
-        finishes: functions of rare model families that add facts to the plan.
+        finishes: functions that add facts to the finished plan; only a few model families have any.
     """
 
     reference: onnx.ModelProto
@@ -55,8 +55,9 @@ class Prepared:
 def prepare(source: onnx.ModelProto, options: PlanOptions, usual: int = USUAL, folder: Path | None = None) -> Prepared:
     """Copy a model, inline functions, bring caches into canonical form, and fix capacity and shapes.
 
-    `usual` is the capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` for
-    caches of unsupported form or in a body, and `OptionError` if the capacity contradicts the model.
+    `usual` is the capacity to use if neither the options nor the model give one. Raises `UnsupportedModelError` if a
+    cache has an unsupported form, or is in a body of an If, Loop or Scan; and `OptionError` if the capacity contradicts
+    the model.
     """
     asked = options.capacity or usual
     if asked > _MOST_TOKENS:

@@ -121,7 +121,7 @@ def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """Return the value of a Constant node, with any name. None for other nodes, and for strings and sparse values."""
+    """Return the value of a Constant node, with any `name` of its own; None for other nodes, strings, sparse values."""
     if not is_op(node, "Constant") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
@@ -132,7 +132,7 @@ def constant_value(node: NodeProto) -> TensorProto | None:
 
 
 def constants_of(scope: Scope) -> dict[str, TensorProto]:
-    """Return a map from names to initializers and to values of Constant nodes. A value may have another name."""
+    """Return initializers and values of Constant nodes by tensor name. A value's field `name` may differ from it."""
     constants = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
     return constants | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
 
@@ -194,7 +194,7 @@ def dtype_name(elem_type: int) -> str:
 def byte_size(tensor: TensorProto) -> int | None:
     """Return the bytes of a tensor's raw data, from dtype and dims; None for strings.
 
-    Raises `ValueError` if unknown.
+    Raises `ValueError` if dtype or dims are invalid.
     """
     name = TensorProto.DataType.Name(tensor.data_type)
     if name == "UNDEFINED" or any(dim < 0 for dim in tensor.dims):

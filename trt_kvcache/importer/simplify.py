@@ -11,8 +11,8 @@
 Remaining tensors and nodes keep their names. Weights (large initializers and external data) are never read.
 
 onnx-ir, onnxscript and onnx-shape-inference do the same, but to import them takes 0.3 s (onnx-ir loads sympy), a
-quarter of the time to plan a model of two layers. The version converter of onnxscript (0.7.2) raises a model below
-opset 18 without converting its operators. graphsurgeon's `fold_constants` (0.6.1) ignores `start` and `end` of `Shape`.
+quarter of the time to plan a model of two layers. For a model below opset 18, onnxscript's version converter (0.7.2)
+sets the opset, but keeps the operators. graphsurgeon's `fold_constants` (0.6.1) ignores `start` and `end` of `Shape`.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ def drop_unused_outputs(graph: GraphProto) -> None:
 def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """Inline functions, because TensorRT's parser prefers its own operator to a function of the same name.
 
-    For example, TensorRT builds a function ``my::Relu`` that squares as a ReLU, without a message (measured on TensorRT
-    for RTX 1.7.1). A function that defines TensorRT's own cache update stays.
+    For example, if a function ``my::Relu`` computes x * x, TensorRT builds a ReLU instead, without a message (measured
+    on TensorRT for RTX 1.7.1). A function that defines TensorRT's own cache update stays.
     """
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
@@ -197,7 +197,7 @@ def _culprit(model: ModelProto, words: str) -> str:
 
 
 def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
-    """Replace constant tensors by constants, and remove branches; return the model and the replaced If nodes."""
+    """Replace tensors of known value by constants, and Ifs by the branch taken; return the model and these Ifs."""
     taken: list[str] = []
     stated = list(model.graph.output)  # callers need the stated outputs, but inference would overwrite them
     for _ in range(_MOST_ROUNDS):
@@ -337,7 +337,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace the node at `index` by one of its branches, in place. Names in the branch get the node's name first."""
+    """Replace the node at `index` by one of its branches, in place. The node's name becomes a prefix of inner names."""
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}

@@ -1,10 +1,10 @@
 """Finds every Attention node of a prepared graph, and plans how to compute it.
 
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. Facts about TensorRT were measured on TensorRT for RTX
-1.7.1 without a GPU; tests/facts and tests/grid test them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window
-attributes without a message, aligns `is_causal` to the upper left corner, and refuses the other options. If a build
-finds no fused kernel although the plan expects one, it builds again with every attention decomposable
-(`trt_kvcache.engine.builder`).
+1.7.1 without a GPU; tests/facts tests them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window attributes
+without a message, aligns `is_causal` to the upper left corner, and refuses the operator's other options, such as
+`softcap`. If a build finds no fused kernel although the plan expects one, it builds again with every attention
+decomposable (`trt_kvcache.engine.builder`).
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ class _Planner:
     def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
         """Return the span input of an Attention, whose length says how many cache rows the node reads.
 
-        Return None if the options turn spans off, or if reading fewer rows is unsafe. The masks of all queries hide
-        rows at and after the longest valid length. Nodes with equal capacity and lengths share one input.
+        Return None if the options turn spans off, or if nothing bounds the rows to read: the valid lengths must hide
+        all later rows from every query. Nodes with equal capacity and lengths share one input.
         """
         if not self._options.attention_span or facts.lengths is None or facts.columns:
             return None  # scores have a column for every key
@@ -171,7 +171,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if an attention's mask may have fewer keys than K; then cut K, because ONNX hides the other keys."""
+        """True if a mask may cover fewer keys than K has. ONNX hides the other keys, so the caller shortens K."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -254,7 +254,7 @@ def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
 
 
 def whole_query(node: gs.Node) -> gs.Tensor:
-    """Return the tensor of which Q is a view or a slice of positions. Slices of heads are not followed back."""
+    """Return the tensor of which Q is a view or a slice of positions. A slice of heads ends the search."""
     tensor = node.inputs[0]
     while (maker := producer(tensor)) is not None:
         if is_op(maker, "Slice"):
@@ -269,11 +269,11 @@ def whole_query(node: gs.Node) -> gs.Tensor:
 
 
 def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
-    """Yield every node before a Scan with a dynamic number of steps. TensorRT builds fewer operators there.
+    """Yield every node before a Scan with a dynamic number of steps. TensorRT cannot build some operators there.
 
     Measured on TensorRT for RTX 1.7.1: if such a Scan depends on an IAttention, the builder crashes (SIGSEGV); if it
-    depends on repeats, the build fails (see `rewrite.copy_repeats`). Attention in plain operators builds. IAttention
-    builds after or beside a Scan, and before a Scan with a fixed number of steps.
+    depends on a Tile or Expand, the build fails (see `rewrite.copy_repeats`). Attention in plain operators builds.
+    IAttention builds after or beside a Scan, and before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -380,7 +380,7 @@ class AttentionFacts:
 
 
 def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
-    """Read one Attention node; refuse nodes that contain the cache, lack shapes or break the operator's rules."""
+    """Read one Attention node; refuse nodes with a cache input, without shapes, or against the operator's rules."""
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
         raise UnsupportedModelError(
             f"Attention '{node.name}' contains its cache (past_key, past_value), which TensorRT does not support; only "
@@ -469,7 +469,7 @@ def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
 
 
 def reads_columns(graph: gs.Graph, node: gs.Node) -> bool:
-    """True if the graph reads single scores of an Attention (its fourth output), not only a sum over visible keys."""
+    """True if the graph reads individual scores (fourth output) of an Attention, not only a sum over visible keys."""
     scores = node.outputs[3] if len(node.outputs) > 3 else None
     if scores is None or not is_used(graph, scores):
         return False

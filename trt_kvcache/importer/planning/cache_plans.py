@@ -178,7 +178,7 @@ def _check_zero_points(update: gs.Node) -> None:
 
 
 def _check_one_reader(update: gs.Node) -> None:
-    """Refuse an int8 cache that two attentions read: TensorRT for RTX 1.7.1 crashes (SIGSEGV) when it builds it."""
+    """Refuse an int8 cache that two attentions read: the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV)."""
     readers = _readers(update.outputs[0], "DequantizeLinear")
     if len(readers) > 1:
         raise UnsupportedModelError(

@@ -25,8 +25,8 @@ _before: list[str | None] = []
 def exact_experts() -> Iterator[None]:
     """Within the ``with`` block, open sessions in which ONNX Runtime's QMoE keeps activations in float32.
 
-    Otherwise ONNX Runtime 1.31.1 rounds activations to 8 bits: with blocks of 8 bits always, with 4 bits if the node's
-    ``accuracy_level`` requests it. An environment variable overrides this.
+    Otherwise ONNX Runtime 1.31.1 rounds activations to 8 bits: always if blocks of weights have 8 bits; with 4 bits,
+    only if the node's ``accuracy_level`` requests it. An environment variable overrides this.
     """
     with _lock:
         _before.append(os.environ.get(ROUNDING) if not _before else None)

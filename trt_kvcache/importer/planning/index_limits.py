@@ -40,7 +40,10 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
 
 
 def table_rows(model: ModelProto, name: str) -> int | None:
-    """Return the rows of the smallest table that this input indexes, without rows before an added constant; or None."""
+    """Return the number of rows of the smallest table that this input indexes, or None.
+
+    If the graph adds a constant to the index, rows before this constant do not count.
+    """
     constants = constants_of(model.graph)
     aliases, rows = {name: 0}, []  # tensors that hold the input plus a constant, and this constant
     for node in model.graph.node:  # in topological order

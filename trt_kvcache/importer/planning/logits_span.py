@@ -3,8 +3,8 @@
     attention -> Add -> norm -> x [B, S, H] -> MatMul -> softcap -> logits [B, S, V]
                                 `- becomes x[:, S - K :]
 
-A prefill needs only the logits of one position. Logits of all positions would take 7 to 60 % of the products (counted
-in weights), and gigabytes. If operators after the Slice are unknown here, the model computes all logits.
+A prefill needs only the logits of one position. Logits of all positions would take 7 to 60 % of all multiplications
+(by number of weights), and gigabytes. If operators after the Slice are unknown here, the model computes all logits.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _before_factor(
 
 
 def _keeps_positions(node: gs.Node, fixed: Sequence[gs.Tensor]) -> bool:
-    """True if a node between cut and logits surely computes each position separately; `fixed` are constant inputs."""
+    """True if a node after the Slice surely computes each position separately; `fixed` are its constant inputs."""
     if is_op(node, *_ELEMENTWISE):  # constants must not have different numbers for different positions
         rank = len(dims(node.outputs[0]) or ())
         shapes = [() if t.is_empty() else dims(t) for t in fixed]

@@ -2,8 +2,8 @@
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-The canonical form has this Slice of all L rows if all operators from the cache to the attention work row by row, and
-after the row numbers from which a bias is computed. The rewrite later ends the Slice at the span.
+The canonical form has this Slice, at first of all L rows, if all operators from the cache to the attention work row by
+row. The row numbers from which a bias is computed get a Slice, too. The rewrite later ends these Slices at the span.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """Return the Slices of rows that compute a tensor, in order; empty if it depends on a whole cache."""
+    """Return the row Slices through which a tensor depends on caches; empty if it reads a cache without a Slice."""
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
     while pending:
@@ -51,7 +51,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """Make the Slices of rows from which a tensor is computed end at row `end`. Return False without Slices."""
+    """End the Slices of row numbers from which a tensor is computed at row `end`. Return False if there are none."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

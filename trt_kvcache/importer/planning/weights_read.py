@@ -14,7 +14,7 @@ _SAME = ("Cast", "DequantizeLinear", "Identity")
 
 
 def weights_read(model: ModelProto) -> int:
-    """Return the bytes of weights that a step of one token reads. Tables count with the rows that are looked up."""
+    """Return the bytes of weights that a step of one token reads. Of lookup tables, only the rows read count."""
     constants = constants_of(model.graph)
     readers = readers_of(model.graph.node)
     makers = {name: node for node in model.graph.node for name in node.output}

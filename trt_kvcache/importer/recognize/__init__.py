@@ -130,7 +130,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Run the model once; return the guessed caches whose present has rows of the past, or all without a result."""
+    """Run the model once; return the guesses whose present has rows of the past. If the run fails, return all."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -244,7 +244,7 @@ class _Recognizer:
         raise RecognizeError(f"no single tensor holds the new rows of '{cache.past.name}'")
 
     def _read(self, front: str, known: dict[str, tuple[Region, _Seen]]) -> Attention:
-        """Describe the attention with the result `front`. Include more nodes until each input is a single tensor."""
+        """Describe the attention with result `front`. Enlarge its region until each input comes from one tensor."""
         passed: set[str] = set()
         for _ in range(_MOST_STEPS):
             region = self._cutter.front(front, passed)
@@ -285,7 +285,7 @@ class _Recognizer:
                 )
 
     def _cache(self, of: Cache, names: Mapping[str, str]) -> Cache:
-        """Return the cache that an equal part of the graph uses in place of the cache `of`, with an equal update."""
+        """Return the cache that corresponds to `of` in an equal region, whose tensors have other names (`names`)."""
         if of.update is None:
             tensor = self._tensors[names[str(of.past.name)]]
             return replace(of, past=tensor, present=tensor)
@@ -320,12 +320,11 @@ def _fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     """Replace indices and conditions that are the same in every step with constants; None if nothing was replaced.
 
         repeat_interleave(cos, 2)       NonZero(Range(n) < 2) -> GatherND          becomes      constant -> GatherND
-        LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short, up to 128 tokens
+        LongRoPE                        If(Shape(mask)[1] > 128, long, short)      becomes      short if capacity <= 128
         states of transformers.js       If(Shape(x)[1] == 1, one, several)         becomes      several
 
-    TorchScript writes the first form; TensorRT for RTX does not support NonZero. This also removes inputs that only
-    such a condition reads, such as the mask, and special branches for steps of one token. The check compares the
-    numbers.
+    TorchScript writes the first form; TensorRT for RTX does not support NonZero. This also removes special branches for
+    steps of one token, and inputs that only such a condition reads, such as the mask. The check later compares results.
     """
     graph = samples.blueprint.model.graph
     outputs = {value.name for value in graph.output}

@@ -1,10 +1,10 @@
-"""Describes an attention by running its region in ONNX Runtime on chosen numbers.
+"""Describes an attention by running its region in ONNX Runtime with chosen input values.
 
     what is found                     how
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
     which cache holds values          the result is linear in the values, not in the keys
     heads, layouts, sinks             a step with a single key and values with unique numbers
-    attention weights of keys         values that are 1 in one row and one number of a head, else 0
+    attention weights of keys         values that are 0, except for one number in one row
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
 
@@ -59,8 +59,8 @@ _MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 class Reader:
     """Describes one attention by running its region (the part of the model that computes the attention).
 
-    `caches` are guessed caches by past. `samples` makes short steps, `far` steps up to the capacity. Raises
-    `RecognizeError` if ONNX Runtime cannot load the region.
+    `caches` are guessed caches by past. `samples` makes short steps; `far` makes steps that reach up to the capacity.
+    Raises `RecognizeError` if ONNX Runtime cannot load the region.
     """
 
     def __init__(

@@ -8,10 +8,10 @@ State is a tensor of fixed size that every step reads and replaces as a whole, a
     past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
     past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
 
-A state is a floating-point input with an output of the same dtype and fixed shape (only the batch may be open), whose
-name differs only in words such as past and present. An input that is named like state is refused if only an output with
-another name is computed from it. TensorRT lets an output share the buffer of an input only in its cache layer and in
-plugins (NvInfer.h, ``getAliasedInputTensor``), so a state needs two buffers.
+A state is a floating-point input with an output of the same dtype and fixed shape (only the batch may be dynamic). The
+names differ only in words such as past and present. If an input is named like a state, but no output that could be its
+next value has such a name, the model is refused. TensorRT lets an output share the buffer of an input only in its cache
+layer and in plugins (NvInfer.h, ``getAliasedInputTensor``), so a state needs two buffers.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Data classes that describe recognized caches and attentions. `emit` builds the canonical form from them.
 
-A layout names, for each axis of a tensor, the sizes whose product it is: the batch ``b``, the heads of keys ``n``, the
-query heads ``g`` that share one key head, the new tokens ``s``, and the numbers of a head ``d``:
+A layout says for each axis of a tensor which sizes are multiplied to its length: the batch ``b``, the heads of keys
+``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the head size ``d``:
 
-    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  without its rows is  ((b, n), (d,))
+    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  is  ((b, n), (d,)), if rows P are left out
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class UnknownError(AdvisedError):
 
 
 class FartherError(Exception):
-    """Raised if the nodes taken for an attention are too few: a node that computes one of `args` is missing."""
+    """Raised if the region of an attention is too small: it must also contain a node that computes one of `args`."""
 
 
 class ComputedError(RecognizeError):
@@ -90,14 +90,14 @@ class Cache:
     Attributes:
         past: the graph input.
         present: the graph output.
-        axis: the axis of the rows. Other axes: batch, heads, numbers of a head; one axis may combine the last two.
+        axis: the axis of the rows. Other axes: batch, heads, head size; one axis may combine the last two.
         growing: True if past has one row for each token, and present has S rows more; False if both have one size.
         window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
         shifted: True if past and present always have `window_rows` rows, with the newest token in the last row.
         circular: True if token t is in row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the tensor of the new rows; None until the nodes that write the cache have run. Also None for computed
-            keys or values; `past` and `present` are then the computed tensor, with all rows.
+        update: the tensor of the new rows; None until the nodes that write the cache have run. Also None if this object
+            stands for keys or values that are computed from caches; `past` and `present` are then this tensor.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 

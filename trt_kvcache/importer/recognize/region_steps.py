@@ -1,4 +1,4 @@
-"""Runs a region (part of a model with caches) in one step, with each token's row at its place in caches and masks.
+"""Runs a region (part of a model with caches) in one step. The form of a cache says where its rows of tokens are.
 
     growing    past [.., P, ..]: token t in row t; if the cache keeps only K rows, they are the newest K tokens
     fixed      past [.., L, ..]: token t in row t; if the cache is circular, in row t mod L

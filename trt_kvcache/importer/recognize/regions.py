@@ -5,8 +5,8 @@ The cuts depend on what each tensor is computed from, not on operators. This mod
     short     its shape depends only on the batch and the number of new tokens
     text      depends on the tokens; depends on caches only through the results of earlier attentions
     long      depends on a cache, and is not short
-    front     the result of an attention, or a part of the result: short; computed from long tensors; and on each
-              path from it to the next product with a weight, all tensors are short
+    front     the result of an attention, or a part of the result: it is short and computed from long tensors, and
+              no long tensor follows it before the next product with a weight
 
 A region starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and do not depend
 on each other are parts of one attention, such as single heads. Its result is the first short tensor that depends on all
@@ -48,9 +48,9 @@ class Region:
         presents: names of the presents, in the order of `caches`.
         texts: names of inputs that depend on tokens only (queries, new rows), in the order of the graph.
         caches: names of the pasts.
-        inputs: names of other graph inputs whose numbers the region reads.
-        integers: integers in constants that may limit lengths, such as a window; steps have lengths below and above
-            each.
+        inputs: names of other graph inputs whose values, not only shapes, the region reads.
+        integers: constants that may be a limit of lengths, such as a window. Sample steps have lengths below and above
+            each limit.
         wide: names of caches that are not float32, and that the region casts to float32 before it multiplies.
         wide_weights: True if any tensor with an axis of cache rows is float32 or double.
         computed: names of keys and values that are computed from caches and are inputs of the region.
@@ -153,7 +153,7 @@ class Cutter:
         self._ends = set(self.fronts)
 
     def _guard(self, name: str, readers: Sequence[onnx.NodeProto]) -> str:
-        """Return the output of the node that replaces a result if, for example, no key is visible; empty if none."""
+        """Return the output of the node that replaces a result if no key is visible; empty if there is no such node."""
         if len(readers) != 1 or len(readers[0].output) != 1:
             return ""
         (guard,) = readers[0].output
@@ -197,11 +197,11 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of the attention with result `name`, with the nodes that compute `passed`."""
+        """Return the region of an attention by its result. It also computes `passed`, and does not begin there."""
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the region that writes a cache, with the nodes that compute the tensors in `passed`."""
+        """Return the region that writes a cache. It also computes the tensors `passed`, and does not begin there."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -264,7 +264,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return an input's share in the key that equal parts have in common: its name, except for inputs in `ends`."""
+        """Return what an input adds to `Region.key`: values of a size; the index of an end; otherwise the name."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"

@@ -135,7 +135,7 @@ class Samples:
 
 
 def _check_sizes(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
-    """Refuse a model with an input that is not one position per token, or not one row per sequence, or too large."""
+    """Refuse an input that is too large, or lacks one position for each token or one row for each sequence."""
     shown = f"the {tensor.role.value.replace('_', ' ')} '{tensor.name}' {list(tensor.shape)}"
     if math.prod(shape) > _MOST:
         raise UnsupportedModelError(

@@ -62,8 +62,8 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
     attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it. `queries` counts
-    the attentions so far that read each Q, `keys` all that read each K.
+    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it. For each
+    Q, `queries` counts its attentions so far; for each K, `keys` counts all its attentions.
     """
     node = facts.node
     query, key = node.inputs[:2]
@@ -103,7 +103,7 @@ def _rewrite(
 
 
 def slice_keys(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
-    """Return the first `end` keys of K or V. A view of a cache is cut before its Transpose."""
+    """Return the first `end` keys of K or V. A transposed cache is sliced before its Transpose."""
     if end is None:
         return tensor
     shape = dims(tensor)
@@ -365,7 +365,7 @@ class _Builder:
         return ends[0] if len(ends) == 1 else emitter.op("Min", ends, "end", INT64)
 
     def _by_position(self) -> tuple[gs.Tensor | None, gs.Tensor | None]:
-        """Emit which keys are visible by position, and which queries see any key (None: depends on the own mask)."""
+        """Emit which keys are visible by position, and which queries see a key (None: the model's own mask decides)."""
         emitter, geometry = self.emitter, self.geometry
         length = self._length()
         if not geometry.causal and length is None and not self.windowed:

@@ -21,12 +21,12 @@ from trt_kvcache.plugins.operators import NAMESPACE
 
 @dataclass(frozen=True)
 class CacheView:
-    """A cache in its physical shape, and the shape that readers expect, so that readers can cut the cache itself.
+    """A cache in its physical shape, and the shape that readers expect. Readers can slice the cache before a Reshape.
 
     Attributes:
         present: the updated cache in its physical shape.
         axis: the sequence axis of the physical shape.
-        logical: operand of a Reshape from any number of rows to the model's logical shape; None if both are equal.
+        logical: shape operand of the Reshape of any number of rows to the logical shape; None if both are equal.
         logical_axis: the sequence axis of the logical shape.
     """
 
@@ -112,7 +112,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Make a cache update write a 4-D view. Return name and Reshape operand of the tensor for the readers."""
+    """Make a cache update write a 4-D view. Emit a Reshape for the readers; return its output and shape operand."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip

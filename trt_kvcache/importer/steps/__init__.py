@@ -1,6 +1,6 @@
-"""Makes steps of a decode loop, with all inputs, in which `check` and `verify` run both models.
+"""Makes steps of a decode loop, in which `check` and `verify` run and compare the original and the rewritten model.
 
-drawn_inputs        steps, the limits of a model for steps, and values for the inputs of a step
+drawn_inputs        defines steps, finds which steps a model allows, and draws values for inputs except caches
 cache_contents      values for the caches of a step, with garbage in rows without a token
 original_interface  translates a step of the rewritten model for the original model
 later_tokens        finds models whose tokens see later tokens of their step

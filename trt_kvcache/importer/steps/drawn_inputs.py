@@ -1,4 +1,4 @@
-"""Defines steps of a decode loop, finds a model's limits for steps, and draws input values by role (not caches)."""
+"""Defines steps of a decode loop, finds which steps a model allows, and draws values for inputs except caches."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def rows_together(original: Iterable[OriginalTensor]) -> int | None:
 class DrawnInputs:
     """Draws values for the inputs of one step.
 
-    `named` are given values by name of the input. `unknown` is the size of axes of unknown meaning (None: refuse models
-    with such axes). With `rings`, the rewrite made caches circular, so that valid lengths count all tokens. With
-    `plain`, masks hide only later tokens, as in a session.
+    `named` maps names of inputs to values that replace drawn ones. `unknown` is the size of axes of unknown meaning
+    (None: refuse models with such axes). `rings`: the rewrite made caches circular, so that valid lengths also count
+    tokens that were overwritten. `plain`: masks hide only later tokens, as in a session.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class DrawnInputs:
         return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
-        """Return the rows of the smallest cache for the mask or lengths `name`: attention reads both together."""
+        """Return the rows of the smallest cache that an attention reads with this input, a mask or valid lengths."""
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
@@ -241,7 +241,7 @@ class DrawnInputs:
 
 
 def draw_constants(plan: CachePlan, batch: int, seed: int, *, length: int = ENCODER_TOKENS) -> dict[str, Array]:
-    """Draw values for inputs that the caller gives once, such as an encoder's output of `length` tokens, and mask."""
+    """Draw values for inputs that a caller gives once, such as an encoder's output for `length` tokens and its mask."""
     rng = np.random.default_rng([seed, len(plan.tensors)])
     named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
     drawn: dict[str, Array] = {}
@@ -275,7 +275,7 @@ def _span(span: SpanInput, step: Step, kind: str) -> int:
 
 
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
-    """Transpose, repeat or cut `values` with the axes `names`, to make a tensor of `shape` with the axes `axes`.
+    """Transpose, repeat or shorten `values`, whose axes are `names`, to the shape `shape` with the axes `axes`.
 
     An unnamed axis takes the first unused name whose size fits. Along an axis without a matching name, values are
     repeated. For a name without an axis, the tensor gets one entry: the last along `sequence`, else the first.

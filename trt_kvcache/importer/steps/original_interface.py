@@ -88,9 +88,9 @@ class OriginalInterface:
         return int(feeds[name].shape[axis])
 
     def groups(self, feeds: Mapping[str, Array], *, together: bool = False) -> list[tuple[slice, int]]:
-        """Return the batch rows that the original runs together, with their past tokens.
+        """Return groups of batch rows that the original runs together, each with its number of past tokens.
 
-        `together`: as many as it can.
+        `together`: make the groups as large as the original allows.
         """
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if together and (self.ragged or len(set(starts)) == 1):

@@ -132,7 +132,7 @@ def runnable(original: ModelProto) -> ModelProto:
 
 
 def as_bytes(plan: CachePlan) -> CachePlan:
-    """Return the plan with int8 in place of cache types that NumPy or ONNX Runtime lacks; rows are only moved."""
+    """Return the plan with int8 for cache types that NumPy or ONNX Runtime lacks: operators only move such rows."""
 
     def known(dtype: str) -> str:
         return dtype if dtype in (*PLAIN, "bfloat16") else "int8"
@@ -146,8 +146,8 @@ def as_bytes(plan: CachePlan) -> CachePlan:
 def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
     """Return the model in float32 instead of float16 and bfloat16, so that rounding hides no difference.
 
-    Cache types that operators only move become int8, as in `as_bytes`; QuantizeLinear with zero point 0 writes int8,
-    too. If `wide` is False, float16 stays, and replaces bfloat16, which ONNX Runtime cannot compute with.
+    Types of caches that operators only move become int8, as in `as_bytes`; QuantizeLinear with zero point 0 writes
+    int8, too. If `wide` is False, float16 stays, and bfloat16, which ONNX Runtime cannot compute, becomes float16.
     """
     copy = copied(model)
     moved = [value for value in copy.graph.input if value.type.tensor_type.elem_type in _MOVED]
@@ -172,7 +172,7 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:
-    """True if an input of the models is float16 or bfloat16. Then casts to these types add no rounding."""
+    """True if an input of the models is float16 or bfloat16: its values are rounded already, without a Cast."""
     fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
     return bool(fed & set(NARROW))
 
