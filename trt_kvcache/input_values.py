@@ -36,8 +36,8 @@ def axis_sizes(rows: int, length: int) -> dict[str, int]:
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
     """Return positions, write indices or valid lengths, as the role of the input asks; None for other roles.
 
-    `starts` (int64 ``[R]``) are all tokens of each row before the step, for circular caches too. `length` is the number
-    of new tokens of each row, and `most` the largest valid length: the capacity.
+    `starts` (int64 ``[R]``) counts all tokens of each row before the step, also those that a circular cache has lost.
+    `length` is the number of new tokens of each row, and `most` the largest valid length: the capacity.
     """
     match role:
         case Role.POSITIONS:
@@ -55,9 +55,9 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
 def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
     """Return the token indices of cache rows ``[R, 1, keys]`` after a step, and of new tokens ``[R, S, 1]``.
 
-    A cache row without a token has -1 or less, or the index of a later token. A new token sees the cache rows whose
-    token index is from 0 up to its own. `starts` (int64 ``[R]``) are the tokens of each row before the step, `length`
-    the new tokens of each row, and `ring` the capacity of a circular cache; None for linear ones.
+    A cache row without a token has -1 or less, or the index of a later token. A new token sees the cache rows with a
+    token index of at least 0 and at most its own. `starts` (int64 ``[R]``) is the number of tokens of each row before
+    the step, `length` the number of new ones, and `ring` the capacity of a circular cache; None for linear ones.
     """
     new = starts[:, np.newaxis, np.newaxis] + np.arange(length)[:, np.newaxis]
     row = np.arange(keys)
@@ -121,7 +121,7 @@ def fixed_length(plan: CachePlan) -> int | None:
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Return the tensor with a name for each axis that has the plan's fixed batch or update length, unless it is 1."""
+    """Name the axes that have the plan's fixed batch size or update length, unless it is 1; return the tensor."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width

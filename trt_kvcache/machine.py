@@ -69,7 +69,7 @@ def bounded_memory() -> Iterator[None]:
 
 
 def allow_memory(size: int) -> None:
-    """Raise the limit of `bounded_memory`, if there is one, by `size` bytes of memory that may stay unused."""
+    """Raise the limit of `bounded_memory`, if there is one, by `size` bytes that the caller will reserve."""
     if sys.platform == "linux" and _bounded:
         import resource
 

@@ -36,7 +36,7 @@ _FLAG = re.compile(
 
 
 def as_arguments(message: str) -> str:
-    """Return a message with arguments of Python for flags: ``capacity=256``. Commands in quotes are not changed."""
+    """Replace flags in a message by Python arguments, such as ``capacity=256``, but not in quoted commands."""
 
     def argument(match: re.Match[str]) -> str:
         flag, value = match["flag"], match["value"]

@@ -45,7 +45,7 @@ def is_model(path: Path) -> bool:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Return True for a folder of weights with a config, without an ONNX model, or for a GGUF file."""
+    """Return True for a GGUF file, and for a folder that has weights and a config, but no ONNX model."""
     if path.suffix.lower() == ".gguf":
         return path.is_file()
     if not (path / "config.json").is_file() or next(path.rglob("*.onnx"), None) is not None:

@@ -1,4 +1,4 @@
-"""Lets signals interrupt long calls into native code (a model may never end), but not changes of state.
+"""Lets signals such as Ctrl-C end long calls into native code, but delays them while a session changes.
 
 If a daemon thread is in native code when the interpreter ends, C++ aborts the process.
 """

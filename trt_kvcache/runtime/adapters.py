@@ -258,7 +258,7 @@ def _of_another_model(name: str, folder: LoraFolder, module: LoraModule, inputs:
 
 
 def _factors(name: str, product: AdapterProduct, pieces: Sequence[_Piece], folder: LoraFolder) -> tuple[Array, Array]:
-    """Return A and B of one MatMul of the model. If the MatMul computes several modules, their ranks are joined."""
+    """Return A and B of one MatMul of the model. Several modules are put side by side along the rank axis."""
     rank = sum(piece.module.rank for piece in pieces)
     names = [piece.module.name for piece in pieces]
     if rank > product.rank or len({piece.key for piece in pieces}) < len(pieces):

@@ -1,7 +1,7 @@
 """Describes the buffers that a session keeps from step to step: caches and state.
 
 A batch row of a cache has one cache row for each token. A batch row of state is one value for the whole sequence.
-Callers name parts of both by ranges of tokens; state belongs to the first token.
+Callers address parts of either by a range of tokens. State is in a range that includes the first token.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class KVCache:
     def capacity(self) -> int | None:
         """Most tokens of one sequence; None if there is no limit, because all caches are circular.
 
-        The smallest linear cache or the model's position table sets the limit. A sequence with positions from the
-        caller may need fewer positions than it has tokens.
+        The smallest linear cache or the model's position table sets the limit. If the caller gives positions, several
+        tokens may share one; then the table allows more tokens than this.
         """
         return self._rows.capacity
 
@@ -198,7 +198,7 @@ class KVCache:
             self._rows.crop(slot, length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
-        """Give each slot the present contents of another slot, as beam search does between two steps.
+        """Give each slot the contents that another slot has before the call, as beam search does between two steps.
 
         Args:
             indices: the k-th slot gets the contents of ``slots[indices[k]]``.
@@ -232,7 +232,7 @@ class KVCache:
                 self._rows.move(slot, row)
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1. A step computes neighboring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
         with self._guard.lock, self._guard.idle:
             self._rows.compact()
 

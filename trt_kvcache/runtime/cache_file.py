@@ -207,7 +207,7 @@ def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
 
 @contextmanager
 def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters | None) -> Iterator[SavedSlots]:
-    """Open a file of saved slots for this runner. Raises `CacheFileError` if its model or caches are others."""
+    """Open a file of saved slots for this runner. `CacheFileError` if it is of another model or other caches."""
     path = as_path(path, "path", CacheFileError)
     try:
         open_regular(path).close()  # opening a pipe would block all threads until something writes to it

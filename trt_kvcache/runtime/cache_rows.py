@@ -161,7 +161,7 @@ class CacheRows:
         self._truncate(entry.row, length, written)
 
     def reorder(self, indices: Sequence[int], names: Sequence[int]) -> None:
-        """Give slot ``names[k]`` the present contents of slot ``names[indices[k]]``, with as few copies as possible."""
+        """Give slot ``names[k]`` the old contents of slot ``names[indices[k]]``, with as few copies as possible."""
         entries = [self.with_row(name, names) for name in names]
         dropped = sorted(set(range(len(names))) - set(indices))
         taken: set[int] = set()
@@ -330,7 +330,7 @@ class CacheRows:
         entry.row = row
 
     def compact(self) -> None:
-        """Move the n slots with batch rows to rows 0 to n - 1. A step computes neighboring rows together."""
+        """Move the n slots with batch rows to rows 0 to n - 1, because one step computes only neighboring rows."""
         used = self._used()
         holes = sorted(set(range(len(used))) - used)
         for name, slot in self.slots.items() if holes else ():
@@ -344,7 +344,7 @@ class CacheRows:
     def _written(self, entry: Slot, length: int) -> int:
         """Return how many tokens count as written after a slot went back to `length` tokens.
 
-        A circular cache that has wrapped keeps its rows: the next token overwrites the only stale row.
+        For a circular cache that has wrapped, all tokens still count: the next one overwrites the only stale row.
         """
         return entry.written if any(entry.written > rows for rows in self.rings) else length
 

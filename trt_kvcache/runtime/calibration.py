@@ -23,7 +23,7 @@ def calibrate_caches(
 ) -> dict[str, float]:
     """Run a model over prompts, on the CPU with unquantized caches, and return the range of each cache.
 
-    The range is the largest magnitude in the rotated rows, which quantized caches hold
+    The range is the largest magnitude in the rows after a Hadamard rotation, because quantized caches hold rotated rows
     (`trt_kvcache.importer.families.quantized_caches`).
 
     Args:

@@ -38,7 +38,7 @@ class Continuation:
         """Start the continuation of a prompt, whose token ids the caller has checked.
 
         `tokenizer` makes the text of events, and finds stop strings. `index` is the number of the sequence's stream of
-        random numbers: sequences with the same seed and other indices draw other numbers. None: `sequence`.
+        random numbers: sequences with the same seed but different indices draw different numbers. None: `sequence`.
 
         Raises `PromptError` if the prompt is empty, `OptionError` if there are stop strings, but no tokenizer.
         """
@@ -122,7 +122,7 @@ class Continuation:
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
-        """Guess up to `most` next tokens, int64, by prompt lookup: copy what followed the last tokens earlier."""
+        """Guess up to `most` next tokens, int64: the tokens after an earlier copy of the last ones (prompt lookup)."""
         count = self.guesses(most)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
@@ -137,10 +137,11 @@ class Continuation:
         return draft
 
     def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
-        """Yield events of tokens as long as they equal the guesses in `draft`, int64 ``[D]``, and of one token more.
+        """Choose tokens, and yield their events up to the first token that differs from its guess in `draft` ``[D]``.
 
-        `logits` are ``[D + 1, V]`` of the update ``[last token, *draft]``. Its first ``len(events)`` tokens stay in the
-        caches; the caller removes the others. The tokens are the same as in single steps.
+        If all guesses are right, one more token follows. `logits` are ``[D + 1, V]`` of the update ``[last token,
+        *draft]``. The first tokens of the update, as many as there are events, stay in the caches; the caller removes
+        the others. The tokens are the same as in single steps.
         """
         if len(draft):
             self.speculation.add(SpeculationStats(proposed=len(draft), updates=1))

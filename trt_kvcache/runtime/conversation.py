@@ -56,7 +56,8 @@ class Conversation:
     def say_again(self, config: GenerationConfig) -> Generator[TokenEvent]:
         """Yield the events of another answer to the last message. The new answer replaces the last one.
 
-        Drawn tokens use other random numbers than earlier answers. `say` lists the errors; they drop the last message.
+        Sampling uses other random numbers than for earlier answers. `say` lists the errors. If the answer cannot begin,
+        the user's last message is dropped.
         """
         said = self.messages[-2]["content"]
         del self.messages[-2:]

@@ -324,7 +324,7 @@ class ModelEmbeddings(Embeddings):
         return named[0]
 
     def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
-        """Return `count` features of NaN for an input other than the token ids; an error if it cannot be empty."""
+        """Return `count` features of NaN for an input other than token ids. Refuse an input that cannot be empty."""
         shape, ids = shape_of(value) or (), shape_of(self._ids) or ()
         if all(isinstance(size, int) for size in shape) or {*shape} & {*ids} - {"?"}:
             raise UnsupportedModelError(

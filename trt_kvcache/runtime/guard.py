@@ -13,8 +13,8 @@ from trt_kvcache.native import HeldSignals
 class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
-    While a session changes, Ctrl-C waits for the end of the block, so that no change is left half done. The lock is a
-    separate context manager, because the methods of a lock are not Python code, so Ctrl-C cannot interrupt them.
+    While a session changes, Ctrl-C waits for the end of the block, so that no change is left half done. The lock is
+    entered separately, because its methods are C code. Ctrl-C could interrupt a Python method after it took the lock.
 
     Attributes:
         open: refuses calls after the session is closed.
@@ -76,8 +76,8 @@ class _Open:
 class _Idle:
     """A context manager for changes of a session: delays signals; an error if the session is closed or in a step.
 
-    The thread that locks `stepping` also holds the session's lock, so another call that holds it comes from within the
-    step.
+    The thread that locks `stepping` also holds the session's lock. So a call that gets the session's lock while
+    `stepping` is locked comes from within the step.
     """
 
     def __init__(self, open_: _Open, stepping: threading.Lock, signals: HeldSignals) -> None:

@@ -129,7 +129,7 @@ class DecodeLoop:
         self, slot: int, entry: Slot, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool,
         client: Hashable = None,
     ) -> None:  # fmt: skip
-        """Set the state of a slot to `entry`, and continue its sequence. `keep_slot`: keep the slot at its end.
+        """Set the state of a slot to `entry`, and continue its sequence. `keep_slot`: do not free the slot at its end.
 
         If sequences wait for batch rows, clients get rows in turn. If `client` is None, the sequence is its own client.
         """
@@ -182,7 +182,7 @@ class DecodeLoop:
     def _advance(self, group: list[_Piece]) -> None:
         """Run one step for a group of batch rows, and choose their next tokens.
 
-        If the step fails, repeat it for each row alone; only sequences whose own step fails end.
+        If the step fails, repeat it for each row alone. A sequence ends only if its own step fails.
         """
         again = len(group) > 1
         try:

@@ -211,7 +211,7 @@ def open_runner(path: str | os.PathLike[str], options: RunnerOptions) -> Runner:
 
 
 def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
-    """Return a session's tokenizer: a given object, one from a path or the model's folder (None), or none (False)."""
+    """Return a session's tokenizer. `tokenizer`: an object; a path; None: from the model's folder; False: none."""
     if tokenizer is None:
         return find_tokenizer(model)
     if not isinstance(tokenizer, (str, os.PathLike)):

@@ -47,8 +47,8 @@ class PrefixStats:
 class PrefixCache:
     """Copies of the cache rows of earlier sequences. A new block replaces the least recently used one.
 
-    Of one sequence, the last block goes first, because a block is of no use without those before it. `size` is in bytes
-    of host memory, page-locked if the caches lie on a GPU.
+    Of one sequence, the last block is replaced first, because a block is of no use without those before it. `size` is
+    in bytes of host memory, page-locked if the caches lie on a GPU.
 
     Raises:
         OptionError: `size` is not a number of bytes, or is less than one block; or rows of this model cannot be reused.

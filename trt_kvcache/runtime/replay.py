@@ -159,7 +159,7 @@ class Replay:
     """The result of running the recorded steps of an engine's proof again.
 
     Attributes:
-        steps: number of steps that were run. No further part of the decode runs after one with a disagreement.
+        steps: number of steps run. Without experts (MoE), a disagreement ends the replay after its `Piece.part`.
         findings: each output that disagrees, once.
         outputs: the largest difference for each output.
     """
@@ -326,7 +326,8 @@ class _Replay:
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
         """Record a difference, and a finding if it is larger than allowed.
 
-        In each part of the decode, one row may differ more. If there is only one row, one part may differ more.
+        In each part of the decode (`Piece.part`), one row may exceed the usual limit, up to a larger one. If there is
+        only one row, one part may.
         """
         facts = self._facts
         limit = facts.allowed[part].get(name)

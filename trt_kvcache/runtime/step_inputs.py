@@ -132,7 +132,7 @@ class StepInputs:
     Attributes:
         uniform: True if an input has no batch axis, although its values depend on the row. Then all rows of a step must
             start at one position.
-        max_rows: most rows in a step; None if the model leaves its batch open.
+        max_rows: most rows in a step; None if the model's batch is dynamic.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
         constants: the inputs that stay the same in all steps of a sequence.
         embedded: the input of embeddings, for a model that takes embeddings instead of tokens.
@@ -140,8 +140,8 @@ class StepInputs:
 
     Args:
         plan: plan of the rewritten model.
-        bucket: the number of cache rows that a step reads, and dynamic mask lengths, are multiples of this many cache
-            rows, or the capacity.
+        bucket: the number of cache rows that a step reads is rounded up to a multiple of `bucket`, but at most to the
+            capacity. So is the length of a dynamic mask.
 
     Raises:
         UnsupportedModelError: the model has an input that the runtime cannot fill, or has no caches, tokens or logits.
@@ -172,7 +172,7 @@ class StepInputs:
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the batch rows that the caller (`asked`) or the model fixes, or None. `OptionError` if they differ."""
+        """Return the number of batch rows that `asked` or the model fixes, or None; `OptionError` if both differ."""
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
                 f"max_batch is {asked}, but this model computes {self.fixed_rows} sequences in every step: leave it "
@@ -408,7 +408,7 @@ def why_no_session(plan: CachePlan) -> str:
 
 
 def run_whole(runner: Runner, inputs: StepInputs, batch: StepBatch, run: Callable[[StepBatch], Array]) -> Array:
-    """Run a step of a model with fixed sizes with padding; return logits ``[R, keep, V]`` of `batch` without it."""
+    """Pad a step to the model's fixed sizes, and run it; return logits ``[R, keep, V]`` without the padding."""
     rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
     if (rows, length) == (batch.rows, batch.length):
         return run(batch)

@@ -120,7 +120,7 @@ class Streams:
                 self._readers.remove(known)
 
     def leave(self, reader: Reader) -> None:
-        """End the unfinished sequences of a reader. While the loop runs a step, leave this to the next step."""
+        """End the unfinished sequences of a reader. If the loop is running a step, the next step ends them instead."""
         with suppress(SessionError), self._guard.lock, self._guard.idle:  # unless the session was closed meanwhile
             self._end(reader.slots)
 

@@ -29,7 +29,7 @@ _LEXER_STATES = 50_000
 
 
 class Grammars:
-    """Compiles grammars for the tokenizer and the vocabulary of a session. Creating it takes time for each token.
+    """Compiles grammars for a session's tokenizer and vocabulary. To create it takes time for each vocabulary entry.
 
         grammars = Grammars(session)
         schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}

@@ -62,8 +62,8 @@ def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], ke
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
     attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it. For each
-    Q, `queries` counts its attentions so far; for each K, `keys` counts all its attentions.
+    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it.
+    `queries` counts for each Q the attentions so far that read it, `keys` for each K all that read it.
     """
     node = facts.node
     query, key = node.inputs[:2]

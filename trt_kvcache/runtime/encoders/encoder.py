@@ -102,8 +102,9 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 class OnnxEncoder:
     """An `Encoder` on the CPU.
 
-    If the decoder's first step would compute keys and values from the encoder's output, the model `first_step` computes
-    them. Raises `InvalidModelError` or `UnsupportedModelError` if a model cannot run or does not fit the decoder.
+    Some exports have a separate model for the decoder's first step, `first_step`. It runs once for each source, to get
+    keys and values of the encoder's output. Raises `InvalidModelError` or `UnsupportedModelError` if a model cannot run
+    or does not fit the decoder.
     """
 
     def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole], where: str = "") -> None:

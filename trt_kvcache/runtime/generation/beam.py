@@ -120,7 +120,7 @@ def hypothesis_events(
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
     """Extend each live beam by its likeliest tokens. Return the best as pairs (index of the old beam, new beam).
 
-    The best beam comes first. There are so many beams that at least `num_beams` of them have not ended.
+    The best beam comes first. The list is so long that at least `num_beams` beams in it have not ended.
     """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")

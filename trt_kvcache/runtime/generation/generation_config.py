@@ -352,7 +352,7 @@ class GenerationConfig:
 
     @classmethod
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
-        """Return a config with the end tokens, forced tokens and suppressed tokens that the files of a model name.
+        """Return a config with the end tokens, forced tokens and suppressed tokens from the files of a model.
 
         Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, then
         onnxruntime-genai's ``genai_config.json``; without ``generation_config.json``, also ``config.json``, with the

@@ -10,8 +10,9 @@ becomes
 The results are the same except for the order of sums. The operator writes in place if past and present are one buffer,
 and reads the rows in use without a copy; Slice copies them. It takes updates of several tokens for one sequence at a
 time, unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given"). Q,
-K and V are passed as the projections return them, [B, S, N*H]; a rotation is moved to this form. The operator's own
-rotation is not used: it reads only the first position when a step of several tokens starts at row 0 (1.32.0).
+K and V are passed as the projections return them, [B, S, N*H]; a RotaryEmbedding is rewritten for this form. The
+operator's own rotation is not used: it reads only the first position when a step of several tokens starts at row 0
+(1.32.0).
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 tests/runtime/test_ort_fused.py checks that rows beyond a sequence's length are never read.
 """
@@ -231,7 +232,7 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Return the model with the source model's own operators of experts (MoE), in float32 only.
+    """Return the model with the MoE operators of `source` that compute in float32, in place of their replacements.
 
     `model` has sorted nodes and is not changed. The external data of both models are in one folder.
     """

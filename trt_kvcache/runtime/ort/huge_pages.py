@@ -29,8 +29,8 @@ _LEAST_SECONDS = 1.0
 def huge_pages(*, wait: bool = True) -> Iterator[None]:
     """Move the memory that the ``with`` block allocates and fills into huge pages, if Linux has any.
 
-    The move stops at an error, or when it takes longer than the block took (and at least a second). If `wait` is False,
-    the move runs in a thread.
+    The move stops at an error, or after as much time as the block took (at least one second). If `wait` is False, the
+    move runs in a thread.
     """
     before, start = _anonymous(), time.perf_counter()
     yield

@@ -122,7 +122,7 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the session and allocate the caches, while the comparison of the models runs."""
+        """Open the session and allocate the caches. Meanwhile, the import's check runs (`import_unchecked`)."""
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
         self._stamps = [(path, times[:-1]) for path, times in imported.source.stamps.items()]

@@ -44,7 +44,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt. If `plain`, special tokens spelled in its text are a message's, and encoded as text."""
+    """A part of a prompt. `plain`: a message spells special tokens in it, so it is encoded as ordinary text."""
 
     text: str
     plain: bool = False
@@ -258,9 +258,10 @@ def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
 
 
 def _parts(shown: str, text: str, pattern: re.Pattern[str], known: Sequence[str], name: str) -> list[Part]:
-    """Split a prompt, `shown` with marks for the special tokens spelled in messages, so that these stay text.
+    """Split a prompt into parts, so that special tokens spelled in messages stay text.
 
-    Raises `OptionError` if the template writes a message differently because it contains a special token.
+    `text` is the prompt; `shown` has marks in place of these special tokens. Raises `OptionError` if the template
+    writes a message differently because it contains a special token.
     """
     spelled = re.compile(_SPELLED.format("([0-9]+)"))
     if spelled.sub(lambda match: known[int(match[1])], shown) != text:

@@ -247,7 +247,7 @@ class StepGraphs:
         Args:
             key: key of the step. Equal keys mean equal shapes and addresses.
             make: makes a context with the shapes and addresses of this step.
-            before: puts the copies before the step on the stream; they are recorded with the step.
+            before: puts copies that the step needs on the stream; they are recorded with the step.
         """
         if self.failure:
             return False

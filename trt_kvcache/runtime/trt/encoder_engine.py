@@ -129,7 +129,7 @@ class EngineFunction:
     """An engine without state that runs on a decoder's GPU and stream. Call it within `TensorRTRunner.running`.
 
     It gets inputs from the host; outputs stay on the GPU. It has no reference to the runner: the runner's resources
-    keep it until they are freed. `open_engine` lists the errors; or the GPU has too little memory (`BackendError`).
+    keep it until they are freed. Raises the errors of `open_engine`; also `BackendError` for too little GPU memory.
     """
 
     def __init__(self, path: Path, manifest: Manifest, module: Any, cuda: Cuda, kernels: Path) -> None:

@@ -53,7 +53,7 @@ class StepBuffers:
         return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, positions)
 
     def allocate(self) -> None:
-        """Allocate all memory, and fill the inputs that select cache rows with 0, 1, 2, ...; steps use their start."""
+        """Allocate all memory, and fill the span inputs with 0, 1, 2, ... A step uses only the beginning of these."""
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
