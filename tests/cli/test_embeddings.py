@@ -61,10 +61,3 @@ def test_bench(forms: Forms, tmp_path: Path) -> None:
     for more in ([], ["--embeddings", str(tmp_path / "table.npy")]):
         timings = json.loads(call("bench", str(forms.embeds), *sizes, *more).stdout)["timings"]
         assert [t["batch"] for t in timings] == [1, 1, 2]
-
-
-def test_plan_calls_them_embeddings(forms: Forms) -> None:
-    lines = [line.split() for line in call("plan", str(forms.embeds), "--all").stdout.splitlines()]
-    assert next(line for line in lines if line[:1] == ["inputs_embeds"])[1] == "embeddings"
-    lines = [line.split() for line in call("plan", str(forms.ids), "--all").stdout.splitlines()]
-    assert next(line for line in lines if line[:1] == ["input_ids"])[1] == "tokens"

@@ -281,15 +281,6 @@ def test_constants_come_from_files(crossing: tuple[Path, dict[str, Any]]) -> Non
     assert [s["tokens"] for s in two["sequences"]] == expected
 
 
-@pytest.mark.slow
-def test_constants_that_do_not_fit(crossing: tuple[Path, dict[str, Any]]) -> None:
-    folder, arrays = crossing
-    np.savez(folder / "a.npz", **arrays)
-    files = [a for _ in range(2) for a in ("--constants", str(folder / "a.npz"))]
-    assert "2 files of constants for 1 prompts" in call(folder, "--tokens", "5", *files, code=1).output
-    assert "are missing" in call(folder, "--tokens", "5", code=1).output
-
-
 @pytest.mark.parametrize(
     ("flag", "given", "pattern"),
     [

@@ -68,15 +68,3 @@ def test_mistakes(folder: Path) -> None:
         "names the decoder_start_token_id, with which texts of an encoder-decoder start; give"
         in call(folder, *source, code=1).output
     )
-
-
-@pytest.mark.slow
-def test_build_says_where_the_encoder_is(folder: Path) -> None:
-    command = ["build", str(folder), "-o", str(folder / "m.engine"), "--max-encoder=12", "--max-chunk=8"]
-    result = invoke(*command)
-    assert "m.encoder.engine: " in result.stdout
-    assert "warning" not in result.stderr
-    for engine, words in (("m.engine", "encoder    m.encoder.engine"), ("m.encoder.engine", "of one source at a time")):
-        assert words in invoke("inspect", folder / engine, code=None).stdout
-    refused = invoke(*command, "--encoder=nowhere", code=1)
-    assert "there is no encoder at nowhere" in refused.output

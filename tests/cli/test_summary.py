@@ -1,15 +1,17 @@
-"""Answers of at most 20 lines at 80 columns, which end with the next command."""
+"""Advice, the next command, and the JSON of a plan; whole answers: test_golden."""
 
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
-from sample_plans import sample_plan
+from sample_plans import cache_update, sample_plan, with_contract
 
 from trt_kvcache.cli import summary
 from trt_kvcache.cli.options import PlanFlags
+from trt_kvcache.cli.plan_view import plan_data
 from trt_kvcache.cli.summary import advice, command_line, next_line
-from trt_kvcache.importer.plan import Fallback, Target
+from trt_kvcache.importer.plan import CachePlan, Fallback, Target
 
 
 def test_advice() -> None:
@@ -45,3 +47,15 @@ def test_the_next_command_has_the_flags_of_this_one(monkeypatch: pytest.MonkeyPa
     assert command_line("generate", Path("a.engine"), "--prompt", "Hello") == (
         "trt-kvcache generate a.engine --prompt Hello"
     )
+
+
+def test_json_decodes_as_the_plan() -> None:
+    plan = replace(sample_plan(2), caches=(with_contract(cache_update(0)),))
+    data = msgspec.json.encode(plan_data(plan, 4))
+    assert msgspec.json.decode(data, type=CachePlan) == plan
+    counted = msgspec.json.decode(data)["cache_bytes"]
+    assert counted == {"per_sequence": 131072, "batch": 4, "total": 524288}
+    assert msgspec.json.decode(data)["steps"] == []  # weights were not counted
+    steps = plan_data(replace(plan, weights=10**6), 4, 300.0)["steps"]
+    assert [(s["tokens"], s["batch"], s["weights"]) for s in steps] == [(256, 4, 10**6)]
+    assert steps[0]["tokens_per_second_limit"] == 4 * 300e9 / steps[0]["bytes"]

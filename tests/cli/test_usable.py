@@ -97,10 +97,6 @@ def test_plan_says_that_no_session_reads_several_scores_for_each_position(tmp_pa
         trt_kvcache.DecodeSession.open(tmp_path / "model.onnx", capacity=24)
 
 
-def test_plan_says_nothing_of_a_plain_decoder(tmp_path: Path) -> None:
-    assert "sessions" not in run("plan", write(tmp_path, lambda _, x: x), "--capacity", 24).stdout
-
-
 def test_verify_names_inputs_whose_values_it_guessed(tmp_path: Path) -> None:
     model = write(tmp_path, at_index)
     refused = run("verify", model, "--capacity", 24)

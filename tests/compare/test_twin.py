@@ -110,21 +110,6 @@ def test_each_setting_is_left_out() -> None:
     assert found[7][1]["rope_parameters"] == {"rope_type": "yarn"}
 
 
-def test_a_threshold_is_found_where_it_stands() -> None:
-    assert twin.threshold(LLAMA) == 8192
-    assert twin.threshold({"original_max_position_embeddings": 4096, "rope_scaling": None}) == 4096
-    assert twin.threshold({"max_position_embeddings": 4096}) is None
-
-
-def test_texts_pass_windows_and_thresholds() -> None:
-    for text, cuts in zip(DECODE["texts"], DECODE["cuts"], strict=True):
-        assert len(text) == sum(cuts)
-        assert max(text) < twin.VOCABULARY - 20, "no special token"
-        assert cuts[0] > twin.WINDOW
-        assert len(set(text)) > 8
-    assert DECODE["cuts"][0][0] > twin.THRESHOLD > len(DECODE["texts"][1])
-
-
 REAL = os.environ.get("TRT_KVCACHE_EXPORTERS", sys.executable)
 """An interpreter with torch and transformers, where the tests' own has none."""
 

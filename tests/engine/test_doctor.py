@@ -14,9 +14,6 @@ def available(diagnosis: Diagnosis) -> dict[tuple[Route, str], bool]:
     return {(route.route, route.form): route.available for route in diagnosis.routes}
 
 
-EXPORTERS = ("mobius-onnx", "torch", "transformers")  # installed or not
-
-
 def test_no_driver_is_said_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     from cuda.bindings import driver
     from cuda.pathfinder import DynamicLibNotFoundError

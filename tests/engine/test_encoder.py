@@ -1,14 +1,12 @@
 """Encoders built by TensorRT for RTX beside their decoders, without a GPU, and what is refused before."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
-from encoders import encoder, first_step, heard, strided_encoder
+from encoders import encoder, first_step, strided_encoder
 from graphs import Graph
 from hybrids import WIDTH, cross_model, hybrid_model, write
 from onnx import TensorProto, helper, numpy_helper
@@ -128,43 +126,6 @@ def constants(model: Path) -> tuple[Any, list[Any]]:
     return plan, [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
 
 
-def run(model: onnx.ModelProto, feed: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    path = folder / "rewritten.onnx"
-    onnx.save(model, path)
-    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-    return dict(zip([v.name for v in session.get_outputs()], session.run(None, dict(feed)), strict=True))
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("causal", [0, 1])
-def test_operators_of_onnx_runtime(causal: int, tmp_path: Path) -> None:
-    """As onnxruntime-genai writes encoders: Attention projects its input, sums are normalized; large weights stay."""
-    model = write(tmp_path / "decoder.onnx", cross_model("hidden", "none"))
-    rng = np.random.default_rng(3)
-    g = Graph()
-    g.input("audio_features", FLOAT, ["batch", "length", WIDTH])
-    weight, bias = (g.constant(rng.normal(size=s) / 4, np.float32) for s in ((WIDTH, 3 * WIDTH), (3 * WIDTH,)))
-    ones, zeros = g.constant(np.ones(WIDTH), np.float32), g.constant(np.zeros(WIDTH), np.float32)
-    domain = {"domain": "com.microsoft"}
-    x = g.node("Attention", ["audio_features", weight, bias], num_heads=4, scale=0.3, unidirectional=causal, **domain)
-    g.node("SkipLayerNormalization", [x, "audio_features", ones, zeros], "hidden_states", epsilon=1e-5, **domain)
-    g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
-    exported = g.model()
-    exported.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-    onnx.save(exported, tmp_path / "encoder.onnx")
-    plan, taken = constants(model)
-    made = import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
-    assert not any(node.domain == "com.microsoft" for node in made.model.graph.node)
-    for length in (1, 7):
-        feed = {"audio_features": heard(length, length)}
-        wanted = run(exported, feed, tmp_path)["hidden_states"]
-        found = run(made.model, feed, tmp_path)["encoder_hidden_states"]
-        np.testing.assert_allclose(found, wanted, atol=2e-5)
-    job = find_job(model, plan, BuildOptions(**SIZES))
-    assert job is not None
-    assert job.vocab is None
-
-
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
@@ -281,9 +242,6 @@ def test_weights_in_two_folders(model: Path, tmp_path: Path) -> None:
 
 
 # Engines of decoders that attend to what an encoder gives once.
-
-
-HIDDEN = "encoder_hidden_states"
 
 
 @pytest.mark.slow

@@ -54,12 +54,6 @@ def test_an_engine_in_a_model_folder_does_not_take_its_place(model: Path) -> Non
         load_manifest(model.parent)
 
 
-def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
-    assert output_engine(tmp_path / "x.engine") == (tmp_path / "x.engine", None)
-    assert output_engine("new/") == (Path("new/model.engine"), Path("new"))
-    assert output_engine(tmp_path) == (tmp_path / "model.engine", tmp_path)
-
-
 @pytest.mark.parametrize("name", TEXTS)
 def test_files_of_something_else_are_neither_replaced_nor_removed(name: str, tmp_path: Path) -> None:
     """A checkpoint's folder, for one; an engine's own folder is built into again."""

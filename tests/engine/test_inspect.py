@@ -7,11 +7,9 @@ import pytest
 from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from sample_plans import sample_manifest, sample_plan
-from typer.testing import CliRunner
 
 import trt_kvcache.engine.inspection as inspect_module
 from trt_kvcache import BuildOptions, build_engine
-from trt_kvcache.cli.app import app
 from trt_kvcache.engine.inspection import EngineTensor, EngineView, inspect_engine, reconcile
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
@@ -39,13 +37,6 @@ def agreeing_view(manifest: Manifest) -> EngineView:
 @pytest.fixture
 def manifest() -> Manifest:
     return sample_manifest(sample_plan(1), FileIdentity("e", 1, "00"))
-
-
-def test_tokens_of_the_model_are_shown(engine: Path, manifest: Manifest) -> None:
-    tokens = {"eos_token_id": 2, "suppress_tokens": list(range(90))}
-    save_manifest(replace(manifest, engine=identify(engine), generation=tokens), manifest_path(engine))
-    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["inspect", str(engine)]).output
-    assert "tokens     eos_token_id=2, suppress_tokens=[0, 1, 2, 3, 4, 5, 6, 7, ...] (90)" in shown
 
 
 def changed(name: str, **changes: object) -> Callable[[EngineView], EngineView]:

@@ -12,6 +12,7 @@ from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig, write_decoder
 from hybrids import hybrid_model
 from onnx import TensorProto, helper
+from sample_plans import sample_plan
 
 from trt_kvcache.engine.builder import check_network
 from trt_kvcache.errors import BuildError
@@ -134,12 +135,6 @@ def test_an_input_that_decides_shapes_by_its_values_is_refused(tmp_path: Path) -
         TensorRole("shape", "input", Role.OTHER, "int64", (2,), "test", ("",)),
         TensorRole("y", "output", Role.OTHER, "float", ("a", "b"), "test", ("?", "?")),
     )
-    plan = replace(empty_plan(), tensors=tensors)
+    plan = replace(sample_plan(layers=1), caches=(), attention=(), masks=(), spans=(), tensors=tensors)
     with pytest.raises(BuildError, match="input 'shape' decides shapes by its values"):
         check_network(network, plan, trt)
-
-
-def empty_plan() -> CachePlan:
-    from sample_plans import sample_plan
-
-    return replace(sample_plan(layers=1), caches=(), attention=(), masks=(), spans=(), tensors=())

@@ -20,7 +20,6 @@ TAKEN = [
 DECODERS = [name for name in TAKEN if not name.startswith("plain-torch/") and name != "optimum/t5"]
 # Attention of others reads what an encoder has made, latent rows, or the cache of another layer.
 _OTHERS = ("optimum/t5", "torch/deepseek_v3_dynamic_eager")
-GROUPED = [name for name in TAKEN if name not in _OTHERS and not name.startswith("mobius/gemma4")]
 
 
 def _path(name: str) -> Path:

@@ -149,10 +149,6 @@ def test_options_that_make_no_sense(values: dict[str, object], words: str) -> No
         PlanOptions(**values)  # type: ignore[arg-type]
 
 
-def test_targets_are_given_as_text_too() -> None:
-    assert PlanOptions(lora_targets="q_proj,v_proj").lora_targets == ("q_proj", "v_proj")  # type: ignore[arg-type]
-
-
 def test_a_product_whose_first_axis_is_unknown_is_refused(tmp_path: Path) -> None:
     """The hidden states have the tokens first: an adapter of a sequence would meet a token of all of them."""
     from decoders import DecoderConfig, make_decoder

@@ -11,7 +11,7 @@ from graphs import renamed
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.interface.role_patterns import example, load_patterns, shipped_patterns
+from trt_kvcache.importer.interface.role_patterns import shipped_patterns
 from trt_kvcache.importer.plan import PlanOptions, Role, TensorRole
 
 SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=20)
@@ -92,11 +92,3 @@ def test_shipped_patterns_agree_with_each_other() -> None:
         for io in ("input", "output"):
             agreeing = {other.role for other in shipped_patterns() if other.matches(pattern.regex.pattern, io)}
             assert len(agreeing) <= 1
-
-
-@pytest.mark.parametrize("name", ["input_ids", "key_cache.0", "model/ids:0", "it's [0], {1}", "a b", "yes"])
-def test_example_in_messages_is_a_legal_config(tmp_path: Path, name: str) -> None:
-    config = tmp_path / "own.yaml"
-    config.write_text(example({Role.TOKENS: [name]}))
-    (pattern,) = load_patterns(config)
-    assert pattern.matches(name, "input")

@@ -7,7 +7,6 @@ import numpy as np
 import onnx
 import pytest
 from concat_graphs import Decoder, make_decoder
-from decoders import DecoderConfig, write_decoder
 from onnx import helper, numpy_helper
 
 from trt_kvcache import PlanOptions, plan_model
@@ -38,6 +37,9 @@ def test_what_has_an_open_shape_is_asked_for(io: int, tmp_path: Path) -> None:
     source = load_source(with_default(tmp_path, info.name, np.zeros(sizes, kind)))
     assert source.is_edited
     assert info.name not in {t.name for t in source.proto.graph.initializer}
+    named = load_source(with_default(tmp_path, "position_ids", np.zeros((1, 1), np.int64), [1, 1]))
+    assert named.is_edited  # at a fixed shape, too
+    assert "position_ids" not in {t.name for t in named.proto.graph.initializer}
 
 
 def test_positions_are_asked_for(tmp_path: Path) -> None:
@@ -47,12 +49,6 @@ def test_positions_are_asked_for(tmp_path: Path) -> None:
     model = with_default(tmp_path, "position_ids", np.zeros((1, 1), np.int64))
     assert plan_model(model, OPTIONS).tensors == plan_model(plain / "model.onnx", OPTIONS).tensors
     verify_model(model, OPTIONS, STEPS).check()
-
-
-def test_a_name_with_a_role_is_asked_for_at_a_fixed_shape(tmp_path: Path) -> None:
-    source = load_source(with_default(tmp_path, "position_ids", np.zeros((1, 1), np.int64), [1, 1]))
-    assert source.is_edited
-    assert "position_ids" not in {t.name for t in source.proto.graph.initializer}
 
 
 @pytest.mark.parametrize(
@@ -68,23 +64,16 @@ def test_a_default_that_is_no_value_of_its_input_is_named(value: Any, shape: Any
         load_source(with_default(tmp_path, "position_ids", value, shape))
 
 
-def test_a_weight_that_is_listed_without_a_shape_is_a_constant(tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    proto = onnx.load(model)
-    for tensor in proto.graph.initializer:
-        proto.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, None))
-    onnx.save(proto, model)
-    verify_model(model, verify=STEPS).check()
-
-
-def test_weights_that_are_listed_as_inputs_stay_constants(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shaped", [True, False])
+def test_weights_that_are_listed_as_inputs_stay_constants(shaped: bool, tmp_path: Path) -> None:
     model = make_decoder(Decoder())
     wanted = {v.name for v in model.graph.input}
     for tensor in model.graph.initializer:
-        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+        shape = tensor.dims if shaped else None
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, shape))
     onnx.save(model, tmp_path / "model.onnx")
     source = load_source(tmp_path / "model.onnx")
-    assert not source.is_edited
+    assert source.is_edited is not shaped  # a shape is added where there is none
     inputs = {t.name for t in plan_model(tmp_path / "model.onnx", OPTIONS).tensors if t.io == "input"}
     assert inputs <= wanted | {"write_indices", "nonpad_kv_seqlen", "attention_span", "logits_span"}
     verify_model(tmp_path / "model.onnx", OPTIONS, STEPS).check()

@@ -13,17 +13,13 @@ from mixtures import DOMAIN, Mixture
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import (
-    DecodeSession,
-    GenerationConfig,
     PlanOptions,
     build_engine,
     plan_model,
     rewrite_model,
     verify_model,
 )
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.lower import moe
 from trt_kvcache.importer.planning.experts import ROUNDING, exact_experts
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
@@ -76,29 +72,6 @@ def test_a_model_with_canonical_caches(bits: int, dtype: str, tmp_path: Path) ->
     report.check()
     assert any("experts in QMoE" in note for note in report.notes) == bool(bits)
     build_engine(path, tmp_path / "model.engine")
-
-
-@pytest.mark.slow
-def test_a_comparison_shows_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts with the lowest scores instead of the highest."""
-    path = decoder(tmp_path, Mixture())
-    verify_model(path).check()
-    route = moe._route
-    monkeypatch.setattr(moe, "_route", lambda *sizes: f"logits = Neg (logits)\n{route(*sizes)}")
-    with pytest.raises(UnsupportedModelError, match="does not compute the same"):
-        verify_model(path)
-
-
-@pytest.mark.slow
-def test_greedy_tokens_on_the_cpu(tmp_path: Path) -> None:
-    """As the original's: verify has compared its logits."""
-    path = decoder(tmp_path, Mixture())
-    options = GenerationConfig(max_new_tokens=8)
-    with DecodeSession.open(path) as session:
-        together = [e.token for e in session.stream([[1, 2, 3]], options)]
-    with DecodeSession.open(path, max_batch=3) as session:
-        events = list(session.stream([[1, 2, 3], [9, 8, 7, 6, 5], [4]], options))
-    assert [e.token for e in events if e.sequence == 0] == together
 
 
 @pytest.mark.slow

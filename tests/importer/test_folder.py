@@ -8,7 +8,7 @@ from decoders import DecoderConfig, write_decoder
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache import DecodeSession, rewrite_model
+from trt_kvcache import rewrite_model
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.files.model_folder import find_model
 from trt_kvcache.importer.files.source import load_source
@@ -102,10 +102,3 @@ def test_the_first_step_alone_is_refused_with_its_sibling(tmp_path: Path) -> Non
 def test_what_is_no_first_step_is_not_refused(tmp_path: Path, model: onnx.ModelProto) -> None:
     onnx.save(model, tmp_path / "other.onnx")
     assert load_source(tmp_path).path == tmp_path / "other.onnx"
-
-
-def test_a_session_opens_a_folder(tmp_path: Path) -> None:
-    write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=16))
-    touch(tmp_path, "encoder_model.onnx")
-    with DecodeSession.open(tmp_path) as session:
-        assert session.cache.capacity == 16

@@ -44,12 +44,3 @@ def test_data_with_two_names(tmp_path: Path, dtype: str) -> None:
         with DecodeSession.open(one) as session:
             tokens.append(session.generate([[1, 2, 3]], GREEDY)[0].tokens)
     assert tokens[0] == tokens[1]
-
-
-@pytest.mark.slow
-def test_sessions(tmp_path: Path) -> None:
-    tokens = []
-    for model in snapshot(tmp_path):
-        with DecodeSession.open(model) as session:
-            tokens.append(session.generate([[1, 2, 3]], GREEDY)[0].tokens)
-    assert tokens[0] == tokens[1]

@@ -13,11 +13,9 @@ from graphs import scatter_model
 from harness import imported
 from real_bindings import NEWEST, ask
 
-from trt_kvcache.engine.build_options import BuildOptions
-from trt_kvcache.engine.build_process import Job
-from trt_kvcache.engine.builder import _with_refusals, check_network
+from trt_kvcache.engine.builder import check_network
 from trt_kvcache.engine.diagnosis import find_gpus
-from trt_kvcache.errors import BackendError, BuildError
+from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
 from trt_kvcache.messages import as_arguments
 from trt_kvcache.plugins.compile import nvrtc_version
@@ -128,20 +126,6 @@ def test_the_ways_out_that_are_named_need_no_plugin(fallback: str, tmp_path: Pat
             assert cache.route is (Route.NATIVE if fallback == "contract" else Route.FUNCTIONAL), kind
 
 
-def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
-    """Refusals of the plugin while TensorRT asks for it, such as a kernel that does not compile."""
-    plan = imported(scatter_model(mode="circular"), tmp_path, PlanOptions(target=Target.TENSORRT)).plan
-    job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (), BuildOptions())
-    said = _with_refusals(
-        job, "TensorRT cannot build the engine", [BackendError("NVRTC: no"), BackendError("NVRTC: no")]
-    )
-    assert said.startswith(
-        "TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; or plan without the plugin"
-    )
-    assert said.endswith(CONTRACT + FUNCTIONAL)
-    assert _with_refusals(job, "TensorRT cannot parse the model", []) == "TensorRT cannot parse the model"
-
-
 class Layer:
     def __init__(self, kind: str, inputs: list[str], outputs: list[str]) -> None:
         self.type, self.name, self.num_outputs = kind, "layer", len(outputs)
@@ -179,10 +163,3 @@ def test_plugin_layers_are_found_in_the_network(tmp_path: Path) -> None:
             BuildError, match="no layer of the cache-update plugin for past -> present.*not update them in"
         ):
             check_network(Network(plan, layers), plan, TRT)
-
-
-def test_plans_for_rtx_have_no_plugin(tmp_path: Path) -> None:
-    for mode, dtype in (("circular", 10), ("circular", 3), ("linear", 3)):
-        result = imported(scatter_model(mode=mode, dtype=dtype), tmp_path)
-        assert all(c.route is not Route.PLUGIN for c in result.plan.caches)
-        assert not any(n.domain == "trt_kvcache" for n in result.model.graph.node)

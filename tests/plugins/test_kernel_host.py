@@ -8,7 +8,6 @@ import pytest
 from host_kernel import HostKernels, Launch, compiler, sanitizer_flags
 from kernel_cases import FLOATS, Case, all_kernels, make_case, quantize_linear, varied
 from onnx import TensorProto, helper
-from onnx.reference import ReferenceEvaluator
 
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
@@ -132,15 +131,6 @@ def packed_case(config: KernelConfig, lengths: np.ndarray) -> Launch:
     return Launch(config, launch.grid, launch.block, inputs, [0] * len(inputs), launch.scalars, sizes, aliases)
 
 
-def test_the_grid_follows_the_update_not_the_capacity() -> None:
-    config = KernelConfig(16, caches=2)
-    one, long = (launch_params(config, Shapes(2, 8, s, 1, (128, 128))).grid for s in (256, 131072))
-    assert one == long == 2 * 2 * 8
-    many = launch_params(config, Shapes(2, 8, 131072, 1000, (128, 128))).grid
-    assert many == 2 * 2 * 8 * (1000 * 256 // 8192 + 1)
-    assert launch_params(config, Shapes(2, 8, 1024, 1, (128, 128)), copies=True).grid == 2 * 2 * 8 * (32 + 1)
-
-
 @pytest.mark.parametrize("empty", ["batch", "heads", "capacity", "length", "size"])
 def test_sizes_may_be_zero(host: HostKernels, empty: str) -> None:
     launches = []
@@ -212,9 +202,8 @@ def test_the_reference_is_onnx_quantize_linear(source: str, target: str) -> None
     rng = np.random.default_rng(2)
     x = np.concatenate([rng.normal(0, 100, 4000), rng.integers(-700, 700, 4000) / 4]).astype(FLOATS[source])
     scale = np.float32(0.37)
-    for run in (run_with_onnx, run_with_onnxruntime):
-        for each in (scale, np.float32(0.5)):
-            assert np.array_equal(run(x, each, target), quantize_linear(x, each, target)), run.__name__
+    for each in (scale, np.float32(0.5)):
+        assert np.array_equal(run_with_onnxruntime(x, each, target), quantize_linear(x, each, target))
 
 
 def quantize_model(x: np.ndarray, target: str) -> onnx.ModelProto:
@@ -228,11 +217,6 @@ def quantize_model(x: np.ndarray, target: str) -> onnx.ModelProto:
         [helper.make_tensor_value_info("y", number, [x.size])],
     )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
-
-
-def run_with_onnx(x: np.ndarray, scale: np.float32, target: str) -> np.ndarray:
-    (y,) = ReferenceEvaluator(quantize_model(x, target)).run(None, {"x": x, "scale": np.asarray(scale)})
-    return y.view(np.uint8)
 
 
 def run_with_onnxruntime(x: np.ndarray, scale: np.float32, target: str) -> np.ndarray:

@@ -1,14 +1,12 @@
 """The bench command and what it measures with."""
 
 import io
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from runtime.hash_runner import HashRunner
 
@@ -54,21 +52,6 @@ def test_sizes_that_do_not_fit(sizes: dict[str, Any], words: str) -> None:
     given = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 3, "warmup": 2} | sizes
     with DecodeSession(HashRunner()) as session, pytest.raises(OptionError, match=words):
         list(bench_session(session, **given))
-
-
-@pytest.mark.slow
-def test_command(model: Path) -> None:
-    sizes = ["--lengths", "4,16", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1"]
-    result = invoke("bench", model, *sizes)
-    assert "capacity 64" in result.stdout.splitlines()[0]
-    alone = invoke("bench", model, *sizes, "--json", code=None)
-    report = json.loads(alone.stdout)
-    assert report["capacity"] == 64
-    cases = [("prefill", 1, 4), ("prefill", 1, 16), ("decode", 1, 8), ("decode", 2, 8)]
-    assert [(t["phase"], t["batch"], t["tokens"]) for t in report["timings"]] == cases
-    assert [
-        tuple(line.split()[:3]) for line in result.stdout.splitlines() if line.startswith(("prefill ", "decode "))
-    ] == [(phase, str(batch), str(tokens)) for phase, batch, tokens in cases]
 
 
 def test_rows_come_as_they_are_measured_and_stay_at_ctrl_c(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

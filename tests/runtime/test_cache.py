@@ -221,10 +221,3 @@ def test_tensors_of_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
         path.write_bytes(struct.pack("<Q", len(made)) + made + whole[start:])
         with pytest.raises(CacheFileError):
             followed(path)
-
-
-# A sequence that moves to another process goes on with the tokens that it would have had.
-
-
-PROMPT, TOKENS, MOVED = [3, 1, 4, 1, 5], 14, 6
-CONFIGS = {"greedy": {}, "drawn": {"do_sample": True, "temperature": 1.5, "seed": 11}}

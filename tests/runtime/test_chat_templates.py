@@ -95,13 +95,6 @@ def test_the_last_message_is_continued() -> None:
         written(KNOWN.replace("endfor %}", "endfor %}{{ messages[0].tool_calls | tojson }}"), calling(), continues=True)
 
 
-def test_values_of_the_caller_reach_the_template() -> None:
-    template = ANY + "{{ mood }}"
-    assert written(template, said("user"), values={"mood": "calm"}) == "<user>hi<go>calm"
-    with pytest.raises(OptionError, match="tools cannot be given to a chat template"):
-        written(template, said("user"), values={"tools": []})
-
-
 @pytest.mark.parametrize("make", [byte_level, byte_fallback])
 @pytest.mark.parametrize("loaded", [False, True])
 def test_special_tokens_in_messages_are_text(make: Any, loaded: bool, tmp_path: Any) -> None:

@@ -217,9 +217,6 @@ def test_settings_that_contradict_each_other() -> None:
 
 # Proposals of prompt lookup. Drafts never change the tokens: test_any_schedule, test_draft.
 
-
-Logits = npt.NDArray[np.float32]
-
 VOCAB = 5
 
 

@@ -40,7 +40,6 @@ def image(rng: np.random.Generator, width: int) -> tuple[list[int], Any, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> None:
     """A model, tables in files and in memory, of other float types than the decoder's."""
     form = forms["static"]
@@ -137,6 +136,8 @@ def test_what_exporters_write_beside_the_decoder(forms: dict[str, Forms], layout
     embedding_model(form.table, tmp_path / embedding)
     if "suffix" in layout:  # of another variant: not the one
         (tmp_path / "embed_tokens_int8.onnx").write_bytes(b"broken")
+    if layout == "a suffix":
+        (tmp_path / "embed_tokens.onnx").write_bytes(b"broken")
     if layout == "genai":
         config = {"model": {"embedding": {"filename": embedding}}}
         (tmp_path / "genai_config.json").write_text(json.dumps(config))
@@ -147,20 +148,6 @@ def test_what_exporters_write_beside_the_decoder(forms: dict[str, Forms], layout
         assert found == session.generate([[1, 2]], GenerationConfig(max_new_tokens=4))[0].tokens
     elsewhere = find_embeddings(Path(model))
     assert elsewhere is None
-
-
-def test_the_suffix_of_the_decoder_comes_first(tmp_path: Path) -> None:
-    for name in ("embed_tokens.onnx", "embed_tokens_fp16.onnx"):
-        (tmp_path / name).touch()
-    assert find_embeddings(tmp_path / "decoder_model_merged_fp16.onnx") == tmp_path / "embed_tokens_fp16.onnx"
-    assert find_embeddings(tmp_path / "decoder_model_merged.onnx") == tmp_path / "embed_tokens.onnx"
-    (tmp_path / "other").mkdir()
-    embedding = tmp_path / "embedding" / "model.onnx"
-    embedding.parent.mkdir()
-    embedding.touch()
-    assert find_embeddings(tmp_path / "other" / "model.onnx") is None  # of whatever lies there
-    (tmp_path / "genai_config.json").write_text("[]")
-    assert find_embeddings(tmp_path / "model.onnx") == tmp_path / "embed_tokens.onnx"
 
 
 def identity(path: Path, name: str, kind: int, shape: list[int | str]) -> Path:

@@ -157,9 +157,6 @@ def test_settings_are_those_of_the_config() -> None:
     assert not set(SYNONYMS) & {*hints}
 
 
-"""Parts of sessions and caches."""
-
-
 class Tensor:
     """An array as torch has it: each entry is an array without axes."""
 

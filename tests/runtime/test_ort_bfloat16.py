@@ -5,13 +5,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import invoke
 from decoders import DecoderConfig, write_decoder
 from runtime.families import Twin
 
 from trt_kvcache import DecodeSession
-from trt_kvcache.importer import import_model
-from trt_kvcache.runtime.ort.cpu_model import NOTE, in_float32
+from trt_kvcache.runtime.ort.cpu_model import NOTE
 
 BASE = DecoderConfig(layers=2, capacity=64, vocab=128, dtype="bfloat16", form="heads-major")
 PROMPT = [5, 9, 3, 77, 1, 2, 4, 8]
@@ -36,14 +34,3 @@ def test_logits_equal_those_of_numpy(tmp_path: Path, form: str, inside: bool) ->
                 assert np.abs(logits[slot][-1] - wanted).max() < 1e-4 * np.abs(wanted).max()
                 tokens.append(token)
             logits = session.update({slot: [token] for slot in slots})
-
-
-def test_a_wide_model_is_left_alone(tmp_path: Path) -> None:
-    imported = import_model(write_decoder(tmp_path / "model.onnx", replace(BASE, dtype="float16")))
-    assert in_float32(imported) is imported
-
-
-def test_the_command_line_says_so(tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", BASE)
-    done = invoke("generate", model, "--tokens", "1,2,3", "--max-new-tokens", "2")
-    assert "bfloat16 in float32" in " ".join(done.output.split())

@@ -15,7 +15,7 @@ from mixtures import Mixture
 from onnx import ModelProto
 
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import CacheLayout, PlanOptions, Sliding
+from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.ort import ort_runner
 from trt_kvcache.runtime.ort.cpu_model import fuse_attention, keep_experts
 from trt_kvcache.runtime.ort.ort_runner import OnnxRuntimeRunner
@@ -212,17 +212,6 @@ def test_what_stays(why: str, tmp_path: Path) -> None:
     path = write_decoder(tmp_path / "model.onnx", KEPT[why])
     imported = import_model(path, PlanOptions())
     assert fuse_attention(imported.model, imported.plan) is imported.model
-
-
-@pytest.mark.slow
-def test_circular_windows_and_other_layouts_stay(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.onnx", BASE, window=3)
-    options = PlanOptions(sliding=Sliding.CIRCULAR, window_chunk=4)
-    assert operators(path, options)["GroupQueryAttention"] == 0
-    assert operators(path)["GroupQueryAttention"] == 2
-    path = write_decoder(tmp_path / "rows.onnx", replace(BASE, form="seq-major"))
-    assert operators(path, PlanOptions(cache_layout=CacheLayout.PRESERVE))["GroupQueryAttention"] == 0
-    assert operators(path, PlanOptions(attention_span=False))["GroupQueryAttention"] == 2
 
 
 def test_a_cache_that_two_attentions_read_stays(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 
 from runtime.tokenizers_in_code import byte_level
 
-import trt_kvcache
 from trt_kvcache import DecodeSession, Tokenizer, score
 from trt_kvcache.errors import OptionError, PromptError
 
@@ -70,10 +69,6 @@ def test_what_has_no_score_is_refused(folder: Path) -> None:
         with pytest.raises(PromptError, match="the text has 1 tokens"):
             score(session, [1])
         assert score(session, TEXT[:40]) == score(session, Tokenizer.load(folder).encode(TEXT[:40]))
-
-
-def test_a_tokenizer_is_shown_by_its_name(folder: Path) -> None:
-    assert repr(trt_kvcache.Tokenizer.load(folder)).startswith("<Tokenizer: ")
 
 
 def test_the_command(folder: Path) -> None:

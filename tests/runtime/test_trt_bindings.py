@@ -5,12 +5,9 @@ and 11.4.0, looked into once, hold the same names but for the runtime cache, the
 ``get_engine_validity``, which the runner does not ask TensorRT for.
 """
 
-import ctypes
-import inspect
 from typing import Any
 
 import cuda.core
-import numpy as np
 import pytest
 import tensorrt_rtx as trt
 from cuda.bindings import driver
@@ -57,48 +54,6 @@ def test_fakes_have_no_names_of_their_own(fake: type, real: Any) -> None:
 def test_enumerations_have_the_same_values(fake: Any, real: Any) -> None:
     members = real.__members__
     assert {m.name: m.value for m in fake} == {m.name: int(members[m.name]) for m in fake}
-
-
-def test_arguments_of_cuda_core() -> None:
-    """Cython keeps signatures; these are the keywords that are passed."""
-    assert {"owner"} <= set(inspect.signature(cuda.core.Buffer.from_handle).parameters)
-    assert {"buffer", "shape", "dtype"} <= set(
-        inspect.signature(cuda.core.utils.StridedMemoryView.from_buffer).parameters
-    )
-    assert {"module", "name"} <= set(inspect.signature(cuda.core.ObjectCode.from_cubin).parameters)
-    assert "grid: int" in cuda.core.LaunchConfig.__doc__
-    assert "block: int" in cuda.core.LaunchConfig.__doc__
-    assert list(inspect.signature(cuda.core.launch).parameters) == ["stream", "config", "kernel", "kernel_args"]
-
-
-def test_what_a_kernel_is_given() -> None:
-    """Python's integers as addresses, NumPy's as they are: what `fake_launch` and the kernels take them for."""
-    handler = pytest.importorskip("cuda.core._kernel_arg_handler", reason="cuda.core keeps it elsewhere")
-    given = (1 << 40, (1 << 47) - 256, np.int32(-3), np.int32(7), np.int64(-5))
-    held = handler.ParamHolder(given)
-    addresses = (ctypes.c_void_p * len(given)).from_address(held.ptr)
-    kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64)
-    found = [kind.from_address(at).value for kind, at in zip(kinds, addresses, strict=True)]
-    assert found == [int(number) for number in given]
-    config = cuda.core.LaunchConfig(grid=3, block=256)
-    assert (config.grid, config.block) == ((3, 1, 1), (256, 1, 1))
-
-
-def test_signatures_of_tensorrt() -> None:
-    """Pybind11's docstrings say how many arguments there are, and what comes back."""
-    context = trt.IExecutionContext
-    assert "name: str, shape: tuple) -> bool" in context.set_input_shape.__doc__
-    assert "name: str, memory: typing.SupportsInt) -> bool" in context.set_tensor_address.__doc__
-    assert "stream_handle: typing.SupportsInt) -> bool" in context.execute_async_v3.__doc__
-    assert "memory: typing.SupportsInt, size: typing.SupportsInt) -> None" in context.set_device_memory.__doc__
-    profile = context.set_optimization_profile_async.__doc__
-    assert "profile_index: typing.SupportsInt, stream_handle: typing.SupportsInt) -> bool" in profile
-    assert "IRuntimeConfig = None" in trt.ICudaEngine.create_execution_context.__doc__
-    assert "ExecutionContextAllocationStrategy" in trt.ICudaEngine.create_execution_context.__doc__
-    assert "blob: typing_extensions.Buffer) -> bool" in trt.IRuntimeCache.deserialize.__doc__
-    assert "IHostMemory" in trt.IRuntimeCache.serialize.__doc__
-    assert isinstance(trt.ICudaEngine.device_memory_size_v2, property)
-    assert trt.IRuntimeConfig.cuda_graph_strategy.fset is not None
 
 
 def test_a_damaged_engine_is_refused_without_a_driver(capfd: pytest.CaptureFixture[str]) -> None:

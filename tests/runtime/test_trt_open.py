@@ -21,7 +21,7 @@ from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role, Target
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.cuda import CudaBindings, Need, admit, taken
+from trt_kvcache.runtime.trt.cuda import CudaBindings, Need, admit
 from trt_kvcache.runtime.trt.trt_runner import Bindings, TensorRTRunner
 
 RESERVE = 128 << 20
@@ -119,19 +119,6 @@ def test_every_byte_is_asked_for(rows: int, capacity: int, tmp_path: Path, monke
     assert runner.host_choice == ""
     assert sum(asked) == runner.device_bytes == machine.used
     runner.close()
-
-
-def test_the_driver_takes_memory_in_pages() -> None:
-    """Three buffers of 0.6 MiB for each row: whole pages from 1 MiB on, so that the last row that fits is not where a
-    page is full."""
-
-    def caches_of(rows: int) -> int:
-        return 3 * taken(rows * 600 << 10)
-
-    needs, free = [Need("caches", caches_of(8), caches_of)], RESERVE + 3 * (4 << 20)
-    with pytest.raises(BackendError, match=r"146\.0 MiB are needed: caches 18\.0 MiB, .* open it with max_batch 6 "):
-        admit(needs, free, 1 << 30, "A GPU", 8)
-    admit([Need("caches", caches_of(6))], free, 1 << 30, "A GPU", 6)
 
 
 def test_rows_that_cannot_be_addressed(tmp_path: Path) -> None:

@@ -487,12 +487,6 @@ def test_the_reason_of_a_refusal_is_logged_without_the_text(tmp_path: Path) -> N
         service.core.close()
 
 
-def test_messages_that_the_template_does_not_write_are_refused(service: Service) -> None:
-    reply = post(service, called("{}") | {"max_tokens": 1}, CHAT)
-    assert (reply.status, reply.error["param"]) == (400, "messages")
-    assert "does not write messages[1] (assistant, its call of 'w'), so the model would" in reply.error["message"]
-
-
 def test_keys(alone: DecodeSession) -> None:
     service = Service(alone, "tiny", ["one", "twö"])
     try:

@@ -15,7 +15,6 @@ pytest.importorskip("openai", reason="OpenAI's client is not installed")
 pytest.importorskip("httpx2", reason="OpenAI's client comes without httpx2")
 
 import httpx2 as httpx
-import numpy as np
 import openai
 from pydantic import BaseModel, Field
 from serve.asgi import Reply, ask
@@ -23,7 +22,6 @@ from serve.models import write_served
 
 from trt_kvcache import DecodeSession, Grammars
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime.generation.token_masks import Grammar
 from trt_kvcache.runtime.text.chat_template import Chat, render
 from trt_kvcache.serve.service import Service
 from trt_kvcache.serve.tools import GENERIC, CallReader, Tool, ToolForm, find_form, in_text
@@ -311,11 +309,3 @@ def test_calls_are_read_from_texts_in_pieces(name: str) -> None:
     cut = CallReader(form, TOOLS, required=True)
     assert cut.push(written(form, *calls)[:-4], last=True) == ""
     assert len(cut.calls) == len(calls) - (len(form.end) < 4)
-
-
-def allows(session: DecodeSession, grammar: Grammar, text: str) -> bool:
-    """True if a grammar lets the tokens of a text come, and then the end."""
-    mask = grammar.start()
-    tokens = [*session.tokenizer.encode(text, special_tokens=False), *session.config.eos_token_ids]
-    masks = (mask(np.array(tokens[:at], np.int64)) for at in range(len(tokens)))
-    return all(found[token // 32] >> token % 32 & 1 for found, token in zip(masks, tokens, strict=True))

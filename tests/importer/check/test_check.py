@@ -25,7 +25,6 @@ from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_mod
 from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.check.hashed_graph import Graph as CheckedGraph
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
-from trt_kvcache.importer.steps.sessions import ReferenceSession, RunError, open_session
 
 CAPACITY = 24
 PLAN = PlanOptions(capacity=CAPACITY)
@@ -539,14 +538,6 @@ def test_the_process_may_die(tmp_path: Path) -> None:
     child._process.kill()
     child._process.wait()
     assert plan_model(tmp_path / "model.onnx", PLAN) == before
-
-
-def test_a_type_that_there_is_not_is_no_trace() -> None:
-    nodes = [helper.make_node("Cast", ["x"], ["y"], to=0), helper.make_node("Cast", ["y"], ["z"], to=TensorProto.FLOAT)]
-    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [2]) for name in "xz"]
-    model = helper.make_model(helper.make_graph(nodes, "types", ends[:1], ends[1:]))
-    with pytest.raises(RunError):
-        open_session(model, {"x": np.ones(2, np.float32)}, beside=ReferenceSession(model))
 
 
 def test_a_caller_with_another_limit_ends_no_check(tmp_path: Path) -> None:

@@ -60,30 +60,6 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
-def test_what_was_found_equal_is_not_run_again(tmp_path: Path, folder: Path, counted: list[str]) -> None:
-    made = imported(tmp_path)
-    first = answers(made, Verdicts(folder))
-    assert set(first) == {"equal"}
-    assert counted
-    counted.clear()
-    assert answers(made, Verdicts(folder)) == first
-    assert counted == []
-    assert answers(made, None) == first
-    assert counted
-
-
-def test_asked_to_check_again_it_does_and_keeps_the_verdict(tmp_path: Path, folder: Path, counted: list[str]) -> None:
-    made = imported(tmp_path)
-    answers(made, Verdicts(folder, again=True))
-    kept = set(folder.iterdir())
-    ran = list(counted)
-    answers(made, Verdicts(folder, again=True))
-    assert counted == 2 * ran
-    assert kept == set(folder.iterdir())
-    answers(made, Verdicts(folder))
-    assert counted == 2 * ran
-
-
 def other_weight(model: onnx.ModelProto) -> onnx.ModelProto:
     """The same graph with another number in a constant of the attention."""
     for node in model.graph.node:
@@ -202,11 +178,6 @@ def test_a_cache_folder_that_is_no_absolute_path_is_passed_over(
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert verdicts.cache_folder() == tmp_path / ".cache"
-
-
-def test_keys_tell_parts_apart() -> None:
-    keys = [verdicts.key_of(*parts) for parts in ((b"ab", b"c"), (b"a", b"bc"), (b"abc",), (b"ab", b"c", b""))]
-    assert len(set(keys)) == len(keys)
 
 
 @posix

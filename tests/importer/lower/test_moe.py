@@ -111,18 +111,6 @@ def test_nothing_of_other_tokens_and_experts_is_read() -> None:
         np.testing.assert_array_equal(run(model, feeds)[others], clean[others])
 
 
-def test_weights_are_not_read() -> None:
-    """They lie in a file that is not there."""
-    for case in (Mixture(), Mixture(bits=4, zeros=True)):
-        model = case.model()
-        for tensor in model.graph.initializer:
-            tensor.ClearField("raw_data")
-            tensor.data_location = TensorProto.EXTERNAL
-            tensor.external_data.add(key="location", value="gone")
-        kept = [t for t in lowered(model).graph.initializer if t.external_data]
-        assert {t.external_data[0].value for t in kept} == {"gone"}
-
-
 @pytest.mark.parametrize("attrs", [{"weights_prepacked": 0}, {"quant_type": "int"}, {"accuracy_level": 4}], ids=str)
 def test_attributes_that_change_nothing(attrs: dict[str, Any]) -> None:
     case = Mixture(bits=4)
