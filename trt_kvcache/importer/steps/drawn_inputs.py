@@ -116,7 +116,7 @@ class DrawnInputs:
     """Draws values for the inputs of one step.
 
     `named` are given values by name of the input. `unknown` is the size of axes of unknown meaning (None: refuse models
-    with such axes). With `rings`, the rewrite made caches circular, so that valid lengths count all tokens. With
+    with such axes). `rings`: the rewrite made caches circular, so valid lengths also count overwritten tokens. With
     `plain`, masks hide only later tokens, as in a session.
     """
 
