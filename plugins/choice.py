@@ -95,7 +95,7 @@ def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = No
 
 
 def blocks_per_row(vocab: int, itemsize: int) -> int:
-    """Return the number of CUDA blocks for a row of scores, so that each thread makes a few accesses."""
+    """Return how many CUDA blocks share a row of scores: so many that each thread reads only a few vectors."""
     return max(1, -(-vocab * itemsize // BLOCK_BYTES))
 
 
@@ -105,7 +105,7 @@ def sets_per_row(vocab: int, itemsize: int) -> int:
 
 
 def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Convert scores to uint32 numbers that sort in the same order, as the kernels do."""
+    """Convert scores to uint32 numbers that sort in the same order. The kernels convert scores in the same way."""
     kind = np.dtype(f"u{logits.itemsize}").type
     bits = logits.view(kind)
     sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
@@ -118,7 +118,7 @@ def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
     """Convert numbers from `ordered` back to float32 scores.
 
-    The bits of NaN and the sign of 0 are lost. 0 stands for "no score" and becomes ``-inf``.
+    The bits of NaN and the sign of a zero score are lost. The number 0 means "no score" and becomes ``-inf``.
     """
     bits = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
     sign = 1 << 8 * bits.itemsize - 1
@@ -134,9 +134,9 @@ def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.
 
 
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Convert the lists ``[n, 1 + CANDIDATES]`` of kernel `candidates` to ascending tokens ``[n, N]`` and their scores.
+    """Convert lists that the kernel `candidates` wrote to ascending tokens and their scores, both ``[n, longest]``.
 
-    N is the length of the longest list, at least 1. A shorter list ends with tokens of -1, whose scores are ``-inf``.
+    `lists` is ``[n, 1 + CANDIDATES]``: a count of keys, then the keys. Shorter results end with token -1, score -inf.
     """
     counts = lists[:, 0]
     most = max(1, int(counts.max()))

@@ -1,4 +1,4 @@
-"""Compiles kernels with NVRTC to PTX or cubin for an architecture, with the compiler's report; caches them on disk.
+"""Compiles kernels with NVRTC to PTX or a cubin, keeps the compiler's report, and caches both on disk.
 
 Neither a GPU nor a driver is needed. ``cuda.core.Program`` (1.2) is not used, because it asks the driver for its
 version before it compiles PTX.
@@ -58,8 +58,8 @@ class ResourceUse:
 class CompiledKernel:
     """One compiled kernel: its entry function `name`, architecture such as ``"sm_90"``, code and compiler's log.
 
-    `ptx`: `code` is PTX, without a final zero byte; else a cubin. PTX needs a driver for NVRTC's version of CUDA or a
-    later one; a cubin needs a driver for the same major version.
+    `ptx`: True if `code` is PTX (without a final zero byte), False if it is a cubin. PTX needs a driver for NVRTC's
+    version of CUDA or a later one; a cubin needs a driver for the same major version.
     """
 
     name: str
@@ -71,7 +71,7 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """The resources that a cubin needs (of several kernels, the largest); raise `OptionError` for PTX."""
+        """The resources that a cubin needs (the largest, if it holds several kernels); raise `OptionError` for PTX."""
         if self.ptx:
             raise OptionError(
                 f"the registers of kernel {self.name} are not known, because it was compiled to PTX: "
@@ -105,7 +105,7 @@ def compile_source(
     version.
 
     Raises:
-        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
+        OptionError: NVRTC does not know the architecture, or writes code that is too new for the driver.
         BackendError: NVRTC is not installed, or it failed; the message has the compiler's log.
     """
     check_compiler(arch, ptx=ptx, driver=driver)

@@ -13,8 +13,8 @@ from trt_kvcache.plugins.spec import KernelConfig
 def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
     """Register the plugin with kernels for the GPU that TensorRT builds for (CUDA's first visible device).
 
-    TensorRT later asks for each kernel. Raises, before that, `OptionError` if NVRTC does not know the architecture or
-    its code is too new for the driver, and `BackendError` if there is no NVRTC, or no driver.
+    TensorRT asks for each kernel later. This function already raises `OptionError` if NVRTC does not know the
+    architecture or writes code that is too new for the driver, and `BackendError` if NVRTC or the driver is missing.
     """
     arch, driver = this_gpu()
     check_compiler(arch, ptx=True, driver=driver)

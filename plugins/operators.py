@@ -107,8 +107,8 @@ class Operator:
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
         """Raise `OptionError` if ranks or known sizes of an operator's inputs do not fit.
 
-        The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors. `shapes` are by
-        input name, without inputs of unknown rank; None is a dynamic size.
+        The kernel takes B, N, S_max and H from the cache, and uses these sizes for all other tensors. `shapes` maps
+        input names to shapes, without inputs of unknown rank; None is a dynamic size.
         """
         known: dict[str, tuple[int, str]] = {}
         for name, shape in shapes.items():

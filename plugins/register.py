@@ -1,8 +1,8 @@
 """Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
 
 TensorRT embeds the kernel from `aot_impl` in the engine, so that trtexec, Triton or C++ can open the engine without
-Python. The bindings check the signatures of an operator's two functions, so each operator gets its own. Rules: the
-bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
+Python. The bindings check the signatures of an operator's two functions, so each operator gets its own. This
+module follows the checks in the source code of the bindings (``tensorrt.plugin``, read in 10.15 and 11.4).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 
 
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
-    """Return a wrapper of `function` with this signature; it also appends the errors that are raised to `errors`."""
+    """Return a wrapper of `function` with this signature. It also appends each error of `function` to `errors`."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         try:

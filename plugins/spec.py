@@ -129,8 +129,8 @@ class Arguments:
         inputs: pointers, named as the plugin's inputs: ``cache_0[, cache_1], update_0[, update_1], write_indices,
             [lengths,] [scale_0[, scale_1]]``.
         scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` for a packed update),
-            ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``), ``index_bytes``, with lengths ``length_bytes`` (of one
-            integer), with quantization ``scale_step`` (0: one scale for the tensor, 1: one for each head).
+            ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``), ``index_bytes`` (one write index); with lengths, also
+            ``length_bytes`` (one length); with quantization, also ``scale_step`` (0: one scale, 1: one for each head).
         outputs: pointers: ``present_0[, present_1]``.
     """
 

@@ -1,4 +1,4 @@
-"""Turns an ONNX decoder into a TensorRT engine that updates its KV caches in place, and runs both.
+"""Turns an ONNX decoder into a TensorRT engine that updates its KV caches in place, and runs models and engines.
 
     export_checkpoint exports a checkpoint or a GGUF file as ONNX
     plan_model        the dry run: what will be done to every cache and every attention
@@ -10,7 +10,7 @@
     diagnose          what this machine can do
     score             the perplexity of a text
     Tokenizer         text to token ids and back, and chat templates
-    DecodeSession     an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
+    DecodeSession     generates text with an engine or a model: ``DecodeSession.open("my-export/").generate("Hello")``
 
 The types of their arguments and results are in the modules `plan`, `decoding`, `reports` and `errors` of this package.
 Names load on first use, so that ``import trt_kvcache`` is fast and needs neither TensorRT nor CUDA.

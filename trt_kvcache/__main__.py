@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def _encode(stream: TextIO) -> None:
-    """Make a stream write an escape for a character that it cannot encode. Windows files get UTF-8."""
+    """Make a stream write an escape for a character that it cannot encode. On Windows, files and pipes get UTF-8."""
     if isinstance(stream, io.TextIOWrapper):
         if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
             stream.reconfigure(encoding="utf-8")  # as JSON requires; files on Windows allow 256 characters by default

@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Return True for a whole number of Python or NumPy below 256 bits."""
+    """Return True for a Python or NumPy integer of at most 256 bits."""
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):  # the latter takes 1 us
         return False
     return abs(int(value)) < _MOST_WHOLE
@@ -57,7 +57,7 @@ def as_switch(value: object, what: str) -> bool:
 
 
 def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError) -> Path:
-    """Return a Path; raise `error` if the value is not a path, or no file can have it."""
+    """Return a Path. Raise `error` if the value is not a path, is empty, or has a character that no path can have."""
     path = value.__fspath__() if isinstance(value, os.PathLike) else value
     try:
         if isinstance(path, str) and path and b"\0" not in os.fsencode(path):
@@ -68,7 +68,7 @@ def as_path(value: object, what: str, error: type[TrtKvCacheError] = OptionError
 
 
 def as_list(value: object, what: str, entries: str, error: type[TrtKvCacheError] = OptionError) -> list[Any]:
-    """Return a list of the entries of an iterable; raise `error` for texts, mappings and other values."""
+    """Convert an iterable to a list. Raise `error` if the value is a text, a mapping, or not iterable."""
     try:
         if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping)):
             return list(value)

@@ -1,10 +1,10 @@
-"""Runs work on untrusted files in child processes, because it may need unlimited time and memory, or crash.
+"""Runs work on untrusted files in child processes, because such work may need unlimited time and memory, or crash.
 
 Nothing from a child is unpickled. Each message (frame) has a line with its kind and the sizes of its parts, and then
 the parts; the first part is JSON. An error of this package in the child is raised again in the caller. Kinds::
 
     caller to child   >  a request, or the answer to a question
-                      .  the caller keeps the files of the child
+                      .  the child must keep its files when the caller ends
     child to caller   +  news, any number of them
                       ?  a question
                       =  the answer
@@ -99,7 +99,7 @@ class Child:
     """A Python process that answers requests, and ends with its parent.
 
     Args:
-        command: arguments of the interpreter, for a module that calls `serve`. `memory` is appended.
+        command: arguments of the Python interpreter, which start a module that calls `serve`. `memory` is added last.
         memory: bytes of address space that the child may use; 0: no limit.
         stderr: file for the child's stderr. None: the output is dropped.
         environment: environment variables of the child; None: those of this process.

@@ -47,7 +47,7 @@ def cpu_session(source: str | bytes, options: ort.SessionOptions, **more: Any) -
 
 
 def lean_options(level: ort.GraphOptimizationLevel) -> ort.SessionOptions:
-    """Return options for a session that runs few rows of many sizes, and whose weights stay in their files."""
+    """Return options for a session with small inputs of changing sizes, and with weights that stay in their files."""
     options = ort.SessionOptions()
     options.graph_optimization_level = level
     options.enable_cpu_mem_arena = False
@@ -67,7 +67,7 @@ def quiet_run() -> ort.RunOptions:
 def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
     """Open a session of ONNX Runtime, whose constant folding may never end; a signal interrupts the call.
 
-    Raises `RunError` if ONNX Runtime refuses the model, and `UnsupportedModelError` after `SECONDS`.
+    Raises `RunError` if ONNX Runtime refuses the model, and `UnsupportedModelError` if this takes over `SECONDS`.
     """
     return _in_time(lambda: cpu_session(source, options), lambda: options.set_load_cancellation_flag(True))
 
@@ -75,7 +75,7 @@ def open_in_time(source: str | bytes, options: ort.SessionOptions) -> ort.Infere
 def run_in_time(session: ort.InferenceSession, names: Sequence[str], feeds: Mapping[str, Array]) -> list[Any]:
     """Return the outputs of a run in ONNX Runtime, which may never end; a signal interrupts the run.
 
-    Raises `RunError` if the step cannot run, `MemoryError`, and `UnsupportedModelError` after `SECONDS`.
+    Raises `RunError` if the step cannot run, `MemoryError`, or `UnsupportedModelError` if it takes over `SECONDS`.
     """
     options = quiet_run()
     values: list[Any] = _in_time(

@@ -104,7 +104,7 @@ def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
 
 
 def stamp(file: Path | int) -> tuple[int, ...]:
-    """Return values that differ after a change of the file: device, inode, size, and two times in ns.
+    """Return values that differ after a change of the file: device, inode, size, change times of contents and inode.
 
     The inode's time also changes if a file is moved away and back. `file` is a path or an open file's descriptor.
     """

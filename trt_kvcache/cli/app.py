@@ -64,7 +64,7 @@ class _Commands(TyperGroup):
             return super().invoke(ctx)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands with their whole first sentences, which click would cut."""
+        """Write the commands with their whole first sentences; the library click would cut long sentences."""
         named = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl([(name, first_sentence(command.help or "")) for name, command in named if command])

@@ -53,7 +53,7 @@ def batch(
 ) -> None:
     """Answer a file of requests, in its order.
 
-    After a kill, the same command continues with the requests that are left.
+    If the command was killed, run it again: it continues with the requests that are left.
     """
     named = name or model.resolve().name
     options = running.options() | adapters.options(named) | planning.session_options(model) | {"tokenizer": tokenizer}

@@ -68,7 +68,7 @@ def bench(
     html: HtmlOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Time prefill by length, decode by position and by batch: medians in a table, or as JSON (--json).
+    """Measure prefill times by length, and decode times by position and batch: medians in a table, or JSON (--json).
 
     If a RESULT.json is given instead of a model, its results are shown; nothing is measured.
     """
@@ -113,7 +113,7 @@ def bench(
 
 
 def _measure(model: Path, measure: MeasureFlags, options: dict[str, Any], *, rows: bool) -> tuple[BenchReport, bool]:
-    """Measure a model; return the report, and True if Ctrl-C ended the run. `rows`: print each row at once."""
+    """Measure a model; return the report, and True if Ctrl-C ended the run. `rows`: print each row once measured."""
     from trt_kvcache.cli.output import console
     from trt_kvcache.cli.signals import Ended
     from trt_kvcache.progress import phase

@@ -1,4 +1,4 @@
-"""``trt-kvcache check``: compares an engine with its proof on this machine's GPU."""
+"""``trt-kvcache check``: compares an engine on this machine's GPU with its proof (results recorded at the build)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(
 ) -> None:
     """Replay the engine's proof on the GPU: the rewritten model's results in float32, recorded at the build.
 
-    In the first recorded steps, the model as exported gave the same logits.
+    At the build, the model as exported gave the same logits in the first recorded steps.
     """
     from trt_kvcache.cli.output import print_json
     from trt_kvcache.model_paths import engine_in

@@ -26,7 +26,7 @@ def deploy(
         str | None, typer.Option(metavar="NAME", help="Model name in the repository. Default: the folder's.")
     ] = None,
     max_batch: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.")
+        int | None, typer.Option(min=1, metavar="N", help="Largest batch. Default: the engine's, else 8.")
     ] = None,
     capacity: Annotated[
         int | None,
@@ -35,14 +35,14 @@ def deploy(
         ),
     ] = None,
     max_queue: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row. Default: 256.")
+        int | None, typer.Option(min=0, metavar="N", help="How many sequences may wait. Default: 256.")
     ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=FOLDER", help="Adapter (LoRA) that requests may choose. It is copied."),
     ] = None,
 ) -> None:
-    """Write a model repository for Triton: it streams and cancels, and one session runs all requests."""
+    """Write a model repository for Triton. One session runs all requests, which can stream and be cancelled."""
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.summary import print_next
     from trt_kvcache.errors import OptionError

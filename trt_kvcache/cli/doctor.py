@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def doctor(json: JsonOption = False) -> None:
-    """Show packages, TensorRT backends, GPU and driver, available cache routes, and advice on installing more."""
+    """Show packages, TensorRT backends, GPU, driver, the ways to update a cache that work here, and what to install."""
     from trt_kvcache import diagnose
     from trt_kvcache.cli.output import print_json
 

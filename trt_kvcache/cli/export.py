@@ -17,7 +17,7 @@ def export(
         Path,
         file_argument(
             metavar="CHECKPOINT",
-            help="Folder with config.json and weights, a .gguf file, or a name of the hub in the local cache.",
+            help="Folder with config.json and weights, a .gguf file, or the name of a cached Hugging Face model.",
             callback=checkpoint_named,
         ),
     ],

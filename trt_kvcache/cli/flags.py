@@ -33,7 +33,7 @@ class Flags:
         def __getattr__(self, name: str) -> Any: ...
 
     def values(self, *leave: str) -> dict[str, Any]:
-        """Return the flags that have a value, except `leave`, by field name: enums as their text, switches as bools."""
+        """Map field names to values, without empty values and fields `leave`. Enums become texts, switches bools."""
         return {
             name: value == "on" if name in self.switches else getattr(value, "value", value)
             for name, value in vars(self).items()

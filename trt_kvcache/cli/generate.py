@@ -168,7 +168,7 @@ class RunFlags(Flags):
     device: DeviceOption = "auto"
     check: CheckOption = "first"
     max_batch: Annotated[
-        int | None, run_flag(min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.")
+        int | None, run_flag(min=1, metavar="N", help="Largest batch. Default: the engine's, else 8.")
     ] = None
     max_chunk: Annotated[
         int | None,
@@ -213,7 +213,7 @@ class RunFlags(Flags):
 
 @dataclass(frozen=True)
 class AdapterFlags:
-    """Flags for the one adapter (LoRA) that computes a text."""
+    """The flag that chooses one adapter (LoRA) for all texts."""
 
     adapter: Annotated[str | None, run_flag(metavar="FOLDER", help="Adapter (LoRA) of peft to use.")] = None
 

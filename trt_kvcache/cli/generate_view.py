@@ -156,7 +156,7 @@ class JsonView:
 
 @dataclass(frozen=True)
 class LiveView:
-    """Shows the text or the token ids of a run as they come; of several prompts, each at its end."""
+    """Shows the text or the token ids of a run as they come; for several prompts, each text when it is complete."""
 
     text: bool
 

@@ -50,7 +50,7 @@ TokenizerOption = Annotated[
 NameOption = Annotated[
     str | None, typer.Option(metavar="NAME", help="Model name in the API. Default: the file's or folder's.")
 ]
-QueueOption = Annotated[int, typer.Option(min=0, metavar="N", help="Most sequences that wait for a row.")]
+QueueOption = Annotated[int, typer.Option(min=0, metavar="N", help="How many sequences may wait for a free row.")]
 AllOption = Annotated[bool, typer.Option("--all", help="Show one row per layer.")]
 TablesOption = Annotated[bool, typer.Option("--all", help="Show all tables, with one row for each group of layers.")]
 BandwidthOption = Annotated[
@@ -66,7 +66,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only on std
 
 
 def bounded_on_cpu(model: Path) -> AbstractContextManager[None]:
-    """Return a context that limits memory to what is free now for a model on the CPU; no limit for an engine."""
+    """Return a context that limits a model on the CPU to the memory that is free now; it does not limit an engine."""
     from trt_kvcache.machine import bounded_memory
 
     return bounded_memory() if model.suffix.lower() == ".onnx" or model.is_dir() else nullcontext()

@@ -107,7 +107,7 @@ def print_json(data: Any) -> None:
 
 
 def json_text(encoded: str) -> str:
-    """Return JSON with escapes for all control characters; encoders leave those from U+007F on."""
+    """Return JSON with escapes for all control characters; JSON encoders do not escape those from U+007F on."""
     return CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
 
 
@@ -151,7 +151,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Merge table rows that differ only in numbers; None if the first number that differs occurs twice."""
+    """Merge table rows that differ only in numbers; None if the first such number is the same in two rows."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first

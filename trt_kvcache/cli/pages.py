@@ -287,7 +287,7 @@ def _point(timing: Timing) -> Point:
 
 
 def _bar(row: Sequence[str]) -> Html:
-    """Draw the share of the allowed difference in a row of the table as a bar."""
+    """Draw a bar for a row of the table: the difference as a share of the allowed difference."""
     if "-" in row[4:6]:
         return tag("span")
     share = float(row[4]) / float(row[5]) if row[4] != "not comparable" else 1.0

@@ -112,7 +112,7 @@ def plan_parts(plan: CachePlan) -> Iterator[Part]:
 def cost_parts(plan: CachePlan, batch: int, bandwidth: float | None = None) -> Iterator[Part]:
     """Yield a table of the bytes that a decode step of `batch` sequences reads and writes, if they were counted.
 
-    `bandwidth` is that of a GPU's memory in GB/s, from which the table shows the highest speed; None: no such column.
+    `bandwidth` is that of a GPU's memory in GB/s. If it is given, a column has the highest speed that it allows.
     """
     if not (costs := _costs(plan, batch)):
         return
@@ -157,8 +157,8 @@ def _part(
     """Yield a table of items, such as caches. Items that differ only in a layer's number share a row.
 
     `columns` maps a column's title to the template of its cells: names of facts in braces, ``{many}`` for the number of
-    layers. `facts` are those of each item; `names` are the facts that may contain the number of a layer. `kind` begins
-    the notes that give the fact ``why``; empty: no such notes. `more` are further notes.
+    layers. `facts` has the facts of each item; `names` are the facts that may contain the number of a layer. If `kind`
+    is given, each fact ``why`` becomes a note that begins with `kind`. `more` are further notes.
     """
     if not facts:
         return
@@ -235,7 +235,7 @@ def cache_facts(cache: CacheUpdate) -> dict[str, str]:
 
 
 def dtype_text(cache: CacheUpdate) -> str:
-    """Return the dtype of a cache as texts for users name it: ONNX calls float32 ``float``."""
+    """Return the name of a cache's dtype for users: ``float32`` where ONNX says ``float``."""
     return "float32" if cache.dtype == "float" else cache.dtype
 
 

@@ -1,4 +1,4 @@
-"""``trt-kvcache report``: writes what a maintainer needs to reproduce a refusal, without weights and private names."""
+"""``trt-kvcache report``: writes a model without weights and private names, to reproduce why it is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def report(
     flags: PlanFlags,
     output: Annotated[Path, output_flag(metavar="FILE", help="Zip file for the report.")],
 ) -> None:
-    """Write a report to send: the model's graph without weights and names, its plan or refusal, versions."""
+    """Write a report for the maintainers: the graph without weights and names, its plan or the error, and versions."""
     options = flags.options_for(model)
     import msgspec
 
@@ -69,7 +69,7 @@ def report(
 
 
 def outcome(path: Path, options: PlanOptions) -> dict[str, Any]:
-    """Plan a model. Return the plan, the reason of a refusal, or the stack trace of a bug, as plain data."""
+    """Plan a model. Return the plan, the error that refuses the model, or the stack trace of a bug, as plain data."""
     from trt_kvcache import plan_model
     from trt_kvcache.cli.plan_view import plan_data
     from trt_kvcache.errors import TrtKvCacheError

@@ -13,7 +13,7 @@ def rewrite(
     output: Annotated[Path, output_flag(metavar="OUT.onnx", help="The rewritten model.")],
     flags: PlanFlags,
 ) -> None:
-    """Write the rewritten model as standard ONNX, for trtexec and others. Another folder also gets the data files."""
+    """Write the rewritten model as standard ONNX, for trtexec and others, with its data files beside it."""
     options = flags.options_for(model)
     from trt_kvcache import rewrite_model
     from trt_kvcache.cli.output import console, print_warnings

@@ -107,7 +107,7 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    """Send a signal again a little later, merged with signals until then, so that none interrupts the cleanup."""
+    """Send a signal again a little later. Signals until then are merged with it, so none interrupts the cleanup."""
     if number in _later:
         return
     _later.add(number)

@@ -74,7 +74,7 @@ def print_next(out: Console, command: str) -> None:
 def use_line(path: Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
     """Return the `generate` command for a model or engine; with token ids as prompt if its folder has no tokenizer.
 
-    `flags` is a dataclass with the flags that the user gave; the command does not have its fields `leave`.
+    `flags` is a dataclass with the flags that the user gave; the command leaves out the fields named in `leave`.
     """
     prompt = ("--prompt", "Hello") if (folder_of(path) / "tokenizer.json").is_file() else ("--tokens", "1,2,3")
     return command_line("generate", path, *prompt, flags=flags, leave=leave)
@@ -100,7 +100,7 @@ def tell_next(path: Path, command: str, flags: SessionPlanFlags) -> None:
 def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
     """Return a command quoted for a shell, with the flags that differ from their defaults.
 
-    `flags` is a dataclass with the flags that the user gave; the command does not have its fields `leave`.
+    `flags` is a dataclass with the flags that the user gave; the command leaves out the fields named in `leave`.
     """
     words = ["trt-kvcache", command, *map(str, arguments)]
     for field in fields(flags) if flags is not None else ():

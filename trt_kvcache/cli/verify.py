@@ -1,4 +1,4 @@
-"""``trt-kvcache verify``: compares one decode with several forms of the model, up to TensorRT's network."""
+"""``trt-kvcache verify``: runs one decode with several forms of a model, and compares the logits."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ class Bounds:
     """The largest sizes that an engine was built for.
 
     Attributes:
-        batch: most sequences in a step.
-        chunk: most tokens of a sequence in a step.
-        logits: most positions of a row with logits in a step; None: all.
-        positions: most positions of a sequence; None: no limit.
+        batch: largest number of sequences in a step.
+        chunk: largest number of tokens of a sequence in a step.
+        logits: largest number of positions of a row for which a step returns logits; None: all.
+        positions: largest number of positions of a sequence; None: no limit.
         encoder: a length of the encoder's output that the engine accepts, for models that do not fix this length.
     """
 

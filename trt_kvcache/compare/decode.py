@@ -89,7 +89,7 @@ class Decode:
     def steps(self, runner: Runner) -> Iterator[Array]:
         """Decode, and yield the logits of each piece (step). The first runner chooses the tokens greedily.
 
-        No pair of tokens occurs twice in a text, because a model could repeat itself forever.
+        No pair of neighboring tokens occurs twice in a text; otherwise, a model could repeat itself forever.
         """
         rng = np.random.default_rng(self.seed)
         texts: list[list[int]] = [[] for _ in range(self.rows)]
@@ -184,11 +184,12 @@ def plan_pieces(
 ) -> tuple[Piece, ...]:  # fmt: skip
     """Return the pieces (steps) of a decode that tests a model where faults are likely.
 
-    Texts begin one after the other. Then come steps of `chunks` tokens, `tokens` single tokens, and places: numbers of
-    tokens at which something changes, such as the end of a window. The steps to a place have at most `chunk` tokens.
-    Around a place, the text of middle length gets its tokens one by one. With `full`, linear caches are filled up to
-    their last row. With `far`, far places are tested, too (`Piece.skip`). With `drawn`, the decode ends with random
-    cache contents; with untrained weights, only these steps show faults of attention.
+    Texts begin one after the other. Then come a step of each size in `chunks`, `tokens` steps of one token, and steps
+    to each place. A place is a text length at which something changes, such as the end of a window; `places` adds
+    further places. Steps to a place have at most `chunk` tokens; around it, the text of middle length gets its tokens
+    one by one. With `full`, linear caches are filled up to their last row. With `far`, far places are tested, too
+    (`Piece.skip`). With `drawn`, the decode ends with random cache contents; with untrained weights, only these steps
+    show faults of attention.
     """
     everyone = tuple(range(limits.batch))
     ends, pieces, room = [0] * limits.batch, list[Piece](), limits.linear

@@ -79,10 +79,10 @@ def _of_position(one: Array, other: Array) -> tuple[float, float]:
 
 
 def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> float:
-    """Return the largest difference of two tensors, divided by the first one's largest number other than `garbage`.
+    """Return the largest difference of two tensors, as a share of the largest number in `expected`.
 
-    `garbage` is the value of cache rows without a token. A few 8-bit integers may differ by one, because rounding moves
-    them. The result is infinite if other integers differ, if shapes differ, or if only one of two numbers is finite.
+    `garbage` (cache rows without a token) does not count as largest number. A few 8-bit integers may differ by one,
+    because of rounding. If integers differ more, shapes differ, or only one of two numbers is finite, return infinity.
     """
     if expected.shape != actual.shape:
         return math.inf
@@ -105,10 +105,11 @@ def share_between(expected: Array, actual: Array, garbage: float = GARBAGE) -> f
 
 
 def first_layer(layers: Iterable[NodeProto | Node], differs: Mapping[str, bool], outputs: Collection[str]) -> str:
-    """Describe, for a message, the first layer from which differing tensors lead to an output without a gap; or "".
+    """Describe, for a message, the first layer that makes an output wrong; return "" if there is none.
 
-    If later tensors agree again, a differing tensor is no fault: two correct models may use one name for different
-    contents, such as masks of different types. `differs` maps each compared tensor to True if it differs.
+    From this layer to the output, all compared tensors differ. If later tensors agree again, a differing tensor is no
+    fault: two correct models may use one name for different contents, such as masks of different types. `differs` maps
+    each compared tensor to True if it differs.
     """
     leads = {name for name in outputs if differs.get(name) is not False}
     found = ""

@@ -208,8 +208,8 @@ class _Struct(ctypes.Structure):
 def _weights(weights: Any) -> Array:
     """Return the numbers of TensorRT's ``Weights``, which lie in the parser's memory.
 
-    TensorRT gives Python no arrays of bfloat16, fp8 and int4. So this reads their address after the header of the
-    Python object (pybind11's layout), but only if the size stored next to it is the size of these weights.
+    TensorRT gives Python no arrays of bfloat16, fp8 and int4. For these types, this reads the address of the numbers
+    from the memory of the Python object (pybind11's layout), and checks the size that is stored next to the address.
     """
     if isinstance(weights, np.ndarray):
         return weights
@@ -426,7 +426,7 @@ def _rotary(layer: Any, x: Sequence[Any]) -> Any:
 
 
 def _update(layer: Any, x: Sequence[Any]) -> Any:
-    """Compute ``IKVCacheUpdateLayer``. It drops rows beyond the capacity silently (measured; header)."""
+    """Compute ``IKVCacheUpdateLayer``. Like TensorRT (measured), it silently drops an update beyond the capacity."""
     cache, update, starts = x[0].copy(), x[1], _ints(x[2])
     if _name(layer.cache_mode) != "LINEAR":
         raise UnknownLayerError(f"its mode is {_name(layer.cache_mode)}")

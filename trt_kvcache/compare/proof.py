@@ -144,7 +144,7 @@ def _faults(proof: Proof) -> Iterator[str]:
 
 
 def draws_digest(seed: int) -> str:
-    """Return the BLAKE3 (hex) of random numbers, which shows if this NumPy draws the numbers of a proof's NumPy."""
+    """Return a digest (hex) of random numbers, which shows if two versions of NumPy draw the same numbers."""
     rng, digest = np.random.default_rng([seed, 3]), blake3()
     floats = rng.uniform(-1, 1, 64), rng.random(64, np.float32), rng.normal(0, 1, 64)
     for drawn in (*floats, rng.integers(-9, 9, 64), rng.integers(-9, 9, 64, np.int8)):

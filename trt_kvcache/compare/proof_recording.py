@@ -1,7 +1,7 @@
 """Records a proof: a decode of the rewritten model in float32, once exactly and once with rounding.
 
 The model as exported also decodes the first part and must give the same logits. Most steps use the model's own cache
-rows and tokens: random ones amplify rounding, so the tolerances, which follow the rounding, would hide faults.
+rows and tokens. Random ones would amplify rounding; the tolerances would grow with it, and hide faults.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An engine rounds the result of a product, a norm or a lookup of a weight to its own type, and adds in another order than
 ONNX Runtime. To imitate this, each node's result y is scaled by a random number a of this node, rounded, and scaled
-back, so that even numbers that the engine's type holds exactly change:
+back, so that a number changes even if the engine's type holds it exactly:
 
     y  ->  r(a y) / a,  1 < a < 2,  r(p) = c - (c - p),  c = (2^s + 1) p
 
@@ -134,7 +134,7 @@ def allowed(
 
 
 def uneven(rounding: Mapping[str, Mapping[str, Share]]) -> float:
-    """Return the factor (1 to 4) by which rounding's effect varies between steps. Trained models amplify it at some."""
+    """Return how much (1 to 4 times) the effect of rounding varies between steps; trained models amplify some more."""
     ratios = [1.0]
     for name in {name for outputs in rounding.values() for name in outputs}:
         typical = [outputs[name].typical for part, outputs in rounding.items() if name in outputs and part != DRAWN]

@@ -31,9 +31,9 @@ _DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LEN
 class TextInputs:
     """Makes the inputs of the rewritten model for steps, except caches, from the tokens of texts.
 
-    `limits` bound random token ids and positions. `given` are values of other inputs by name, with batch size 1 or one
-    row for each text. `table` has embeddings ``[V, H]`` if the model takes them. With `rings`, attention windows became
-    circular caches, so that valid lengths count the whole text.
+    `limits` are upper bounds of random token ids and positions. `given` are values of other inputs by name, with batch
+    size 1 or one row for each text. `table` has embeddings ``[V, H]`` if the model takes them. `rings`: the rewrite
+    made caches circular, so valid lengths count all tokens of a text, not only those in the cache.
     """
 
     def __init__(

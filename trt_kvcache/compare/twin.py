@@ -4,10 +4,10 @@
     python twin.py explain FOLDER LOGITS.npz TOLERANCE
 
 This file runs in the interpreter of an exporter: it needs torch, transformers, and ``checkpoint.py`` beside it, but
-nothing else of this package. Sizes and heads shrink in proportion; only a setting's name decides how it becomes small,
-never the model family. Each kind of layer occurs twice. Windows have a few tokens, and a short text passes all position
-thresholds. Every parameter changes the logits, and is exact in float16, bfloat16 and int4, so one twin serves exports
-of all types.
+nothing else of this package. Sizes and heads shrink in proportion; how a setting shrinks depends on its name, not on
+the model family. Each kind of layer occurs twice. Windows have a few tokens. If the model computes differently from
+some position on, a short text passes it. Every parameter changes the logits, and is exact in float16, bfloat16 and
+int4, so one twin serves exports of all types.
 
 `FOLDER` gets the twin as transformers saves it, `decode.json` with texts and their steps, and `logits.npz`. `explain`
 compares an exporter's logits of the twin, and writes into `settings.json` the settings that the exporter ignores.
@@ -177,7 +177,7 @@ class Sizes:
 
 
 def threshold(config: Mapping[str, Any]) -> int | None:
-    """Return the first position at which a model computes differently (rotary factors); None: at no position."""
+    """Return the position from which a model computes differently, such as with other rotary factors; None: nowhere."""
     return min((v for k, v in _all_items(config) if _THRESHOLD.search(k) and _counts(v)), default=None)
 
 

@@ -122,8 +122,8 @@ def record(job: Job, content: bytes, weights: dict[str, bytearray], network: Any
     """Record the proof (a decode) of an engine, and compare TensorRT's network with the model on some of its steps.
 
     `content` is the rewritten model. `weights` has the bytes that TensorRT got instead of those in the model's files.
-    Raises `TrtKvCacheError` if the caller asked for a number of steps, and recording them is impossible, and
-    `BuildError` if network and model compute different outputs.
+    Raises `BuildError` if network and model compute different outputs. If the caller gave a number of steps, raises
+    `TrtKvCacheError` if they cannot be recorded.
     """
     assert job.bounds is not None
     model, steps = ModelProto.FromString(content), None if job.build.proof == "auto" else int(job.build.proof)

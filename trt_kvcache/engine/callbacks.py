@@ -4,7 +4,7 @@ Their base classes belong to the TensorRT module in use, so the classes are crea
 its own logger in Python. Opened engines share one logger of TensorRT, and report errors through an ``IErrorRecorder``:
 
 - TensorRT uses the first logger of a process until no runtime or builder is left. If the first of two engines is
-  closed, TensorRT would call a logger that Python has freed (measured on TensorRT for RTX 1.7.1: the address stays).
+  closed, TensorRT would call its logger, which Python has freed (measured on TensorRT for RTX 1.7.1).
 - TensorRT for RTX compiles kernels in its own threads. To log in Python, they would wait for Python's lock, which the
   thread that destroys the context holds while it waits for them: a deadlock.
 """
@@ -31,7 +31,7 @@ _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Ten
 def make_listeners(trt: Any, send: Send, log: str | None = None) -> tuple[Any, Any]:
     """Return a logger and a progress monitor; `send` gets their warnings, errors, parsed nodes and progress.
 
-    The logger's method `words` returns all errors on one line; without errors, the messages filtered out as noise.
+    The logger's method `words` returns all errors on one line; if there are none, the errors left out as noise.
     `log` is a file for all messages of TensorRT; ``"-"``: send all messages as events, too.
     """
     file = open(log, "w", encoding="utf-8") if log not in (None, "-") else None  # noqa: SIM115 - ends with the process

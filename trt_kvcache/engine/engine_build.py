@@ -100,7 +100,7 @@ class _Prepared:
     """A decoder that is ready to be built, and its encoder.
 
     Attributes:
-        tables: numbers of rows of the tables that token ids and positions index.
+        tables: numbers of rows of the lookup tables for token ids, and for positions.
         scans: names of the Scan nodes that run token by token.
         encoder: the encoder to build; None: the model has no encoder, or its encoder cannot become an engine.
         said: the reason why the encoder cannot become an engine.
@@ -253,7 +253,7 @@ class _Part:
     Attributes:
         path: path of the model's file; external data lie in the same folder.
         files: maps the path of each file of the model to its name in the manifest.
-        sources: the models as read, without their graphs.
+        sources: the models as loaded from their files, without their graphs.
         model: a list with the rewritten model, which may hold all weights; emptied when the build process gets the
             model.
         flipped: weights that TensorRT gets with changed bytes.

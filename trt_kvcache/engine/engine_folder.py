@@ -27,7 +27,7 @@ _LARGEST = 1 << 28  # bytes
 def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
     """Return the path of the engine to build, and `output` if it is a folder (existing, or with a slash at its end).
 
-    Raises `OutputError` if `output` is not a path, holds a model, or holds no engine but tokenizer files.
+    Raises `OutputError` if `output` is not a path, or a folder with a model, or with tokenizer files but no engine.
     """
     path = as_path(output, "output", OutputError).expanduser()
     if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):

@@ -46,7 +46,7 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """The result of inspecting an engine: its manifest, checked against the engine's hash, and the opened engine.
+    """The result of inspecting an engine: its manifest, which agrees with its hash, and what the engine reports.
 
     Attributes:
         view: what the opened engine reports, in agreement with `manifest`. None if the engine was not opened.
@@ -106,7 +106,7 @@ def _compare_tensors(planned: tuple[TensorRole, ...], reported: tuple[EngineTens
 
 
 def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
-    """Return True if a shape of the engine agrees with the plan. Sizes in plan and engine outputs may be dynamic."""
+    """True if a shape agrees with the plan. Sizes that are dynamic in plan or engine output agree with all sizes."""
     return len(tensor.shape) == len(plan.shape) and all(
         actual == expected or not isinstance(expected, int) or (actual == -1 and tensor.io == "output")
         for actual, expected in zip(tensor.shape, plan.shape, strict=True)

@@ -2,9 +2,10 @@
 
 Prefill and decode need different kernels: ``prefill`` writes up to `max_chunk` tokens per sequence and step, ``decode``
 one. For steps of exactly one row, TensorRT for RTX 1.7.1 stores a second copy of the weights: 377 MB instead of 227 MB
-for 202 MB of float16 weights. So if the largest batch is one, ``decode`` allows two rows, and ``prefill`` logits of two
-positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights, ``decode`` then has exactly one row,
-which makes engines smaller: 90 MB instead of 109 MB for 81 MB in int4; 172 MB instead of 263 MB for 126 MB in int8.
+for 202 MB of float16 weights. So even if the largest batch is one, the profile ``decode`` allows a batch of two, and
+``prefill`` allows logits of two positions (245 MB instead of 323 MB for 232 MB of weights). With quantized weights,
+``decode`` has a batch of exactly one, because this makes engines smaller: 90 MB instead of 109 MB for 81 MB in int4;
+172 MB instead of 263 MB for 126 MB in int8.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ class Limits:
     """The sizes of a decode loop that an engine is built for.
 
     Attributes:
-        max_chunk: most tokens of one sequence in one step.
+        max_chunk: largest number of tokens of one sequence in one step.
         capacity: rows of the smallest cache.
-        max_logits: most positions of one sequence with logits in a step; None: the model decides.
-        encoder: fewest, typical and most positions of an encoder's output; None: not given.
+        max_logits: largest number of positions of a sequence for which a step returns logits; None: the model decides.
+        encoder: smallest, typical and largest length of an encoder's output; None: not given.
     """
 
     max_batch: int
@@ -89,7 +90,7 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
 
 
 def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
-    """Return the largest number of positions with logits in a step; None if the model decides.
+    """Return the largest number of positions for which a step returns logits; None if the model decides.
 
     With updates of a fixed length, shorter steps are padded at the end, so any position may have the last token.
     """

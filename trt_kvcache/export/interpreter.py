@@ -71,7 +71,7 @@ class Interpreter:
         return code, f"it took more than {seconds or 0:.0f} s, and was ended" if late.is_set() else self._stderr.read()
 
     def _code_of(self, words: Sequence[str]) -> int:
-        """Run a program in the process that forks. Return the program's exit code, or that process's own if it ends."""
+        """Let the child fork and run a program. Return the program's exit code, or the child's if the child ended."""
         if self._child is not None and self._child.poll() is not None:
             self._end()
         child = self._child = self._child or self._start()

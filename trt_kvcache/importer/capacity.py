@@ -13,13 +13,13 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_target_positions", "m
 
 
 def usual_capacity(folder: Path) -> int:
-    """Return the default capacity: the most tokens of a text in the model of this folder, but at most 4096."""
+    """Return the default capacity: the longest text of the model in this folder, in tokens, but at most 4096."""
     longest = longest_text(folder)
     return USUAL if longest is None else min(longest[0], USUAL)
 
 
 def longest_text(folder: Path) -> tuple[int, str] | None:
-    """Return the most tokens of a text by the config files of `folder`, and where this was found; None if unknown.
+    """Return how many tokens a text may have by the config files of `folder`, and which setting says so; else None.
 
     The folder above is also searched if `folder` is named ``decoder`` (mobius-onnx).
     """

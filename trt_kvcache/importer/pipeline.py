@@ -351,7 +351,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
-    """Return warnings about position tables with fewer rows than the caches: positions beyond read the last row."""
+    """Return warnings about position tables with fewer rows than the caches: later positions read the last row."""
     rows = index_limits(model, plan).positions
     longest = max((c.capacity for c in plan.caches), default=0)
     return [

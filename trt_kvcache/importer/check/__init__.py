@@ -128,12 +128,15 @@ class Verdict:
     """The result of the check for one region (a changed part of the model).
 
     Attributes:
-        name: name of the tensor or the cache that the region computes; for ``"ends"``, a number of tokens.
-        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared), ``"undecided"`` (the region cannot
-            run), ``"stuck"`` (ONNX Runtime runs the original, but not the rewritten region), ``"dependent"`` (a
-            sequence depends on other sequences of the batch), ``"ends"`` (the model supports at most `name` tokens),
-            ``"alone"`` (the model declares a dynamic batch, but supports only one sequence), or ``"mixed"`` (the
-            numbers of a token depend on how many tokens a step has).
+        name: name of the tensor or the cache that the region computes.
+        answer: ``"equal"``, ``"different"``, or one of these:
+            ``"vacuous"``: nothing was compared.
+            ``"undecided"``: the region cannot run.
+            ``"stuck"``: ONNX Runtime runs the original, but not the rewritten region.
+            ``"dependent"``: a sequence depends on other sequences of the batch.
+            ``"ends"``: the model supports only so many tokens as `name` says.
+            ``"alone"``: the model declares a dynamic batch, but supports only one sequence.
+            ``"mixed"``: the numbers of a token depend on how many tokens a step has.
         why: the reason in words; empty for most equal regions.
         layer: index of the attention that reads the region's caches; None if unknown.
     """
@@ -162,7 +165,7 @@ _answering: list[Child] = []
 
 
 def start_process(options: PlanOptions, *, to_ask: bool = False) -> Child:
-    """Start the child process of the check, or return the running one. With `to_ask`, keep it for a request."""
+    """Start the child process of the check, or the running one. `to_ask`: no other caller ends it before its answer."""
     memory = options.check_memory << 30
     with _lock:
         child = _current.get(memory)

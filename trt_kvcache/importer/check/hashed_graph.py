@@ -73,10 +73,10 @@ class Graph:
     def digests(
         self, leaves: Mapping[str, str], taken: Container[str] = (), nodes: Sequence[onnx.NodeProto] | None = None
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Return digests of all tensors as their readers see them, and of how the graph computes those in `taken`.
+        """Return two maps: digests of all tensors, and for tensors in `taken`, digests of how the graph computes them.
 
-        `leaves` are digests of inputs. Tensors in `taken` count as equal in both models: their readers' digests contain
-        only names. `nodes` is the part of the graph to digest (None: all).
+        `leaves` are digests of inputs. Tensors in `taken` count as equal in both models, so in the first
+        map, their names stand for them. `nodes` is the part of the graph to digest (None: all).
         """
         seen = dict(leaves)
         own: dict[str, str] = {}
@@ -126,7 +126,7 @@ class Graph:
         return tainted
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """Return the nodes that compute `outputs`, the inputs and `stop` tensors that they read, and the constants."""
+        """Return the nodes that compute `outputs`, the inputs and `stop` tensors they read, and their constants."""
         todo = list(outputs)
         wanted = set(todo)
         seen: set[str] = set()

@@ -3,9 +3,9 @@
     long = ReduceMax(positions) > 4096                  one value for the whole batch (LongRoPE, dynamic NTK)
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
-Models that mix sequences are refused; two batches that share one sequence show this. If tokens of a step depend on each
-other (as with a mean over the step), sessions must not split prompts; the same tokens in one step and one by one show
-this.
+Models that mix sequences are refused. To find them, two batches that share one sequence are compared. If tokens of a
+step depend on each other (as with a mean over the step), sessions must not split prompts. To find this, the same tokens
+run in one step and one by one.
 
 Regions with caches do not run, because the check compares them with the original row by row. Operators that compute
 each token separately do not run, either, but their inputs are compared: products with large weights, lookups in large

@@ -467,7 +467,7 @@ def _integers(graph: Graph, kinds: Kinds, cone: Cone, rows: Collection[int]) -> 
 
 
 def _divides_features(node: onnx.NodeProto, kinds: Kinds, rows: Collection[int]) -> bool:
-    """True for a Reshape or Split that keeps all axes of tokens, and all axes as long as a cache."""
+    """True for a Reshape or Split that keeps the axes of batch and tokens; no axis may be as long as a cache."""
     if node.op_type not in ("Reshape", "Split") or len(node.input) < 2:
         return False
     shapes = [kind.shape for name in (node.input[0], node.output[0]) if (kind := kinds.get(name)) and kind.shape]

@@ -1,7 +1,7 @@
 """Shrinks regions with large weights: the same computation with fewer rows and columns, and with random weights.
 
     MatMulNBits of N = 128,256 rows        ->    N = 32: weights, scales, zero points and bias have 32 rows
-    QMoE, 32 experts of 5,760 x 2,880      ->    32 experts: 5,760, 2,880, 1,440 (bytes), 90 (blocks) divided by 45
+    QMoE, 32 experts of 5,760 x 2,880      ->    32 experts of 128 x 64, in rows of 32 bytes and 2 blocks
 
 An operator treats all rows of a weight in the same way. So a smaller size replaces a size everywhere: in shapes of
 weights and boundaries, attributes, and small integer constants. If sizes contradict each other, ONNX Runtime refuses

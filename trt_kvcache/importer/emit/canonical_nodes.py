@@ -295,7 +295,7 @@ def relaid(
 
 
 def _size(axis: Sequence[Dim]) -> Dim:
-    """Return the product of the sizes that share one axis; "?" if the batch or the tokens are one of several."""
+    """Return the product of the sizes that share one axis; "?" if they include the batch or the number of tokens."""
     if len(axis) == 1:
         return axis[0]
     return prod(d for d in axis if isinstance(d, int)) if all(isinstance(d, int) for d in axis) else "?"

@@ -6,10 +6,10 @@ Some exporters compute positions from the length of a cache, and may add a const
     Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
     Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
-The second form is Whisper's by onnxruntime-genai, the third M2M-100's: positions do not count padding. torch's export
-of Marian looks up the rows once for all sequences. If another tensor still depends on P, the import fails and names it.
-Sample steps that differ only in P show this. This module also removes outputs that return an input unchanged (caches of
-cross-attention), and lets ``Shape`` of a removed input read the tokens.
+Whisper of onnxruntime-genai has the second form. M2M-100 has the third, because its positions do not count padding.
+torch's export of Marian looks up the rows once for all sequences. If another tensor still depends on P, the import
+fails and names it. Sample steps that differ only in P show this. This module also removes outputs that return an input
+unchanged (caches of cross-attention), and replaces ``Shape`` of a removed input by sizes of the tokens.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def drop_copies(graph: gs.Graph) -> set[str]:
 
 
 def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface, samples: Samples) -> None:
-    """Make nodes that read only the shape of an input that will be removed read the tokens instead, in place."""
+    """Replace Shape nodes of inputs that will be removed, in place: take the sizes from the tokens instead."""
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     reached = _numbers_of(graph, {t.name for t in interface.of(*_LOST)}) - {t.name for t in graph.inputs}
     for node in [n for n in graph.nodes if is_op(n, "Shape") and n.inputs[0].name in reached]:
@@ -217,7 +217,7 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
 
 
 def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
-    """True if a tensor has the same value after every sampled past, up to the longest: floor(P / 16) changes rarely."""
+    """True if a tensor is equal after all sampled pasts. One is the longest, because floor(P / 16) rarely changes."""
     for pair in (samples.twins, samples.plain[-2:]):
         before, *after = (s.probe.value(output.name) for s in pair)
         if before is None or not all(value is not None and np.array_equal(before, value) for value in after):
@@ -344,9 +344,9 @@ _Readers = list[tuple[gs.Node, gs.Tensor, int, tuple[int, ...]]]
 def _readers_of_rows(graph: gs.Graph, rows: gs.Tensor, samples: Sequence[Sample]) -> tuple[_Chain, _Readers] | None:
     """Find the nodes that combine table rows ``[S, H]`` with tensors of a batch; None if rows cannot get a batch axis.
 
-    Return the row-wise nodes before these nodes, each with its output's shape (-1 for the rows); and for each found
-    node: the node, its operand, the number of the result's axes between batch and tokens, and the operand's sizes after
-    the tokens.
+    Return two lists. The first has the row-wise nodes before these nodes, each with its output's shape (-1 for rows).
+    The second has the found nodes, each with its operand, the number of axes between batch and tokens in its result,
+    and the operand's sizes after the tokens.
     """
     chain: _Chain = []
     readers: _Readers = []
@@ -398,7 +398,7 @@ def _place_of_rows(node: gs.Node, rows: gs.Tensor, sample: Sample) -> tuple[int,
 
 
 def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Make a node that adds P (the length of the past) to integers ``[B, S]`` add each sequence's own length."""
+    """Let a node that adds P (length of the past) to integers ``[B, S]`` add the length of each sequence instead."""
     output, twins = node.outputs[0], samples.twins
     kind = twins[0].probe.elem_type(output.name)
     sizes = [s.probe.shape(output.name) for s in twins]

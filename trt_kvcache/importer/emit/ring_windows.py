@@ -48,7 +48,7 @@ from trt_kvcache.importer.planning.attention_plans import reads_columns
 
 @dataclass(frozen=True, eq=False)
 class _Windowed:
-    """The caches of keys and values of a layer that only attentions with one common window size read."""
+    """A layer's caches of keys and values. Only attentions with the same window size read them."""
 
     keys: gs.Node
     values: gs.Node
@@ -187,7 +187,7 @@ def _readers(present: gs.Tensor) -> list[gs.Node]:
 
 
 def _bound(indices: gs.Tensor) -> gs.Node | None:
-    """Return the node (Min, Mod) that limits write indices to other numbers than the token count; else None."""
+    """Return the node, such as Min or Mod, that makes write indices differ from the number of tokens; else None."""
     node = producer(indices)
     if node is None:
         return None

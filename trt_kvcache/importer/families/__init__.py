@@ -54,7 +54,7 @@ def _operators(model: onnx.ModelProto) -> set[str]:
 
 
 def read(model: onnx.ModelProto) -> bool:
-    """Repair a model in place after reading it. Return True if this changed which tensors operators read."""
+    """Repair a model in place after reading it. Return True if operators were replaced."""
     _family("tool_repairs").read(model)
     if any(node.domain == "trt" for scope in iter_scopes(model) for node in scope.node):  # ModelOpt's operators
         return bool(_family("quantizers").read(model))
@@ -90,7 +90,7 @@ def define(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Edit a decoder before the search for caches: join assigned slices, and drop an input for the number of logits."""
+    """Edit a decoder before the search for caches: join slices assigned one by one, and drop `logits_to_keep`."""
     finishes: list[Finish] = []
     operators = _operators(model)
     if {"ScatterND", "ConstantOfShape"} <= operators:

@@ -25,7 +25,7 @@ _END = (1 << 31) - 1  # a Slice to the end of an axis has an end of at least thi
 
 
 def rewrite(model: ModelProto) -> tuple[ModelProto, Finish | None]:
-    """Replace an input that limits the number of logits by 0: all positions. Other uses of it stay."""
+    """Replace the input ``logits_to_keep`` with the constant 0, which means all positions. Its other readers stay."""
     edited = copied(model)
     graph = edited.graph
     value = next(v for v in graph.input if v.name.endswith("logits_to_keep"))

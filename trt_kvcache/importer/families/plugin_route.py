@@ -174,7 +174,7 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
 
 
 def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
-    """Let the plugin quantize, if a suitable QuantizeLinear computes the update. Return its scales and number."""
+    """Let the plugin replace a suitable QuantizeLinear of the update. Return the scales and how many they are."""
     between: list[gs.Tensor] = []  # after a Reshape and Transpose to the physical layout
     update = node.inputs[1]
     while update.name != cache.update:
@@ -286,8 +286,8 @@ def _body(operator: Operator, wide: str) -> str:
     """Return the text of the ONNX function. Names of values that are cast to float32 end in `wide`.
 
     ``first``, ``start``, ``end`` and ``count`` are [B]; ``length`` and ``capacity`` are [1]. ``accepted`` [B] is True
-    for sequences that are written. A row of ``sources`` [K, 2] is sequence and token of a token to write; a row of
-    ``targets`` [K, 2] is sequence and row of the cache.
+    for sequences that are written. For each of K tokens to write, ``sources`` [K, 2] has the sequence and the place in
+    the update, and ``targets`` [K, 2] has the sequence and the cache row.
     """
     packed, circular = operator.packed, operator.mode is UpdateMode.CIRCULAR
     given = [name for name in operator.inputs if name.startswith(("cache", "update"))] if wide else []

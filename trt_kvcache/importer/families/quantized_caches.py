@@ -124,9 +124,9 @@ def rotation(size: int) -> npt.NDArray[np.float32]:
 def quantize(graph: gs.Graph, plan: CachePlan, *, plain: bool = False) -> CachePlan:
     """Quantize the caches of a rewritten model in place, as the plan's options say. Return the new plan.
 
-    With `cache_ranges`, GroupQueryAttention of ONNX Runtime may contain updates and attention. With `plain`, the model
-    is for ONNX Runtime, so that standard operators write integers. Raises `OptionError` if a cache cannot be quantized
-    to this type.
+    With `cache_ranges`, the model may have ONNX Runtime's GroupQueryAttention, which also updates its caches. With
+    `plain`, the model is for ONNX Runtime, so that standard operators write integers. Raises `OptionError` if a cache
+    cannot be quantized to this type.
     """
     form = _form(plan, plain=plain)
     for cache in plan.caches:
@@ -388,7 +388,7 @@ class _Quantized:
             self._read(other, rows, values)
 
     def _read(self, reader: gs.Node, codes: gs.Tensor, values: gs.Variable) -> None:
-        """Make a node that reads quantized numbers read values instead. For attentions, rotate queries or results."""
+        """Connect `reader` to `values`, which are rotated back. For attentions, rotate queries or results instead."""
         if not self._turn_attention(reader, codes):
             values = self._emitter.once(("turned", values.name), lambda: self._turn(values, int(values.dtype)))
         reader.inputs = [values if t is codes else t for t in reader.inputs]
@@ -454,7 +454,7 @@ class _Quantized:
         self._scales = scales[0], scales[1], update
 
     def _keep_shapes(self, tensor: gs.Tensor, shape: tuple[Dim, ...]) -> None:
-        """Make Shape nodes that read the cache `tensor`, or a view for Shape nodes alone, return sizes of `shape`."""
+        """Let Shape nodes of the cache `tensor` and its views still return `shape`, the shape before quantization."""
         for reader in consumers(tensor):
             if is_op(reader, "Shape"):
                 seen = shape[slice(reader.attrs.get("start", 0), reader.attrs.get("end"))]

@@ -25,7 +25,7 @@ them. This module registers them with ONNX on import, so that ONNX infers shapes
 
 `for_cpu` replaces them, because no package runs them without a GPU, and ONNX Runtime 1.31.1 does not support float4:
 
-    float4 weights          numbers  -> doubled, in int8, by a table of 16; scales -> halved
+    float4 weights          numbers  -> twice the number, in int8, from a table of 16; scales -> half
     MXFP8 weights           y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
     activations             y        -> x, in the type of y
 

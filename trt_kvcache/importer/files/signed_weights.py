@@ -29,7 +29,7 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # unsigned type -> signed type, mi
 
 
 def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Make unsigned weights that only DequantizeLinear reads signed, in place, as TensorRT needs them.
+    """Turn unsigned weights into signed ones, in place, as TensorRT needs them, if only DequantizeLinear reads them.
 
     Return external weights that the model now declares signed, but whose bytes in `folder` are still unsigned. Raises
     `UnsupportedModelError` if a scale of 8-bit weights is not positive, or a zero point is not the middle of the range.

@@ -69,7 +69,7 @@ class Tensors:
 
 
 class Call:
-    """A node whose operator is replaced, as read by functions that write bodies; `attributes` by name."""
+    """A node that will be replaced, for functions that write bodies. `attributes` maps names to values."""
 
     def __init__(self, tensors: Tensors, node: NodeProto, signature: str) -> None:
         inputs, outputs = ([name.strip() for name in part.split(",")] for part in signature.split("->"))

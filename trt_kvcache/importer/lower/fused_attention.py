@@ -23,14 +23,17 @@
 
 Windows become masks, and attention with sinks becomes plain operators, so that ONNX Runtime can run the result.
 
-Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to the row ``seqlens_k + 1 - S``, which is also
-the first position. With a local window of W, a query sees its own key and W - 1 keys before it. The softcap is applied
-before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect. With position_ids, the first
-prompt counts from the first id; later steps use all ids (equal only if ids are contiguous). The CPU kernel refuses
-q_norm_weight and k_norm_weight; their meaning is from the operator's page. With keys and values of length 0 (1.32.0;
-mobius-onnx), the operator writes nothing: its past already holds the new rows. Without inputs for key and value, the
-query is packed. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks are added to
-scores.
+Measured on ONNX Runtime 1.31.1 (CPU), for GroupQueryAttention:
+
+- New rows go to the row ``seqlens_k + 1 - S``, which is also the first position.
+- With a local window of W, a query sees its own key and W - 1 keys before it.
+- The softcap is applied before bias and masks, and not to sinks. With head_sink, smooth_softmax=1 has no effect.
+- With position_ids, the first step counts up from its first id. Later steps use all their ids.
+- The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is from the operator's page.
+- With keys and values of length 0 (1.32.0; mobius-onnx), it writes nothing: its past already holds the new rows.
+- Without inputs for key and value, the query is packed.
+
+MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; its masks are added to scores.
 """
 
 from __future__ import annotations

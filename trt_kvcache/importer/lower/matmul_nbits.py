@@ -119,7 +119,7 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
 
 
 def gather_block_quantized(call: Call) -> str:
-    """Return the body (ONNX text) of a lookup in a quantized table. A MatMulNBits may share the table's layout."""
+    """Return the body (ONNX text) of a lookup in a quantized table. The table may also be a weight of MatMulNBits."""
     bits, block = call.integer("bits", 4), call.integer("block_size", 128)
     axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
     stored = call.weight("table", _TABLES)

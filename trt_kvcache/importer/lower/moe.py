@@ -20,9 +20,10 @@ T tokens choose k of E experts each: P = T * k pairs. They fill n = min(P, E + E
     result  = rows @ Gather(weights, experts [n])  two batched products
     y       = sum over k of shares * Gather(result, places [T, k])
 
-n blocks suffice: an expert with c pairs needs Ceil(c / b), so all need at most P // b + E, where P // b <= E // 2, and
-never more than P. A step of one token reads the weights of k experts; larger steps read each weight at most 1.5 times,
-and compute at most three times the needed products. n and b never decrease when T grows, because TensorRT for RTX 1.7.1
+n blocks suffice. No expert has more than T pairs, so if b = T, each of the E experts needs at most one block. If b < T,
+an expert with c pairs needs Ceil(c / b) blocks, so all need at most P // b + E blocks, and P // b <= E // 2. P blocks
+always suffice. A step of one token reads the weights of k experts; larger steps read each weight at most 1.5 times, and
+compute at most three times the needed products. n and b never decrease when T grows, because TensorRT for RTX 1.7.1
 reserves memory for the largest shapes. Gathering weights for each pair would need P copies of an expert (102 GB in a
 layer of gpt-oss-20b, float16, 512 tokens); computing all experts for all tokens takes E / k times the products.
 

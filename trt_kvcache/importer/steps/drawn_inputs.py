@@ -1,4 +1,4 @@
-"""Defines steps of a decode loop, finds which steps a model allows, and draws values for inputs except caches."""
+"""Defines steps of a decode loop, finds a model's limits for steps, and draws values for inputs except caches."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ _START = "decoder_start_token_id"
 
 
 def find_encoder(model: Path) -> Path | None:
-    """Return the path of the encoder in the folder of a decoder or engine (or this folder); None if missing."""
+    """Return the path of the encoder beside a decoder or engine, or in a folder; None if there is no encoder."""
     return next((path for path in _encoders(model) if path.is_file()), None)
 
 

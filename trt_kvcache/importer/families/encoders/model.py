@@ -1,8 +1,8 @@
 """Builds one encoder model for TensorRT. From a source (text, audio or image), it computes the decoder's constants.
 
-    encoder_model.onnx       source -> hidden                     one model:
-    decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
-                             of every layer, and other outputs
+    encoder_model.onnx       source -> hidden
+    decoder_model.onnx       hidden -> keys and values of every layer, and other outputs
+    become one model         source -> the decoder's constants
 
 Constants are decoder inputs that stay the same for a text, such as keys of cross-attention. A step has one sequence,
 without padding. A first step (decoder without a past) also takes token ids; here it gets one id, 0. If the kept outputs

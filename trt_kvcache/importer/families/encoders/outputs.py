@@ -44,7 +44,7 @@ class EncoderParts:
 
 
 def find_parts(constants: Sequence[TensorRole], outputs: Mapping[str, int], path: Path) -> EncoderParts:
-    """Match an encoder's outputs to the decoder's constant inputs. Refuse unclear hidden states."""
+    """Match an encoder's outputs to the decoder's constant inputs. Raise an error if hidden states are unclear."""
     masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
     own = {t.name: name for t in constants if (name := _among(outputs, t.name))}
     rest = [t for t in constants if t not in masks and t.name not in own]
