@@ -253,10 +253,7 @@ def _is_small(dims: Iterable[int]) -> bool:
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     """Return integers that the model computes from known sizes, by name.
 
-    ONNX's shape inference computes them, but shows them only in shapes. So this adds a ConstantOfShape for each
-    integer:
-
-        Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape with 64 elements: so the result of the Gather is 64
+    ONNX's shape inference shows its integers only in shapes. So this adds a ConstantOfShape for each integer.
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}

@@ -285,9 +285,8 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 def _body(operator: Operator, wide: str) -> str:
     """Return the text of the ONNX function. Names of values that are cast to float32 end in `wide`.
 
-    ``first``, ``start``, ``end`` and ``count`` are [B]; ``length`` and ``capacity`` are [1]. ``accepted`` [B] is True
-    for sequences that are written. For each of K tokens to write, ``sources`` [K, 2] has the sequence and the place in
-    the update, and ``targets`` [K, 2] has the sequence and the cache row.
+    ``accepted`` [B] is True for sequences that are written. For each of K tokens, ``sources`` [K, 2] has the sequence
+    and the place in the update, and ``targets`` [K, 2] the sequence and the cache row.
     """
     packed, circular = operator.packed, operator.mode is UpdateMode.CIRCULAR
     given = [name for name in operator.inputs if name.startswith(("cache", "update"))] if wide else []

@@ -258,12 +258,7 @@ def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: Graph
 
 
 def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
-    """True if the graph computes logits for every token of a step.
-
-    Exporters that trace one decode step may declare ``[batch, 1, vocab]`` for logits that the graph computes as
-    ``[batch, S, vocab]``. This follows the axis S from the logits back to the token embeddings, through operators that
-    keep it: element-wise operators, norms and products with weights.
-    """
+    """True if logits declared ``[batch, 1, vocab]`` are computed for every token: operators keep the axis of tokens."""
     seen: set[tuple[str, int]] = set()
     stack = [(logits, 1)]
     while stack:

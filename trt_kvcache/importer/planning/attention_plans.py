@@ -293,11 +293,7 @@ def _is_fixed(scan: gs.Node) -> bool:
 
 
 def _is_widened(tensor: gs.Tensor) -> bool:
-    """True if a Cast lies between a cache and the keys or values.
-
-    Measured on TensorRT for RTX 1.7.1: a build with IAttention over such keys or values fails ("Fusing attention ops
-    must leave the graph in a well-formed state"). Attention in plain operators builds.
-    """
+    """True if a Cast lies between a cache and the keys or values. TensorRT for RTX 1.7.1 then builds no IAttention."""
     node = producer(tensor)
     while node is not None and is_op(node, *PASSES):
         if is_op(node, "Cast"):
