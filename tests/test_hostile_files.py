@@ -243,9 +243,9 @@ ENORMOUS = {
     "external": (_declared([1 << 33], external=True), "end at byte 68719476736 of data, which has only 65536 bytes"),
     "beyond 64 bits": (_declared([1 << 62], external=True), "end at byte 36893488147419103232 of data"),
     "inside": (_declared([1 << 33], external=False), "tensor 'table' is invalid"),
-    "constant": (_made("ConstantOfShape", value=helper.make_tensor("v", 7, [1], [1])), "has 8589934592 numbers along"),
-    "expanded": (_made("Expand"), "has 8589934592 numbers along"),
-    "input": (_stated, "'table' has 1073741824 numbers along its only axis"),
+    "constant": (_made("ConstantOfShape", value=helper.make_tensor("v", 7, [1], [1])), "list of 8589934592 numbers"),
+    "expanded": (_made("Expand"), "list of 8589934592 numbers"),
+    "input": (_stated, "'table' is a list of 1073741824 numbers that are not in the file"),
     "list": (_listed, "the attribute 'value_ints' of Constant 'make' lists 2097152 values"),
 }
 

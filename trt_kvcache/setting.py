@@ -60,7 +60,7 @@ class Setting:
 
 @cache
 def settings_of(options: type) -> dict[str, tuple[Any, bool, Setting]]:
-    """Return type, whether it may be None, and setting of each field that has a setting; several types: `object`."""
+    """Return (type, may be None, setting) of each field that has a setting; the type of several types is `object`."""
     settings = {}
     for field in fields(options):
         if str(field.type).startswith("Annotated["):
@@ -84,7 +84,7 @@ def described(options: _Class) -> _Class:
 
 
 def check_settings(options: Any) -> None:
-    """Check a dataclass of options, and make its values plain; raise `OptionError` for an illegal value."""
+    """Check a dataclass of options, and convert its values to their types; raise `OptionError` for an illegal value."""
     for name, (kind, optional, setting) in settings_of(options.__class__).items():
         value = getattr(options, name)
         if value is None and optional:

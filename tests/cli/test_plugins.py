@@ -96,7 +96,7 @@ def test_options_plan_the_model(circular: Path, tmp_path: Path) -> None:
 def test_an_engine_carries_its_updates(tmp_path: Path) -> None:
     engine = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig(dtype="float16", capacity=16)))
     assert listed(engine) == ["choice_float16"]
-    assert "--capacity plans a model, and" in run(engine, "--capacity", "9", code=1).stderr
+    assert "only a model takes --capacity, and" in run(engine, "--capacity", "9", code=1).stderr
 
 
 @pytest.mark.slow

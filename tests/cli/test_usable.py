@@ -59,7 +59,7 @@ def write(folder: Path, after: Callable[[Build, str], str], output: str = "logit
         (
             lora,
             "logits",
-            "none: input 'lora_a' (float [16, 'rank']) is a factor of an adapter as onnxruntime-genai takes",
+            "none: input 'lora_a' (float [16, 'rank']) takes the weights of an adapter for all sequences",
         ),
         (indices, "logits", "none: input 'logits_to_keep' (int64 ['kept']) has no known role in decoding"),
         (at_index, "logits", "none: input 'last_index' (int64 ['batch']) has no known role in decoding"),

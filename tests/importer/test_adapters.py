@@ -269,6 +269,6 @@ def test_adapters_as_onnxruntime_genai_takes_them_are_refused_by_name(tmp_path: 
         model.graph.node.insert(at, node)
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(
-        UnsupportedModelError, match=r"lora_A.MatMul.weight' .* is a factor of an adapter as onnxruntime-"
+        UnsupportedModelError, match=r"lora_A.MatMul.weight' .* takes the weights of an adapter for all "
     ):
         DecodeSession.open(tmp_path / "model.onnx", tokenizer=False, capacity=64)

@@ -123,7 +123,7 @@ def test_files_that_are_refused_change_nothing(tmp_path: Path) -> None:
         ({tokens: np.array([1, 2, 3, -4])}, {}, f"slot {slot}: .*token id -4 is out of range"),
         ({tokens: np.array([1.0, 2.0, 3.0, 4.0])}, {}, f"slot {slot}: .*float64"),
         ({tokens: np.arange(capacity + 2) % 8}, claims,
-         f"slot {slot} has {capacity + 2} tokens, and its length is {capacity + 1}.* {capacity} rows"),
+         f"slot {slot} has {capacity + 2} tokens, the length {capacity + 1} .* {capacity} rows"),
     ]  # fmt: skip
     for change, more, words in changes:
         save_file(tensors | change, path, metadata | more)

@@ -48,7 +48,7 @@ from trt_kvcache.errors import OptionError, TrtKvCacheError
         ({"suppress_tokens": [-5]}, r"suppress_tokens is \[-5\]; supported: token ids, 0 or more"),
         ({"forced_bos_token_id": [1]}, r"forced_bos_token_id is \[1\]; it must be a whole number"),
         ({"forced_eos_token_id": -1}, "forced_eos_token_id is -1"),
-        ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"forced_eos_token_id \[2, 3\] is among"),
+        ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"is \[2, 3\], which suppress_tokens forbids"),
         ({"exponential_decay_length_penalty": (0.5, 1.5)}, "exponential_decay_length_penalty is"),
         ({"exponential_decay_length_penalty": (5, 0.0)}, "a factor above 0"),
         ({"logits_processor": 5}, "logits_processor is 5; supported: a function, or several"),

@@ -190,7 +190,7 @@ def test_a_wrong_scale_fails_verify(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("config", "planned", "words"), [
-    (CONFIG, options(FP8), "cache_dtype is fp8, but caches of TensorRT for RTX are float32, float16 or bfloat"),
+    (CONFIG, options(FP8), "cache_dtype is fp8, but TensorRT for RTX has no 8-bit caches"),
     (replace(CONFIG, head_size=4, dtype="float16"), options(INT8), "rows of 4 numbers, which need 64 bits as fl"),
     (CONFIG, options(INT8, FULL, fallback=Fallback.FUNCTIONAL), "fallback functional excludes the plugin"),
     (replace(CONFIG, mode="circular", form="mobius"), options(INT8, fallback=Fallback.FUNCTIONAL),

@@ -349,7 +349,7 @@ def test_the_command(tmp_path: Path, folder: Path) -> None:
     for flags, message in (
         (("--defaults", "[]"), "give a JSON object"),
         (("--defaults", "{"), "give a JSON object"),
-        (("--workers", "2"), "--workers 2 has no effect without --ray; add that, or give --max-batch"),
+        (("--workers", "2"), "--workers 2 has no effect without --ray; add --ray, or give --max-batch"),
     ):
         done = invoke(*command, *flags, code=1)
         assert message in done.output

@@ -157,7 +157,7 @@ def test_ends_are_those_of_the_request_and_of_the_model(engine: Any, session: De
         (asked([]), "empty"),
         (asked([300]), "300"),
         (asked([1] * 600), "600"),
-        (asked([1]) | {"multi_modal_data": {"image_url": []}} | {"prompt_embeds": "x"}, "prompt_embeds: prompts are"),
+        (asked([1]) | {"multi_modal_data": {"image_url": []}} | {"prompt_embeds": "x"}, "embeds: a worker takes"),
     ],
 )
 def test_what_cannot_be_done_is_a_bad_request(engine: Any, request_: dict[str, Any], why: str) -> None:

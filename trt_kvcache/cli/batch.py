@@ -67,7 +67,9 @@ def batch(
         extra = "ray" if with_ray else "batch"
         raise OptionError(f"batch needs {error.name}: pip install 'trt-kvcache[{extra}]'") from None
     if workers is not None and not with_ray:
-        raise OptionError(f"--workers {workers} has no effect without --ray; add that, or give --max-batch")
+        raise OptionError(
+            f"--workers {workers} has no effect without --ray; add --ray, or give --max-batch for more requests at once"
+        )
     import asyncio
 
     from trt_kvcache.runtime.session import DecodeSession

@@ -239,7 +239,7 @@ class LoraFlags:
         """Return the adapters as keyword arguments of `DecodeSession.open`. No adapter may have the model's name."""
         folders = named_folders(self.lora or [], "--lora")
         if model in folders:
-            raise OptionError(f"--lora {model}=...: the model has this name; give another one, or --name")
+            raise OptionError(f"--lora {model}=...: the model has this name; rename the adapter, or the model (--name)")
         return {"adapters": folders} if folders else {}
 
 

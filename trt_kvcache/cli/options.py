@@ -142,8 +142,8 @@ class SessionPlanFlags(Flags):
         if names := [f.name for f in fields(self) if getattr(self, f.name) != f.default]:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
             raise OptionError(
-                f"{flags} {'plans' if len(names) == 1 else 'plan'} a model, and {path} looks like an engine, which "
-                "was planned when it was built; leave it out, or give the .onnx file"
+                f"only a model takes {flags}, and {path} looks like an engine, which was planned when it was built; "
+                f"give the .onnx file, or leave out {flags}"
             )
         return None
 

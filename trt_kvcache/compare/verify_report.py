@@ -85,8 +85,8 @@ class VerifyOptions:
     thorough: Annotated[
         bool,
         Setting(
-            "Also check after a past of every length; see --check-seconds.",
-            "First, all changed parts are checked after pasts of every length up to 4,096.",
+            "First check the changed parts after pasts of every length up to 4,096.",
+            "If this takes too long, allow more --check-seconds.",
         ),
     ] = False
 

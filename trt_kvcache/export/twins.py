@@ -101,13 +101,13 @@ class Twin:
         try:
             plan = plan_model(made, PlanOptions(capacity=self._capacity))
         except TrtKvCacheError as error:
-            return Verdict(None, f"its model of a small twin is refused: {error.message}")
+            return Verdict(None, f"its export of a small twin is refused: {error.message}")
         try:
             asked = json.loads((self._folder / "decode.json").read_text(encoding="utf-8"))
             texts, cuts = (asked[part][self._first :] for part in ("texts", "cuts"))
             logits = decode_exported(Exported(made, plan), texts, cuts)
         except UnsupportedModelError as error:
-            return Verdict(False, f"its model of a small twin does not decode: {error.message}")
+            return Verdict(False, f"its export of a small twin does not decode: {error.message}")
         wrong = difference(logits, _read_logits(self._folder / "logits.npz")[self._first :])
         return Verdict(wrong is None, f"on a small twin, {wrong}" if wrong else "", tuple(logits))
 

@@ -26,7 +26,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
     Inputs are ``input_ids`` ``[B, S]``, ``attention_mask`` ``[B, P + S]``, ``position_ids`` ``[B, S]`` if the model
     takes them, and ``past_key_values.i.key`` and ``.value`` ``[B, N, P, H]``; outputs are ``logits`` and
     ``present.i.key`` and ``.value`` ``[B, N, P + S, H]``. The export has the type of the model's weights, which go to a
-    file beside `path`. Raises `ValueError` if a layer's cache is not keys and values of all tokens.
+    file beside `path`. Raises `ValueError` if a layer's cache is not the keys and values of all tokens.
     """
     torch: Any = import_module("torch")
     make_cache = import_module("transformers").DynamicCache
@@ -39,7 +39,7 @@ def export_model(model: Any, path: str | Path, *, verbose: bool = False) -> None
         model(tokens[:, :_PAST], past_key_values=sample, use_cache=True)
     caches: list[Any] = [getattr(layer, part, None) for layer in sample.layers for part in ("keys", "values")]
     if not caches or any(t is None or t.ndim != 4 or t.shape[2] != _PAST for t in caches):
-        raise ValueError("not every layer's cache is keys and values of all tokens; export it with another exporter")
+        raise ValueError("some layers do not cache the keys and values of all tokens; export it with another exporter")
 
     class Decoder(torch.nn.Module):  # type: ignore[misc]
         """The model with tensors as caches, instead of a cache object."""

@@ -26,11 +26,11 @@ class CacheLayout(str, Enum):
     AUTO = "auto"
     """Sequence-major caches that only attention reads become ``[B, N, S_max, H]``. This avoids a transpose."""
     PRESERVE = "preserve"
-    """Every cache keeps its byte order."""
+    """Every cache keeps its memory layout."""
 
 
 class Fallback(str, Enum):
-    """The option ``--fallback``: the route of updates that TensorRT's own layer does not support."""
+    """The option ``--fallback``: how to write updates that TensorRT's own layer does not support."""
 
     AUTO = "auto"
     """`Route.PLUGIN` on TensorRT. TensorRT for RTX has no plugins; there it means `CONTRACT` if that is possible, else
@@ -132,7 +132,7 @@ class PlanOptions:
     cache_layout: Annotated[
         CacheLayout,
         Setting(
-            "auto: sequence-major caches become [B, N, S_max, H] in the engine. preserve: caches keep their byte order."
+            "auto: sequence-major caches become [B, N, S_max, H] in the engine. preserve: caches keep their layout."
         ),
     ] = CacheLayout.AUTO
     attention_span: Annotated[
@@ -146,8 +146,8 @@ class PlanOptions:
     fallback: Annotated[
         Fallback,
         Setting(
-            "Route of updates that TensorRT's own layer does not support. contract: native; correct only if no update "
-            "crosses the end of the ring. functional: plain operators, not in place.",
+            "How to write updates that TensorRT's own layer does not support. contract: by that layer; correct only if "
+            "no update crosses the end of the ring. functional: by plain operators, not in place.",
             "auto: `Route.PLUGIN` on TensorRT; on TensorRT for RTX, contract if that is possible, else functional.",
         ),
     ] = Fallback.AUTO
@@ -200,8 +200,8 @@ class PlanOptions:
     cache_ranges: Annotated[
         Mapping[str, float] | None,
         Setting(
-            "For each cache, the largest magnitude in its rotated rows; maps input names to numbers, as "
-            "`calibrate_caches` returns. Each cache then has one scale, and larger numbers are clipped. None: each row "
+            "Maps each cache's input to the largest magnitude in its rows, which quantization rotates first; see "
+            "`calibrate_caches`. Each cache then has one scale, and larger numbers are clipped. None: each row "
             "has its own scale.",
             has_flag=False,
         ),
@@ -225,8 +225,8 @@ class PlanOptions:
     lora_targets: Annotated[
         tuple[str, ...],
         Setting(
-            "Modules that adapters may change, such as q_proj,v_proj.",
-            "These are the last parts of names. all: the linear modules of all layers.",
+            "Modules that adapters may change, by the last part of their names, such as q_proj,v_proj.",
+            "all: the linear modules of all layers.",
             metavar="NAME,...|all",
             unit="names of modules, such as q_proj and v_proj, or all",
             read=lambda text: text.split(","),
@@ -246,7 +246,7 @@ class PlanOptions:
         int,
         Setting(
             "Limit of processor time for the check of the rewritten model.",
-            "The check also ends after five times as many seconds, if other processes use the cores.",
+            "Because other processes may use the cores, the limit of real time is five times as long.",
             metavar="SECONDS",
             unit="seconds",
             least=1,

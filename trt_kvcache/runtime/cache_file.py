@@ -263,8 +263,8 @@ def _slots(file: SavedSlots, metadata: Mapping[str, str], runner: Runner) -> dic
             raise CacheFileError(f"{path}: slot {name}: {error}") from None
         if not 0 <= length <= min(written, len(tokens)) or written > min(rows, default=written):
             raise CacheFileError(
-                f"{path}: slot {name} has {len(tokens)} tokens, and its length is {length} of {written} written "
-                f"rows{f' in caches of {min(rows)} rows' if rows else ''}: this is impossible; save the cache again"
+                f"{path}: slot {name} has {len(tokens)} tokens, the length {length} and {written} written rows"
+                f"{f' in caches of {min(rows)} rows' if rows else ''}, which is impossible; save the cache again"
             )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
         _read_inputs(file, slots[name], name, runner)
@@ -280,8 +280,8 @@ def _read_inputs(file: SavedSlots, slot: Slot, name: int, runner: Runner) -> Non
         planes = PositionInput(runner.plan).planes
         if data.dtype != np.int64 or data.ndim != 2 or len(data) != planes or data.shape[1] > len(slot.tokens):
             raise CacheFileError(
-                f"{file.path}: slot {name}: positions are {data.dtype} {list(data.shape)}; expected integers for at "
-                f"most all tokens in {planes} planes"
+                f"{file.path}: slot {name}: positions are {data.dtype} {list(data.shape)}; expected int64 "
+                f"[{planes}, n], with n at most the number of tokens, {len(slot.tokens)}"
             )
         slot.positions = Positions(data)
     if f"{name}/given_embeds" in file:

@@ -221,9 +221,8 @@ class CacheRows:
         free, count, runner = self.free_after(slot), len(slot.tokens), self._runner
         if runner.plan.prefill_in_one_step and slot.pending > (most := self._largest_update(slot.length)):
             raise CapacityError(
-                f"{what} has {slot.pending} tokens to write, and tokens of one step see each other in this model, "
-                f"so they must come in one step, which takes at most {most} here; shorten it, or allow more "
-                "(max_chunk)"
+                f"{what} has {slot.pending} tokens to write, all in one step, because tokens of one step see each "
+                f"other in this model; a step takes at most {most} here: shorten it, or allow longer steps (max_chunk)"
             )
         if free is None or free >= 0:
             return

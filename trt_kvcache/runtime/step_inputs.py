@@ -312,9 +312,9 @@ class StepInputs:
         what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
         if tensor.role is Role.OTHER and "lora_" in tensor.name.lower():
             raise UnsupportedModelError(
-                f"{what} is a factor of an adapter as onnxruntime-genai takes them, one adapter for all sequences of a "
-                "step, which is not supported: export the model without adapters, and give adapters to the session, "
-                "where each sequence chooses its own"
+                f"{what} takes the weights of an adapter for all sequences of a step, as in onnxruntime-genai, which "
+                "is not supported: export the model without adapters, and give adapters to the session, where each "
+                "sequence chooses its own"
             )
         if tensor.role in (Role.OTHER, Role.LOGITS):
             from trt_kvcache.importer.interface.role_patterns import example  # loads YAML and RE2
@@ -360,11 +360,10 @@ class StepInputs:
             return
         packed = " of packed updates" if cache.form is UpdateForm.PACKED_NHD else ""
         if cache.mode is UpdateMode.CIRCULAR or packed or self._plan.states:
-            what = "state" if self._plan.states else f"a {cache.mode.value} cache{packed}"
+            what = "state" if self._plan.states else f"{cache.mode.value} cache '{cache.past}'{packed}"
             raise UnsupportedModelError(
                 f"the model's number of tokens per step is fixed at {cache.update_length}, and padding tokens would "
-                f"change the contents of cache '{cache.past}' or of its model ({what}): export the model with a "
-                "dynamic number of tokens, or with 1"
+                f"change the contents of its {what}: export the model with a dynamic number of tokens, or with 1"
             )
         if StepLogits(self._plan).last_only:
             raise UnsupportedModelError(

@@ -31,7 +31,7 @@ _NEVER = -9999.0
 
 
 class TokenNames:
-    """The texts and bytes of tokens in an answer's log-probabilities. The joined texts are the answer's text."""
+    """Gives a token's text and bytes in an answer's log-probabilities. Joined, these texts are the answer's text."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -92,7 +92,7 @@ class Answer:
         self._head = {"id": name, "created": self.created, "model": model}
 
     def take(self, place: int, event: TokenEvent) -> str:
-        """Add an event of sequence number `place`; return the event's text, without parts of tool calls."""
+        """Add an event of the sequence with index `place`; return the event's text, without parts of tool calls."""
         self._first = self._first or time.perf_counter()
         if self._with_logprobs and event.token is not None:
             self._logprobs[place].append(self._logprob(place, event))
@@ -129,7 +129,7 @@ class Answer:
         return all(done.finish_reason for done in self._done)
 
     def told(self) -> str:
-        """Return counts of tokens and times so far as text, for a line of the log."""
+        """Return the present counts of tokens and times, as text for a line of the log."""
         usage, now = self.usage, time.perf_counter()
         tokens, first = usage["completion_tokens"], self._first - self._start
         later = tokens - len(self._done)  # rate without first tokens, which include the time of the prompt
@@ -152,7 +152,7 @@ class Answer:
                 yield _line(self._chunk([choice]) | more)
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add an event of sequence number `place`; yield the stream's chunk for it, if there is something to send."""
+        """Add an event of the sequence with index `place`; yield the stream's chunk for it, if there is one."""
         known = len(self.calls(place))
         text = self.take(place, event)
         calls = [{"index": at, **call} for at, call in enumerate(self.calls(place)) if at >= known]
@@ -244,7 +244,7 @@ class Answer:
 
 
 def _by_name(said: dict[str, Any]) -> dict[str, float]:
-    """Return log-probabilities by token text, of the best tokens and the chosen one; equal texts get the highest."""
+    """Return log-probabilities of the best tokens and the chosen one, by text; of equal texts, the highest counts."""
     named = [*said["top"], said["chosen"]]
     return {one["token"]: one["logprob"] for one in reversed(named)}
 
@@ -254,7 +254,7 @@ def _line(chunk: dict[str, Any]) -> bytes:
 
 
 async def whole_answer(events: AsyncGenerator[tuple[int, TokenEvent], None], answer: Answer) -> dict[str, Any]:
-    """Return the answer after all events; raise the error of a failed sequence. A canceled call ends the sequences."""
+    """Return the answer after all events, or raise a sequence's error. Canceling this call ends the sequences."""
     async with aclosing(events):
         async for place, event in events:
             answer.take(place, event)

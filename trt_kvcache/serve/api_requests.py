@@ -55,7 +55,7 @@ class ApiError(TrtKvCacheError):
         param: the field of the request that is wrong.
         code: code for programs.
         headers: HTTP headers.
-        logged: text for the log. None: log the message, which must then quote only names from the client.
+        logged: text for the log. None: `message`, which must then quote nothing from the client except names.
     """
 
     def __init__(
@@ -96,12 +96,12 @@ def as_api(error: TrtKvCacheError) -> ApiError:
 
 
 def too_many(message: str) -> ApiError:
-    """Return the client's error if too many requests wait (HTTP 429)."""
+    """Return the error that tells a client that too many requests wait (HTTP 429)."""
     return ApiError(429, message, code="queue_full", headers=LATER)
 
 
 def find_adapter(requested: str | None, name: str, adapters: Collection[str]) -> str | None:
-    """Return the adapter that a request names as its model; None for the model itself. Raises `ApiError` otherwise."""
+    """Return the adapter that a request names as its model; None for the model itself. Raises `ApiError` for others."""
     if requested is None or requested == name:
         return None
     if requested in adapters:
@@ -324,8 +324,8 @@ def prepare(
 ) -> Asked:
     """Check a request, and convert it to prompts and settings; this runs the tokenizer, which may take time.
 
-    `most` is the most sequences of one request; `adapter` the name of an adapter, or None. Raises `ApiError` if the
-    request cannot be run, and `OptionError` or `PromptError` if the session refuses a setting or a prompt.
+    A request may have `most` sequences. `adapter` is the name of an adapter, or None. Raises `ApiError` if the request
+    cannot be run, and `OptionError` or `PromptError` if the session refuses a setting or a prompt.
     """
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options are for streams; leave them out, or set stream", "stream_options")
@@ -397,7 +397,7 @@ def _rendered(session: DecodeSession, request: ChatRequest, messages: list[Any],
 
 
 def _takes_no_tools(session: DecodeSession) -> bool:
-    """Return True if the chat template does not support tools; False if it does, but its calls cannot be read."""
+    """Return True if the chat template does not support tools; False if it does, even if its calls cannot be read."""
     try:
         return form_of(session) is GENERIC
     except (OptionError, PromptError):
@@ -417,7 +417,7 @@ def _called(call: ToolCall, at: int) -> dict[str, Any]:
 
 
 def joined_text(content: str | list[Any], fields: Mapping[str, str]) -> str | None:
-    """Return the text of a message's content; None if a part is not text. `fields`: type of a part to field."""
+    """Return the text of a message; None if a part is not text. `fields`: the field with the text, by type of part."""
     if isinstance(content, str):
         return content
     texts = [p.get(fields.get(str(p.get("type")), "")) if isinstance(p, dict) else None for p in content]

@@ -135,7 +135,7 @@ def run_batch(
         file: path of the requests, see `read_rows`.
         output: path of the answers, see `write_lines`; it must not exist.
         defaults: values of fields that a request does not have.
-        compute: takes the rows to compute. It calls back with the digest of the model, and with each answer.
+        compute: gets the rows to compute and a function, which it calls with the model's digest and each answer.
         progress: called with the numbers of answered rows and of all rows.
 
     Raises:
@@ -232,7 +232,7 @@ class Journal:
             raise OutputError(f"{self.path}: {why}") from None
 
     def claim(self, model: str) -> None:
-        """Record the model's digest (`RowRunner.model`); raise `OutputError` if the journal has answers of another."""
+        """Record the model's digest (`RowRunner.model`); raise `OutputError` if the journal is of another model."""
         with self._one_line():
             record = self._db.execute("SELECT model FROM made").fetchone()
             if record is None and self._is_empty():

@@ -33,7 +33,7 @@ class EndingError(SessionError):
 
 @dataclass(frozen=True)
 class Work:
-    """A prompt's token ids, and the `index` of its random stream among equal seeds, see `DecodeSession.add`."""
+    """The token ids of a prompt. Prompts with equal seeds and equal `index` draw the same random numbers."""
 
     tokens: list[int]
     index: int = 0
@@ -65,7 +65,7 @@ _Outcomes = list[tuple[_Request, int, TokenEvent | TrtKvCacheError]]
 class ServingCore:
     """Runs the requests of any number of clients on one session, in a thread. It uses all batch rows of the session.
 
-    Requests get free rows in turn. A request whose reader is slow keeps its own tokens in memory, and delays no other.
+    Requests get free rows in turn. Tokens that a slow client has not read wait in memory, and delay no other request.
 
     Args:
         session: the session; it stays open, and no other code may call its `step` or `add` at the same time.
@@ -125,7 +125,7 @@ class ServingCore:
     ) -> AsyncGenerator[tuple[int, TokenEvent], None]:
         """Continue the prompts of one request; yield, for each new token, the index in `works` and the event.
 
-        Closing the iterator ends the sequences that still run. If one prompt fails, its error is raised and all end.
+        Closing the iterator ends the sequences that still run. If one fails, its error is raised, and all end.
 
         Raises:
             QueueFullError: the queue has no room for all prompts; then no prompt runs.
@@ -284,7 +284,7 @@ class ServingCore:
 
 
 def _said(error: Exception) -> TrtKvCacheError:
-    """Return the client's error for an error of a sequence. A bug's trace goes to the log."""
+    """Convert the error of a sequence to an error for the client. If it is a bug, log its trace."""
     told = as_outcome(error)
     if told.__cause__ is not None and not isinstance(told.__cause__, TrtKvCacheError):
         _log.error("a sequence failed: %s", type(told.__cause__).__name__, exc_info=told.__cause__)
@@ -323,7 +323,7 @@ _WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 4
 class Metrics:
     """The counters and histograms of a serving core, for Prometheus. Times are in seconds.
 
-    `running`, `waiting` and `usage` return these numbers when the metrics are read. `first_token` has times from the
+    Reading the metrics calls `running`, `waiting` and `usage` for these numbers. `first_token` collects times from the
     arrival of a request to the first token of each of its sequences, `between_tokens` from one token of a sequence to
     the next.
     """

@@ -1,8 +1,8 @@
 """Runs a worker of NVIDIA Dynamo over a serving core: token ids come in, and token ids go out.
 
 Dynamo's frontend has the HTTP interface, chat templates and tokenizers. If a worker ends, the frontend sends its
-requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, since a token is drawn by
-the seed and its position. Each adapter (LoRA) is registered as a model.
+requests to another one, with the tokens so far at the end of the prompt. Texts stay the same, because only seed and
+position decide how a token is drawn. Each adapter (LoRA) is registered as a model.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ _PROMPTS = ("prompt_embeds", "multi_modal_data", "encoder_result", "prefill_resu
 def write_texts(model: Path, tokenizer: Path | None, session: DecodeSession) -> Path:
     """Write the files that Dynamo's frontend requires: tokenizer, chat template, and entries of ``config.json``.
 
-    Returns a folder in ``~/.cache``, which is not deleted. Its name follows from its contents, because Dynamo takes
-    workers for one model only if their paths are equal. `tokenizer` is ``tokenizer.json`` or its folder; None: the one
+    Returns a folder in ``~/.cache``, which is not deleted. Its name follows from its contents, because for Dynamo,
+    workers with different paths have different models. `tokenizer` is ``tokenizer.json`` or its folder; None: the one
     in the model's folder. Raises `OptionError` if there is no tokenizer, and `OutputError` if the folder cannot be
     written.
     """
@@ -114,7 +114,7 @@ class Engine(LLMEngine):  # type: ignore[misc]  # Dynamo has no types of its own
     """The interface between Dynamo's worker, which calls the methods, and a serving core.
 
     `texts` is the folder that `write_texts` wrote; `max_queue` is the most sequences that wait for a batch row. Raises
-    `OptionError` if settings count new tokens, or results depend on how a prompt is split into steps.
+    `OptionError` if the session's default settings count new tokens, or its results depend on how a prompt is split.
     """
 
     def __init__(self, session: DecodeSession, name: str, texts: Path, max_queue: int) -> None:
@@ -235,7 +235,7 @@ def read_request(session: DecodeSession, name: str, request: dict[str, Any]) -> 
     adapter = find_adapter(request.get("model"), name, session.adapters)
     for field in _PROMPTS:
         if request.get(field):
-            raise OptionError(f"{field}: prompts are token ids, prefilled here; leave it out")
+            raise OptionError(f"{field}: a worker takes only token ids, and prefills them itself; leave the field out")
     asked: dict[str, Any] = {}
     for group, known in _KNOWN.items():
         for field, value in (request.get(group) or {}).items():

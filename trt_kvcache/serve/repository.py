@@ -48,8 +48,8 @@ def write_repository(
 ) -> Path:
     """Write the folder ``output/name/`` of a model repository for Triton, completely or not at all; return its path.
 
-    Folders of the model and of adapters (by the names with which requests choose them) are copied. `parameters` are any
-    of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
+    The model's folder and the folders of `adapters` are copied; requests choose an adapter by its name there.
+    `parameters` are any of `max_batch`, `capacity` and `max_queue` of the session and its serving core.
 
     Raises:
         OptionError: a name is not a legal folder name, or a folder holds no adapter.

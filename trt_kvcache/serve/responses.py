@@ -178,7 +178,7 @@ class ResponseAnswer:
             yield self._event(kind, response=self._body("in_progress"))
 
     def lines(self, place: int, event: TokenEvent) -> Iterator[bytes]:
-        """Add a token event of sequence number `place`; yield the stream's events for it."""
+        """Add a token event of the sequence with index `place`; yield the stream's events for it."""
         text = self._answer.take(place, event)
         if text:
             yield from self._begins_text()

@@ -71,7 +71,7 @@ class Service:
         max_queue: most sequences that wait for a batch row.
         lora_folder: clients may load adapters from this folder, and unload adapters; None: they may do neither.
         origins: origins of web pages that may read the answers, such as ``https://example.org``; ``*``: any page.
-        told: called with a log line for each answered request under /v1, which has no text of prompts or answers.
+        told: called after each request under /v1, with a log line that has no text of prompts or answers.
 
     Raises:
         OptionError: an origin is malformed.

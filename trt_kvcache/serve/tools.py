@@ -55,7 +55,7 @@ _grammars_lock = threading.Lock()
 
 
 def grammars_of(session: DecodeSession) -> Grammars:
-    """Return the session's `Grammars` object. It is made once, because this takes time for each token.
+    """Return the session's `Grammars` object. It is made only once, because it must read the whole vocabulary.
 
     Raises `OptionError` if the session cannot have grammars.
     """
@@ -152,8 +152,8 @@ _ARGUMENTS = {"argument_9": "value_9"}
 def find_form(render: Render, special_tokens: Sequence[str]) -> ToolForm:
     """Find how a chat template writes tool calls, by rendering examples; `GENERIC` if it does not support tools.
 
-    `render` returns the prompt of messages and tools. Answers do not show special tokens. Raises `OptionError` if the
-    template does not write calls as a name followed by arguments in JSON.
+    `render` returns the prompt of messages and tools. Raises `OptionError` if the template does not write calls as a
+    name followed by arguments in JSON, or writes `special_tokens` into them, which answers do not show.
     """
     tools = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in _NAMES]
     prompt = render([_USER], tools)

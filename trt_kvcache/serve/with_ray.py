@@ -47,7 +47,7 @@ def answer_with_ray(
     """Answer the rows (requests) of a batch job with Ray actors. If an actor dies, another one repeats its rows.
 
     `options` are keyword arguments of `DecodeSession.open`. `workers` is the number of actors; None: one for each GPU
-    for an engine, one for a model. All rows are read before the first one is computed. `take` is called with the
+    if `model` is an engine, else one. All rows are read before the first one is computed. `take` is called with the
     model's digest and each answer. Raises `OptionError` if there are too few GPUs, and `SessionError` with the message
     of a failed actor.
     """

@@ -189,9 +189,9 @@ def _follow(graph: gs.Graph, node: gs.Node, output: gs.Tensor, canonical: Canoni
             return False
         if is_op(node, "If"):
             raise UnsupportedModelError(
-                f"If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a batch, for "
-                "example rotary factors (LongRoPE, dynamic NTK). Sequences must not depend on each other: use a "
-                "capacity below the length at which this choice changes"
+                f"the operator If '{node.name}' chooses '{output.name}' by the length of the longest sequence of a "
+                "batch, for example rotary factors (LongRoPE, dynamic NTK). Sequences must not depend on each other: "
+                "use a capacity below the length at which this choice changes"
             )
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "

@@ -160,8 +160,8 @@ def _check_scale(scope: Scope, node: NodeProto) -> None:
     tensor = constants_of(scope).get(node.input[1]) if len(node.input) == 2 else None
     if tensor is None or len(tensor.dims):
         raise UnsupportedModelError(
-            f"{node.op_type} '{node.name}' must have one constant scale for the whole tensor, but has another scale: "
-            "quantize per tensor, or export with QuantizeLinear of ONNX"
+            f"{node.op_type} '{node.name}' needs one constant number as its scale, not a computed one or one with "
+            "axes: quantize per tensor, or export with QuantizeLinear of ONNX"
         )
 
 

@@ -107,9 +107,8 @@ def _check_sizes(model: ModelProto, source: str) -> None:
             shape = shape_of(info) or ()
             if len(shape) == 1 and isinstance(shape[0], int) and shape[0] > _MOST_NUMBERS:
                 raise UnsupportedModelError(
-                    f"{source}: '{info.name}' has {shape[0]} numbers along its only axis, but the file holds none of "
-                    f"them; the importer supports at most {_MOST_NUMBERS}: export it with a symbol, or with smaller "
-                    "sizes"
+                    f"{source}: '{info.name}' is a list of {shape[0]} numbers that are not in the file; the importer "
+                    f"supports at most {_MOST_NUMBERS} such numbers: export the model with a symbolic or smaller size"
                 )
         for node in scope.node:
             for a in node.attribute:

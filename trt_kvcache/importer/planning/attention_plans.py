@@ -129,8 +129,8 @@ class _Planner:
         if self._queries[query] > _MOST_READERS:
             raise UnsupportedModelError(
                 f"more than {_MOST_READERS} Attention nodes read the query '{query}', for example '{node.name}'. "
-                "TensorRT's builder crashes if attentions share a query, and the rewrite can make only "
-                f"{_MOST_READERS} queries different without rounding: compute a separate query for each attention"
+                "TensorRT's builder crashes if attentions share a query. The rewrite scales the query of each "
+                f"differently, but only {_MOST_READERS} scales are exact: compute a separate query for each attention"
             )
 
     def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:

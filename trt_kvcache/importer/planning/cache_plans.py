@@ -64,8 +64,8 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
     axis = node.attrs.get("axis", -2) if is_op(node, "TensorScatter") else -2
     if len(shape) < 2 or not -len(shape) <= axis < len(shape) or axis % len(shape) == 0:
         raise InvalidModelError(
-            f"'{node.name}' has axis {axis} for cache '{past.name}' of shape {list(shape)}; the axis must be one after "
-            "the batch: export the model again"
+            f"'{node.name}' has axis {axis} for cache '{past.name}' of shape {list(shape)}; the axis must come "
+            "after the batch, which is axis 0: export the model again"
         )
     axis %= len(shape)
     form, capacity = _form(node), shape[axis]

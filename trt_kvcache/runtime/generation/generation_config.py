@@ -392,7 +392,7 @@ class GenerationConfig:
         for name in ("forced_bos_token_id", "forced_eos_token_id"):
             forced = set(_as_sequence(getattr(self, name)))
             if forced and forced <= set(self.suppress_tokens):
-                raise OptionError(f"{name} {sorted(forced)} is among suppress_tokens; leave it out of one of them")
+                raise OptionError(f"{name} is {sorted(forced)}, which suppress_tokens forbids; change one of the two")
         for switch, names in idle_settings(vars(self)).items():
             settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
             raise OptionError(f"{settings} has no effect without {switch}; set that too, or leave it out")

@@ -1,7 +1,7 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
 All memory is allocated once, when the engine is opened. A step copies its inputs through pinned memory and runs the
-context of its phase. Past and present of a cache are bound to one address; a row range is an offset to it.
+context of its profile. Past and present of a cache have one address, plus an offset if a step begins at a later row.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Bindings:
 class TensorRTRunner:
     """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
 
-    `engine` is the path of the engine; its manifest lies beside it as ``<engine>.json``. The numbers in the engine are
-    the defaults and maxima of `max_batch` and `max_chunk`. `GpuOptions` explains the other arguments.
+    `engine` is the path of the engine; its manifest lies beside it as ``<engine>.json``. `max_batch` and
+    `max_chunk` are by default the engine's own, and cannot be larger. `GpuOptions` explains the other arguments.
 
     Attributes:
         resources: the GPU, the engine and its contexts; freed with the runner.
@@ -233,9 +233,9 @@ class TensorRTRunner:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A block that uses an open runner: CUDA's context is current, and CUDA's errors become SessionError.
+        """Use the open runner in a ``with`` block: CUDA's context is current, and CUDA's errors become SessionError.
 
-        Two threads must not enter the block at once.
+        Two threads must not be in such a block at once.
         """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
@@ -297,8 +297,8 @@ class Resources:
     def close(self) -> None:
         """Free everything, and save compiled kernels for the next start.
 
-        Do nothing if a call is still running: the process ends while another thread is in that call. Do nothing in a
-        forked process, where CUDA does not work.
+        Do nothing if another thread is still in a call, which happens when the process ends. Do nothing in a forked
+        process, where CUDA does not work.
         """
         if self.in_use or os.getpid() != self._process:
             return

@@ -206,8 +206,8 @@ def _check(chosen: Sequence[_Match], matches: Sequence[_Match], targets: Sequenc
             )
         if key in keys:
             raise UnsupportedModelError(
-                f"several products match the module '{part.module}', so its adapter has no unique place; remove it "
-                "from --lora-targets"
+                f"several products (MatMul, Gemm) match the module '{part.module}', but its adapter can be added to "
+                "only one; remove the module from --lora-targets"
             )
         keys[key] = part.module
 
