@@ -6,7 +6,6 @@ from pathlib import Path
 import onnx
 import pytest
 from concat_graphs import Build, Decoder, joined, make_decoder
-from corpus import entries
 from onnx import ModelProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -42,11 +41,6 @@ def built(model: Callable[[], ModelProto], folder: Path) -> Path:
     return folder / "model.onnx"
 
 
-def of_corpus(key: str, folder: Path) -> Path:
-    ((_, make, _),) = entries(key)
-    return make(folder)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -59,10 +53,6 @@ def of_corpus(key: str, folder: Path) -> Path:
             r"reads the cache 'past_key_values.0.key', but is not a recognized attention; only",
         ),
         (
-            lambda folder: of_corpus("edited/mask_transposed", folder),
-            r"Add 'node_Add_98' gets sizes 7 and 64, which do not fit",
-        ),
-        (
             lambda folder: built(lambda: make_decoder(Decoder(repeat="tile", mask="positions", write=before)), folder),
             r"Add 'node_add_36' gets sizes 4 and 11, which do not fit",
         ),
@@ -71,7 +61,7 @@ def of_corpus(key: str, folder: Path) -> Path:
             r"'present.0.key' should hold new rows of the cache 'past_key_values.0.key', but holds none",
         ),
     ],
-    ids=["axis of the softmax", "probabilities are an output", "turned mask", "scores over the past", "another reader"],
+    ids=["axis of the softmax", "probabilities are an output", "scores over the past", "another reader"],
 )
 def test_what_differs_is_named(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
     path = make(tmp_path)

@@ -231,7 +231,7 @@ def test_ranges_that_are_refused(tmp_path: Path) -> None:
         ),
         ({"cache_dtype": "int8", "cache_ranges": right | {"other": 1}}, "cache_ranges names the unknown cache 'other'"),
         ({"cache_dtype": "int8", "cache_ranges": {"key_cache.0": 1}}, "cache_ranges has no range for 'value_cache.0'"),
-        ({"cache_dtype": "fp8", "cache_ranges": right}, "cache_dtype is fp8, but caches of TensorRT for RTX"),
+        ({"cache_dtype": "fp8", "cache_ranges": right}, "cache_dtype is fp8, but TensorRT for RTX has no 8-bit caches"),
     ]
     for given, words in cases:
         with pytest.raises(OptionError, match=words):

@@ -191,8 +191,8 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     weights = flipped_weights(Path(job.model).parent, job.flipped)  # TensorRT reads them until the engine is built
     try:
         builder, network, _parser = parsed(trt, logger, job, content, weights)
-    except BuildError as error:
-        raise BuildError(_with_refusals(job, error.message, refusals)) from None
+    except BuildError as failure:
+        raise BuildError(_with_refusals(job, failure.message, refusals)) from None
 
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
