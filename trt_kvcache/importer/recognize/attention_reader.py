@@ -3,7 +3,7 @@
     what is found                     how
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
     which cache holds values          the result is linear in the values, not in the keys
-    heads, layouts, sinks             a step with a single key and values with unique numbers
+    heads, layouts, softmax sinks     a step with one key, whose values are unique numbers
     attention weights of keys         values that are 0, except for one number in one row
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
@@ -59,8 +59,8 @@ _MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 class Reader:
     """Describes one attention by running its region (the part of the model that computes the attention).
 
-    `caches` are guessed caches by past. `samples` makes short steps; `far` makes steps that reach up to the capacity.
-    Raises `RecognizeError` if ONNX Runtime cannot load the region.
+    `caches` maps the name of each past to the guessed cache. `samples` makes short steps; `far` makes steps that reach
+    up to the capacity. Raises `RecognizeError` if ONNX Runtime cannot load the region.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reader:
         self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
-        """Run the region and describe its attention. Raises `FartherError` if only a larger region shows its form."""
+        """Run the region and describe its attention. Raises `FartherError` if the region is too small for this."""
         region, sample = self._region, self._sample
         if region.computed:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])

@@ -26,7 +26,7 @@ class CacheView:
     Attributes:
         present: the updated cache in its physical shape.
         axis: the sequence axis of the physical shape.
-        logical: shape operand of the Reshape of any number of rows to the logical shape; None if both are equal.
+        logical: the shape input of a Reshape of any number of rows to the logical shape; None if both are equal.
         logical_axis: the sequence axis of the logical shape.
     """
 
