@@ -106,7 +106,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
 
 
 def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
-    """Remove outputs with the name of an input, in place, because TensorRT's parser would rename the input."""
+    """Remove outputs that are also inputs, in place; otherwise TensorRT's parser would rename the inputs."""
     inputs = {v.name for v in graph.input}
     passed_on = [v for v in graph.output if v.name in inputs]
     for value in passed_on:

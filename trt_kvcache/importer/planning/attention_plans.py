@@ -171,7 +171,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if a mask may cover fewer keys than K has. ONNX hides the other keys, so the caller shortens K."""
+        """True if a mask may cover fewer keys than K has. ONNX hides the missing keys, so K must be shortened."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -213,7 +213,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Return the input that bounds `lengths`, if operators between them keep or lower values; else None."""
+    """Return the graph input that `lengths` cannot exceed; None if operators between them may raise values."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)

@@ -183,7 +183,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """Return the share of each of these keys in each number of the result. The last axis is the keys."""
+        """Return the attention weight of each of these keys in each number of the result. The last axis is the keys."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -337,7 +337,7 @@ class Reader:
         raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
-        """Return True if query i sees the first L - S + i + 1 rows of a full circular cache, as `Mask.bounded` says."""
+        """Return True if query i sees only the first L - S + i + 1 rows of a full circular cache."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -422,7 +422,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Return the tensor with the new rows of a cache; for computed keys or values, with all rows."""
+    """Return the tensor with a cache's new rows or, for computed keys or values, with all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
@@ -440,7 +440,7 @@ def _laid(rows: Array, cache: Cache) -> Array:
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores so that visible keys have the mean 0, which changes no softmax. Hidden keys become 0."""
+    """Shift scores so that visible keys have the mean 0; softmax stays the same. Hidden keys become 0."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 

@@ -82,7 +82,7 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """Return the axis of cache rows, guessed from the shapes; None if past and present are not of one cache."""
+    """Return the axis of cache rows, guessed from the shapes; None if past and present are of different caches."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):

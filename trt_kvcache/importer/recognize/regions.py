@@ -164,7 +164,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """Return the first tensor that depends on all `parts` of an attention, and the tensors between."""
+        """Return the first tensor that depends on all `parts` of an attention, and the tensors between both."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -263,7 +263,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return what an input adds to `Region.key`: values of a size; the index of an end; otherwise the name."""
+        """Return what `Region.key` has for an input: the values of a size, the index of an end, or else the name."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
@@ -332,7 +332,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors, except those in `taken`, at which a region may begin."""
+    """The tensors at which a region may begin, except those in `taken`, which it computes."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken
