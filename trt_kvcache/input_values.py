@@ -34,10 +34,10 @@ def axis_sizes(rows: int, length: int) -> dict[str, int]:
 
 
 def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named | None:
-    """Return positions, write indices or valid lengths, as the role of the input asks; None for other roles.
+    """Return the values for an input with this role: positions, write indices or lengths; None for other roles.
 
     `starts` (int64 ``[R]``) counts all tokens of each row before the step, also those that a circular cache has lost.
-    `length` is the number of new tokens of each row, and `most` the largest valid length: the capacity.
+    `length` is the number of new tokens of each row, and `most` is the largest valid length: the capacity.
     """
     match role:
         case Role.POSITIONS:
@@ -55,8 +55,8 @@ def from_lengths(role: Role, starts: Indices, length: int, most: float) -> Named
 def newest_tokens(starts: Indices, length: int, keys: int, ring: int | None = None) -> tuple[Indices, Indices]:
     """Return the token indices of cache rows ``[R, 1, keys]`` after a step, and of new tokens ``[R, S, 1]``.
 
-    A cache row without a token has -1 or less, or the index of a later token. A new token sees the cache rows with a
-    token index of at least 0 and at most its own. `starts` (int64 ``[R]``) is the number of tokens of each row before
+    A cache row without a token has a negative index, or one above all new tokens. A new token sees the cache rows with
+    a token index of at least 0 and at most its own. `starts` (int64 ``[R]``) is the number of tokens of each row before
     the step, `length` the number of new ones, and `ring` the capacity of a circular cache; None for linear ones.
     """
     new = starts[:, np.newaxis, np.newaxis] + np.arange(length)[:, np.newaxis]
@@ -115,13 +115,13 @@ def fixed_rows(plan: CachePlan) -> int | None:
 
 
 def fixed_length(plan: CachePlan) -> int | None:
-    """Return the number of tokens per row and step that the model's updates fix; None if the number is dynamic."""
+    """Return the fixed number of new tokens per row and step; None if the model's updates have a dynamic number."""
     lengths = {c.update_length for c in plan.caches if c.carried and isinstance(c.update_length, int)}
     return min(lengths, default=None)
 
 
 def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
-    """Name the axes that have the plan's fixed batch size or update length, unless it is 1; return the tensor."""
+    """Return the tensor with names for axes that have the plan's fixed batch size or update length (except size 1)."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
     indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is the width

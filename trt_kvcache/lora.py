@@ -62,7 +62,7 @@ class LoraModule:
 
 @dataclass(frozen=True)
 class LoraFolder:
-    """The opened folder of a supported adapter: its modules by name, and the digest of all values it computes with."""
+    """The opened folder of a supported adapter: its modules by name, and a digest of all values that affect results."""
 
     path: Path
     modules: tuple[LoraModule, ...]

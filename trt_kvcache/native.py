@@ -1,6 +1,6 @@
 """Lets signals such as Ctrl-C end long calls into native code, but delays them while a session changes.
 
-If a daemon thread is in native code when the interpreter ends, C++ aborts the process.
+Calls end before the interpreter does: if a daemon thread were still in native code, C++ would abort the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ending: list[bool] = []
 
 
 class Endable:
-    """A call into native code that another thread can end by `stop`; in a ``with`` block, one call at a time."""
+    """A native call that another thread can end by `stop`. Put the call in a ``with`` block, one call at a time."""
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.stop = stop

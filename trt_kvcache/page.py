@@ -68,7 +68,7 @@ class Point(NamedTuple):
 def tag(element: str, *inside: object, **attributes: object) -> Html:
     """Return an HTML element with texts and elements inside. Texts and attributes are escaped.
 
-    An attribute has ``_`` for ``-``, and ``_`` after Python's keywords, as in ``class_``.
+    In names of attributes, write ``_`` for ``-``, and add ``_`` to Python's keywords: ``class_``.
     """
     pairs = "".join(f' {name.rstrip("_").replace("_", "-")}="{_text(value)}"' for name, value in attributes.items())
     return Html(f"<{element}{pairs}>{''.join(map(_text, inside))}</{element}>")

@@ -21,7 +21,7 @@ class ProgressEvent:
     """The progress of one phase of a build, or of other long work. Phases nest.
 
     Attributes:
-        phase: name of the phase. In a build: a stage of the build process, or TensorRT's own (IProgressMonitor).
+        phase: name of the phase. In a build: a stage of this package, or a phase of TensorRT (IProgressMonitor).
         parent: the phase that contains it, or None.
         step, steps: `step` of `steps` steps are done.
         finished: True if the phase is over, even if some steps were not needed.
@@ -46,7 +46,7 @@ def listener() -> Listener | None:
 
 @contextmanager
 def listening(heard: Listener) -> Iterator[None]:
-    """Within the ``with`` block, call `heard` with the progress events of all phases."""
+    """Within the ``with`` block, call the function `heard` with each progress event."""
     token = _listener.set(heard)
     try:
         yield
@@ -63,7 +63,7 @@ def tell(event: ProgressEvent) -> None:
 def phase(name: str, steps: int = 1) -> Iterator[Callable[[], None]]:
     """Announce a phase of work that lasts as long as the ``with`` block; yield a function to call after each step.
 
-    `steps` is the number of steps; 1: progress within the phase is unknown.
+    `steps` is the number of steps: 1 if progress within the phase is unknown.
     """
     parent, at = _parent.get(), 0
 

@@ -26,7 +26,7 @@ Dim = int | str
 
 
 class OriginalRole(str, Enum):
-    """The role of an input or output of the exported model, recorded only if the rewrite changes the interface."""
+    """The role of an input or output of the exported model. Plans record it only if the rewrite changes it."""
 
     TOKENS = "tokens"
     """Token ids or embeddings ``[B, S, ...]``."""
@@ -78,10 +78,10 @@ class OriginalTensor:
         shape: shape in the exported model: fixed sizes and symbols.
         axes: the meaning of each axis: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
-        window_rows: number W of newest rows that a cache keeps; None: all. The past has ``min(P, W)`` rows, the
-            present ``min(P + S, W)`` rows, and the cache's padding mask ``min(P, W) + S`` columns. Special case: if
-            the axis of rows has a fixed size, past, present and mask always have that size. Then every step shifts
-            the rows, so that the newest tokens are in the last rows.
+        window_rows: W if a cache keeps only the newest W rows; None: it keeps all. The past has ``min(P, W)`` rows, the
+            present ``min(P + S, W)`` rows, and the cache's padding mask ``min(P, W) + S`` columns. If the axis of rows
+            has a fixed size, all three have that size. Then every step shifts the rows, so that the newest tokens are
+            in the last rows.
         on: the value of an input `OriginalRole.SWITCH` that chooses the branch with a past.
     """
 
@@ -97,7 +97,7 @@ class OriginalTensor:
 
 @dataclass(frozen=True)
 class StateUpdate:
-    """A state: a tensor, such as that of a convolution or linear attention, that every step replaces as a whole.
+    """A state tensor, for example of a convolution or linear attention. Every step replaces all of it.
 
     Attributes:
         past, present: names of the graph input and output, which have the same dtype and shape.
@@ -113,7 +113,7 @@ class StateUpdate:
 
 @dataclass(frozen=True)
 class AdapterPart:
-    """The columns ``start .. stop - 1`` of a MatMul's result that one module of the checkpoint computes."""
+    """The columns ``start .. stop - 1`` of a MatMul's result; one module of the checkpoint computes these columns."""
 
     module: str
     start: int
@@ -164,7 +164,7 @@ class AdapterPlan:
 
 
 class Route(str, Enum):
-    """How the engine updates a cache, what this guarantees, and who enforces this."""
+    """How the engine updates a cache. Each route says what is guaranteed, and who checks it."""
 
     NATIVE = "native"
     """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address.
@@ -195,7 +195,7 @@ class UpdateMode(str, Enum):
 
 
 class UpdateForm(str, Enum):
-    """The layout of an update: padded ``[B, ..., S_new, ...]``, or packed tokens ``[T, N, H]`` with lengths."""
+    """The layout of the new rows: padded ``[B, ..., S_new, ...]``, or packed ``[T, N, H]`` with lengths."""
 
     PADDED = "padded"
     PACKED_NHD = "packed_nhd"
@@ -254,8 +254,8 @@ class UpdateContract:
     The engine cannot check the promise: TensorRT would drop a wrong write without a message.
 
     Attributes:
-        no_straddle: True if no update may cross the end of the ring: ``write_index mod capacity + S_new <= capacity``.
-        max_update_length: the most tokens of an update; None until a build limits it (``--max-chunk``).
+        no_straddle: True if no update crosses the end of the cache: ``write_index mod capacity + S_new <= capacity``.
+        max_update_length: most tokens of one update; None: not limited yet (builds set it, ``--max-chunk``).
     """
 
     no_straddle: bool
@@ -270,7 +270,7 @@ class CacheUpdate:
 
     Attributes:
         node: name of the node that updates the cache.
-        past, present: names of the cache before and after the update. In place, a graph input and a graph output.
+        past, present: names of the cache before and after the update. If in place, they are a graph input and output.
         update: name of the tensor ``[B, ..., S_new, ...]`` that is written (``[T, N, H]`` if packed).
         write_indices: name of the tensor, int64 ``[B]``, with the first row of each write; None: zeros.
         update_lengths: name of the cumulative lengths ``[B + 1]`` of a packed update; else None.
@@ -316,11 +316,11 @@ class CacheUpdate:
 
 @dataclass(frozen=True)
 class Mask:
-    """One attention mask. The graph computes a mask once for all attentions that name this mask.
+    """One attention mask. The graph computes it once for all Attention nodes that have this mask.
 
-    Query ``i`` of sequence ``b`` sees key ``j`` if all conditions hold. Lengths: ``j < lengths[b]``. Causal: ``j <= i +
-    offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). Windows: ``i + offset - left <= j <= i + offset +
-    right``. If the model has a mask of its own (`mask`), that mask must not hide the key.
+    Query ``i`` of sequence ``b`` sees key ``j`` if all these conditions hold. With lengths: ``j < lengths[b]``. If
+    causal: ``j <= i + offset`` with ``offset = lengths[b] - S_q`` (0 without lengths). With windows: ``i + offset -
+    left <= j <= i + offset + right``. If the model has a mask of its own (`mask`), that mask must not hide the key.
 
     Attributes:
         name: name of the mask tensor in the rewritten graph.
@@ -390,7 +390,7 @@ class LogitsSpan:
 
     Attributes:
         output: name of the logits, ``[B, span, V]``.
-        tensor: name of the tensor ``[B, S, ...]`` that is cut to its last positions.
+        tensor: name of the tensor ``[B, S, ...]`` of which only the last positions are kept.
         axis: axis of the positions in this tensor.
         readers: names of the nodes that read the last positions. Other nodes read the whole tensor.
     """
@@ -497,7 +497,7 @@ class CachePlan:
 
     @property
     def double_buffered(self) -> dict[str, str]:
-        """Map present to past, for the caches and states that go from step to step in two buffers."""
+        """Map present to past, for caches and states that are not updated in place and so need two buffers."""
         caches = {c.present: c.past for c in self.caches if c.carried and not c.in_place}
         return caches | {s.present: s.past for s in self.states}
 

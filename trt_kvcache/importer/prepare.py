@@ -40,7 +40,7 @@ class Prepared:
         weights: the detached weights of the source model by name, not copied.
         inlined: names of functions and control-flow nodes that were inlined.
         findings: facts about the canonical form; empty if the export already had it.
-        finishes: functions that add facts to the finished plan; only a few model families have any.
+        finishes: functions that add facts about a model family to the finished plan; often empty.
     """
 
     reference: onnx.ModelProto
@@ -106,7 +106,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
 
 
 def _without_passed_on(graph: onnx.GraphProto) -> list[InterfaceChange]:
-    """Remove outputs with the name of an input, in place, because TensorRT's parser would rename the input."""
+    """Remove outputs that are also inputs, in place; otherwise TensorRT's parser would rename the inputs."""
     inputs = {v.name for v in graph.input}
     passed_on = [v for v in graph.output if v.name in inputs]
     for value in passed_on:
@@ -167,8 +167,8 @@ def bind_capacity(graph: onnx.GraphProto, wanted: int | None, usual: int, *, fit
     """Give every cache a fixed length, in place, because TensorRT needs one.
 
     The length is `wanted` or, if None, `usual`, in tokens per sequence. Return the new length of caches whose length
-    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted`, unless
-    `fits` says that `wanted` is known to fit.
+    was symbolic; None if there are none. Raises `OptionError` if the model fixes another length than `wanted` (not if
+    `fits`).
     """
     capacity = wanted or usual
     values = {value.name: value.type.tensor_type.shape.dim for value in (*graph.output, *graph.input)}

@@ -105,7 +105,7 @@ def attribute_graphs(attribute: AttributeProto) -> Iterable[GraphProto]:
 
 
 def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
-    """Yield all tensors of a model, also nested ones: initializers (of sparse ones: values, indices) and attributes."""
+    """Yield all tensors of a model, also nested ones: initializers (if sparse: values and indices), and attributes."""
     for scope in iter_scopes(model):
         if isinstance(scope, GraphProto):
             yield from scope.initializer
@@ -121,7 +121,7 @@ def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
 
 
 def constant_value(node: NodeProto) -> TensorProto | None:
-    """Return the value of a Constant node, with any `name` of its own; None for other nodes, strings, sparse values."""
+    """Return the value of a Constant node of any field `name`; None for other nodes, strings, sparse values."""
     if not is_op(node, "Constant") or len(node.attribute) != 1:
         return None
     (attribute,) = node.attribute
@@ -132,7 +132,7 @@ def constant_value(node: NodeProto) -> TensorProto | None:
 
 
 def constants_of(scope: Scope) -> dict[str, TensorProto]:
-    """Return initializers and values of Constant nodes by tensor name. A value's field `name` may differ from it."""
+    """Return initializers and values of Constant nodes by tensor name. The field `name` of a value may differ."""
     constants = {tensor.name: tensor for tensor in scope.initializer} if isinstance(scope, GraphProto) else {}
     return constants | {node.output[0]: t for node in scope.node if (t := constant_value(node)) is not None}
 

@@ -146,8 +146,8 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
 def raise_opset(model: ModelProto) -> ModelProto:
     """Raise a model without functions to opset 24. Return a model of opset 24 or later unchanged.
 
-    ONNX's converter fails for operators that the old opset lacks, but exporters write such operators into ONNX's domain
-    (SimplifiedLayerNormalization). So they are in another domain during the conversion. The converter loses metadata,
+    Exporters write operators into ONNX's domain that the old opset lacks (SimplifiedLayerNormalization). ONNX's
+    converter fails for them, so they are in another domain during the conversion. The converter loses metadata,
     functions and stated shapes, so only nodes and new constants come from its result.
 
     Raises `UnsupportedModelError` if the opset is below 13, or if ONNX's converter cannot convert an operator.
@@ -253,7 +253,7 @@ def _is_small(dims: Iterable[int]) -> bool:
 def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
     """Return integers that the model computes from known sizes, by name.
 
-    ONNX's shape inference shows its integers only in shapes. So this adds a ConstantOfShape for each integer.
+    ONNX's shape inference knows them, but returns only shapes. So this adds a ConstantOfShape for each integer.
     """
     shapes = _shapes(model)
     outputs = {v.name for v in model.graph.output}
@@ -334,7 +334,7 @@ def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
 
 
 def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
-    """Replace the node at `index` by one of its branches, in place. The node's name becomes a prefix of inner names."""
+    """Replace the node at `index` by one of its branches, in place. Inner names get the node's name as a prefix."""
     node = graph.node[index]
     prefix = f"{_short(node.name or node.output[0])}/"
     names = {t.name: prefix + t.name for t in body.initializer}

@@ -2,7 +2,7 @@
 
     uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
 
-External data and detached weights (`prepare.detach_weights`) are not copied, only their references.
+External data and detached weights (`prepare.detach_weights`) are not copied; only references to them are.
 """
 
 from __future__ import annotations

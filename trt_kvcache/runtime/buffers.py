@@ -1,7 +1,7 @@
 """Describes the buffers that a session keeps from step to step: caches and state.
 
 A batch row of a cache has one cache row for each token. A batch row of state is one value for the whole sequence.
-Callers address parts of either by a range of tokens. State is in a range that includes the first token.
+Callers name parts of both by a range of tokens. A range includes the state if it includes the first token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def linear_capacity(plan: CachePlan) -> int | None:
 
 
 def filled_up(cache: CacheUpdate) -> int:
-    """Return the number of padding tokens in a step with one real token; 0 if the update length is dynamic."""
+    """Return how many padding tokens a fixed update length adds to one real token; 0 if the length is dynamic."""
     return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
@@ -116,7 +116,7 @@ def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
 def why_no_return(plan: CachePlan, *, rings: bool) -> str:
     """Return why a sequence of this model cannot drop its latest tokens and continue; empty if it can.
 
-    With `rings`, a circular cache is a reason, too, because it loses the beginning of a long sequence.
+    If `rings`, a circular cache is also a reason, because it loses the beginning of a long sequence.
     """
     if plan.states:
         return f"the model keeps state ('{plan.states[0].past}') that every step replaces"

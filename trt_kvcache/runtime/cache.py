@@ -189,7 +189,7 @@ class KVCache:
             SlotError: the slot is not in use, or is generating.
             OptionError: `length` is not a whole number.
             CapacityError: `length` is larger than the number of tokens in the slot; or a circular cache has lost rows
-                that the sequence would see at that length; or the model keeps state, which cannot go back.
+                that the sequence would see at that length; or the model has state, of which only the newest is kept.
         """
         with self._guard.lock, self._guard.idle:
             entry, length = self._rows.idle(slot), as_whole(length, "length", " of tokens")
@@ -265,12 +265,12 @@ class KVCache:
         """Move the cache contents of a slot to host memory or to a file, and free its batch row. The slot still exists.
 
         Host memory is page-locked if the caches lie on a GPU. `load` can read the file, too. The file stays when the
-        slot is restored. With a path, contents that are already offloaded move there.
+        slot is restored. Contents already offloaded move to `path` if given. After an error, nothing has changed.
 
         Raises:
             SlotError: the slot is not in use, or is generating.
             SessionError: too little memory is free.
-            OutputError: the file cannot be written. In all cases, nothing has changed.
+            OutputError: the file cannot be written.
         """
         from trt_kvcache.runtime.cache_file import FileRows
 

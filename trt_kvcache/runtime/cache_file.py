@@ -8,7 +8,7 @@ Each slot has these tensors:
 - from format 2 on, the caller's positions ``<slot>/given_positions`` (int64 ``[planes, K]``), and the caller's
   embeddings of waiting tokens, ``<slot>/given_embeds`` ``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``).
 
-A file has the lowest format that can hold its slots. Format 3 adds the digest of each slot's adapter.
+A file has the lowest format version that can hold its slots. Format 3 adds the digest of each slot's adapter.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SavedSlots:
     """An open file of saved slots.
 
     Attributes:
-        slots: the saved slots, by the numbers that they had when they were saved; they have no batch rows.
+        slots: the saved slots, without batch rows. A key is the number that a slot had when it was saved.
         adapters: maps a slot that has an adapter to the adapter's digest.
         digest: digest of the file's contents, as saved; None if the file lacks it.
     """
@@ -76,7 +76,7 @@ class SavedSlots:
         return arrays
 
     def check(self) -> None:
-        """Raise `CacheFileError` if the digest of the tensors that were read is not the one in the file."""
+        """Raise `CacheFileError` if the digest of the tensors read so far differs from the one in the file."""
         if self.digest != _digest_of(self._digests, self.slots, self.adapters):
             raise CacheFileError(
                 f"{self.path}: the file is damaged, because its contents are not what was saved; save the cache again"
@@ -207,7 +207,7 @@ def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
 
 @contextmanager
 def open_slots(path: str | os.PathLike[str], runner: Runner, adapters: Adapters | None) -> Iterator[SavedSlots]:
-    """Open a file of saved slots for this runner. `CacheFileError` if it is of another model or other caches."""
+    """Open a file of saved slots for this runner. Raises `CacheFileError` if model or caches differ."""
     path = as_path(path, "path", CacheFileError)
     try:
         open_regular(path).close()  # opening a pipe would block all threads until something writes to it

@@ -25,12 +25,12 @@ class CacheRows:
 
     A row is zeroed before another sequence gets it, because one NaN in a masked row would make the whole result of
     attention NaN (0 * NaN is NaN). If no row is free and the cache has more sequences than rows, the least recently
-    used slot is offloaded; slots that do not run go first.
+    used slot is offloaded; slots that do not generate are offloaded first.
 
     Args:
         runner: owns the buffers.
-        max_sequences: most slots; slots that do not run give their batch rows to others. None: as many slots as batch
-            rows; slots that were offloaded do not count.
+        max_sequences: most slots; those that do not generate may lose their batch rows to others. None: one slot per
+            batch row; slots that the caller offloaded do not count.
         prefix_cache: bytes of the prefix cache (`PrefixCache` lists its errors); None: no prefix cache.
 
     Attributes:
@@ -93,8 +93,7 @@ class CacheRows:
     ) -> int:
         """Return a new slot with a zeroed batch row. Raises `SlotError` if no slot is `free`.
 
-        With `queue`, the slot may get its batch row later: if sequences run in all rows, and there is no
-        `max_sequences`.
+        With `queue`, the slot gets its batch row later if sequences run in all rows and `max_sequences` is None.
         """
         row = self._first_free()
         ahead = queue and any(slot.row < 0 and slot.running for slot in self.slots.values())
@@ -248,9 +247,9 @@ class CacheRows:
         self.slots[slot] = replace(entry, length=length, written=written, embeds=embeds, used=self._tick())
 
     def note_chosen(self, slot: int, tokens: Sequence[int], rejected: int, after: Sequence[int]) -> None:
-        """Append the tokens that were chosen after a step to a slot, and zero the rows of its `rejected` guesses.
+        """Append the tokens chosen in a step to their slot, and zero the cache rows of its `rejected` guesses.
 
-        `tokens` are correct guesses, which are in the cache. `after` is the last chosen token, which is not.
+        `tokens` are correct guesses, already in the cache. `after` has the last chosen token, not yet in the cache.
         """
         entry = self.slots[slot]
         length = entry.length + len(tokens)
@@ -343,7 +342,7 @@ class CacheRows:
     def _written(self, entry: Slot, length: int) -> int:
         """Return how many tokens count as written after a slot went back to `length` tokens.
 
-        For a circular cache that has wrapped, all tokens still count: the next one overwrites the only stale row.
+        For a circular cache that has wrapped, all tokens still count, because they have overwritten earlier rows.
         """
         return entry.written if any(entry.written > rows for rows in self.rings) else length
 
@@ -374,7 +373,7 @@ class CacheRows:
         return {slot.row for slot in self.slots.values() if slot.row >= 0}
 
     def _is_run(self) -> bool:
-        """Return True if a running sequence has a batch row, which will become free."""
+        """Return True if a running sequence has a batch row. The row becomes free when it ends."""
         return any(slot.row >= 0 and slot.running for slot in self.slots.values())
 
     def _first_free(self) -> int | None:

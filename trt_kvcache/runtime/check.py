@@ -1,7 +1,7 @@
 """Compares an engine with its proof (a recorded decode) on this machine's GPU, and records the engines that passed.
 
-For each kind of GPU, an engine that passed gets a file in its folder. The file only saves time and is not signed:
-anyone who can write the file could change the engine, too.
+For each kind of GPU on which an engine passed, a file beside it says so; later starts skip the check. The file is not
+signed: anyone who can write it could change the engine, too.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
 def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
     """Run the recorded steps of an engine's proof on the GPU, and compare the results with the recorded ones.
 
-    If all agree, record in a file that the engine passed. `options` are those of `TensorRTRunner`; sizes are ignored.
-    With `again`, run the steps even if such a file exists.
+    If all agree, record in a file that the engine passed. `options` are those of `TensorRTRunner`; sizes such as
+    `max_batch` are ignored. With `again`, run the steps even if such a file exists.
 
     Raises:
         ManifestError: the engine has no proof, or the proof belongs to another engine or was changed.

@@ -37,8 +37,8 @@ class Continuation:
     ) -> None:
         """Start the continuation of a prompt, whose token ids the caller has checked.
 
-        `tokenizer` makes the text of events, and finds stop strings. `index` is the number of the sequence's stream of
-        random numbers: sequences with the same seed but different indices draw different numbers. None: `sequence`.
+        `tokenizer` makes the text of events, and finds stop strings. `index` selects the random numbers: sequences with
+        the same seed but different indices draw different numbers. If None, it is `sequence`.
 
         Raises `PromptError` if the prompt is empty, `OptionError` if there are stop strings, but no tokenizer.
         """
@@ -66,7 +66,7 @@ class Continuation:
 
     @property
     def looks_at(self) -> int:
-        """Number of highest scores that `advance` needs; 0 if it needs the scores of all tokens."""
+        """How many of the highest scores `advance` needs; 0 if it needs the scores of all tokens."""
         return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
@@ -96,8 +96,8 @@ class Continuation:
     def masks(self, guesses: Sequence[int], words: int) -> npt.NDArray[np.int32]:
         """Return the tokens that the grammar allows next and after each of D guesses, as int32 ``[D + 1, words]``.
 
-        Bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set after a guess that the grammar forbids, nor
-        where the grammar fails; there `advance` raises the error.
+        Bit ``t % 32`` of word ``t // 32`` allows token t. No bits are set after a guess that the grammar forbids, or
+        where the grammar raises an error; `advance` raises it there.
         """
         count = self._length - self._prompt_length
         new = np.concatenate([self.tokens[self._prompt_length :], np.array(guesses, np.int64)])
@@ -122,7 +122,7 @@ class Continuation:
         return 0 if self.speculation.impossible else max(0, min(count, most, self._most - self._length - 1))
 
     def draft(self, most: int) -> Tokens:
-        """Guess up to `most` next tokens, int64: the tokens after an earlier copy of the last ones (prompt lookup)."""
+        """Guess up to `most` next tokens, int64: those after an earlier copy of the last tokens (prompt lookup)."""
         count = self.guesses(most)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count else self._buffer[:0]
 
@@ -140,8 +140,8 @@ class Continuation:
         """Choose tokens, and yield their events up to the first token that differs from its guess in `draft` ``[D]``.
 
         If all guesses are right, one more token follows. `logits` are ``[D + 1, V]`` of the update ``[last token,
-        *draft]``. The first tokens of the update, as many as there are events, stay in the caches; the caller removes
-        the others. The tokens are the same as in single steps.
+        *draft]``. After N events, the first N tokens of the update stay in the caches; the caller removes the others.
+        The tokens are the same as in single steps.
         """
         if len(draft):
             self.speculation.add(SpeculationStats(proposed=len(draft), updates=1))
@@ -181,8 +181,8 @@ class Continuation:
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
     """Propose up to `count` tokens that may follow `tokens` (int64 ``[T]``, prompt and generated tokens).
 
-    The longest suffix (at most `max_ngram` tokens) that occurred before is searched. The proposal is the text after its
-    latest occurrence that has `count` tokens after it; otherwise after its first occurrence.
+    Find the longest suffix (at most `max_ngram` tokens) that also occurs earlier. Propose what follows its latest
+    occurrence with at least `count` tokens after it, or else its first occurrence.
     """
     for size in range(min(max_ngram, tokens.size - 1), 0, -1):
         # Without the last token, so that the suffix does not find itself.

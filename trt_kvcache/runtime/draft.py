@@ -62,8 +62,8 @@ class DraftModel:
     def guess(self, asked: Mapping[int, tuple[Continuation, int]], alive: Container[int]) -> dict[int, list[int]]:
         """Guess the next tokens of several sequences together. Return the guesses by slot of the main model.
 
-        `asked` has for each slot its sequence, and the largest number of tokens to guess; `alive` are the main model's
-        slots. If the draft model fails, the sequences continue without guesses; `SpeculationStats.impossible` says why.
+        `asked` maps each slot to its sequence and the most tokens to guess; `alive` are all slots of the main model. If
+        the draft model fails, the sequences continue without guesses; `SpeculationStats.impossible` says why.
         """
         outcomes: Outcomes = []
         guesses: dict[int, list[int]] = {slot: [] for slot in asked}
@@ -133,7 +133,7 @@ def check_target(runner: Runner) -> None:
 
 
 def open_draft(path: Path, runner: Runner, options: RunnerOptions) -> DraftModel:
-    """Open a model or an engine as a draft model. Unless the file fixes its capacity, it gets that of the main model.
+    """Open a model or an engine as a draft model. If the file fixes no capacity, the draft model gets the main one's.
 
     `runner` and `options` are those of the main model. `DecodeSession.open` lists the errors.
     """

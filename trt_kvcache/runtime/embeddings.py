@@ -46,7 +46,7 @@ class Embeddings:
 
     @property
     def rows(self) -> int:
-        """Number of ids: token ids are 0 to ``rows - 1``."""
+        """Number of rows of the table: token ids are 0 to ``rows - 1``."""
         return int(self._table.shape[0])
 
     def missing(self, tokens: Sequence[int]) -> int | None:
@@ -277,7 +277,7 @@ class ModelEmbeddings(Embeddings):
     def _look_at(self, tokens: Indices) -> None:
         """Run the embedding model for ids that are not in the table yet, and fill in their embeddings.
 
-        A first run gets NaN as features: an id whose embedding becomes NaN is a placeholder for features.
+        Features are first NaN: an id whose embedding becomes NaN is a placeholder for features.
         """
         new = np.unique(tokens[self._known[tokens] == _NEW])
         if not new.size:

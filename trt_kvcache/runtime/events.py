@@ -58,8 +58,8 @@ class TokenEvent:
         sequence: index of the prompt in its list. For a sequence added with `DecodeSession.add`: its slot.
         token: the chosen id; None in an event that only ends the sequence.
         text: the new text that can no longer change. It is empty while a character or a possible stop string is
-            incomplete, and without a tokenizer. The joined texts are the text of the sequence. One exception: after
-            bytes that are not UTF-8, a tokenizer with byte fallback may decode all tokens together to fewer characters.
+            incomplete, and without a tokenizer. The joined texts are the text of the sequence. One exception: if bytes
+            are not UTF-8, a tokenizer with byte fallback may decode all tokens at once to fewer characters.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
         top_logprobs: `GenerationConfig.top_logprobs` tokens and their log-probabilities, the most probable first.

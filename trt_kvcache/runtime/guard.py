@@ -14,11 +14,11 @@ class Guard:
     """Locks a session: ``with guard.lock, guard.open:`` to read it, ``with guard.lock, guard.idle:`` to change it.
 
     While a session changes, Ctrl-C waits for the end of the block, so that no change is left half done. The lock is
-    entered separately, because its methods are C code. Ctrl-C could interrupt a Python method after it took the lock.
+    entered separately, because its methods are C code: Ctrl-C could stop a Python method that holds it.
 
     Attributes:
         open: refuses calls after the session is closed.
-        idle: refuses calls after the session is closed, and calls from code that a step runs; delays signals.
+        idle: refuses calls after the session is closed, and calls from code that runs within a step; delays signals.
         stepping: a lock that is held while a step runs.
     """
 
@@ -74,7 +74,7 @@ class _Open:
 
 
 class _Idle:
-    """A context manager for changes of a session: delays signals; an error if the session is closed or in a step.
+    """A context manager for changes of a session: delays signals; raises an error if it is closed or in a step.
 
     The thread that locks `stepping` also holds the session's lock. So a call that gets the session's lock while
     `stepping` is locked comes from within the step.

@@ -34,7 +34,7 @@ class Timing:
         tokens: tokens of the prompt; for decoding, tokens in each cache at the first measured step.
         median_ms: median of the repeats.
         low_ms, high_ms: quartiles.
-        tokens_per_second: tokens of all sequences together, at the median.
+        tokens_per_second: tokens of all sequences per second, computed from the median.
     """
 
     phase: str
@@ -65,7 +65,7 @@ class BenchReport:
         model: name of the file.
         runner: runtime and device.
         dtype: dtype of the caches.
-        capacity: tokens per sequence; None if circular caches never fill up.
+        capacity: tokens per sequence; None: no limit, because all caches are circular.
         cache_bytes: bytes of all cache buffers.
         peak_bytes: largest main memory of the process so far.
     """
@@ -108,7 +108,7 @@ def bench_session(
     warmup: int = 3,
     seconds: float | None = None,
 ) -> Iterator[Timing]:
-    """Yield timings of a session: prefill by length, then decoding by position, then by batch at the first position.
+    """Yield timings of a session: prefill by length, decoding by position, then by batch at the first position.
 
     Args:
         session: a session in which all batch rows are free.

@@ -80,11 +80,11 @@ class Schedule:
         max_sequences: most sequences at a time, at least `max_batch` of the session. Sequences that are not generating
             move to host memory when another sequence needs a batch row. Running sequences keep their rows; new ones
             wait. None: new sequences wait for a row, and nothing is offloaded.
-        prefix_cache: bytes of host memory that keep cache rows of earlier texts, for texts that begin in the same way.
-            Rows are reused in blocks of 32 tokens; `KVCache.prefix_stats` counts them. None: no prefix cache.
+        prefix_cache: bytes of host memory for cache rows of earlier texts. New texts with the same beginning reuse
+            them, in blocks of 32 tokens; `KVCache.prefix_stats` counts them. None: no prefix cache.
         prefill_budget: most prompt tokens in a step in which other sequences generate. A small budget makes prompts
-            wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If the tokens of one
-            step see each other in this model, a prompt is written in one step.
+            wait; a large one makes generating sequences wait. None: 16 on the CPU, 256 on a GPU. If a model's tokens
+            see later tokens of their step, it writes every prompt in one step.
 
     Raises:
         OptionError: `prefill_budget` is less than 1.
@@ -114,8 +114,8 @@ class CpuOptions:
 
     Attributes:
         threads: number of threads; None: one per core.
-        default_capacity: tokens per sequence of a model whose caches grow, if no capacity is given. None: the maximum
-            length in ``config.json`` in the model's folder, at most 4096.
+        default_capacity: tokens per sequence of a model with growing caches, if the caller gives no capacity. None: the
+            maximum length in ``config.json`` in the model's folder, at most 4096.
 
     Raises:
         OptionError: `default_capacity` is less than 1.

@@ -76,7 +76,7 @@ class PrefixCache:
         self.stats = PrefixStats()
 
     def find(self, tokens: Sequence[int], most: int, adapter: bytes = b"") -> list[bytes]:
-        """Return the names, for `fill`, of the blocks that hold a sequence's first tokens, at most `most` tokens."""
+        """Return the names of the blocks that hold a sequence's first tokens, up to `most` tokens; see `fill`."""
         blocks = list(takewhile(self._places.__contains__, _names(tokens, most // BLOCK, adapter)))
         self._use(blocks)
         self.stats.lookups += 1

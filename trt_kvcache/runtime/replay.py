@@ -38,7 +38,7 @@ class SessionSteps(TextCaches):
     """Decodes sequences with a session's runner, to compare it; implements `trt_kvcache.compare.decode.Runner`.
 
     Args:
-        runner: runner of an engine, or of a model on the CPU; with fewer batch rows than sequences, only some are
+        runner: runner of an engine, or of a model on the CPU; if it has too few batch rows, only some sequences are
             decoded.
         given: values of the model's constants, by name; each has a batch of 1, or one row for each sequence.
         table: embeddings ``[V, H]``, for a model that takes embeddings instead of tokens.
@@ -119,7 +119,7 @@ class Difference:
     Attributes:
         output: name of the logits, or of a cache's past.
         found: the difference, relative to the values in a row; None if a number is not finite.
-        allowed: the allowed difference in the same part of the decode.
+        allowed: the allowed difference in that part of the decode in which `found` occurred.
     """
 
     output: str
@@ -128,7 +128,7 @@ class Difference:
 
     @property
     def part(self) -> float:
-        """The found difference divided by the allowed one; infinite if the numbers cannot be compared."""
+        """The found difference as a share of the allowed one; infinite if the numbers cannot be compared."""
         if self.found is None:
             return math.inf
         return max(self.found.largest / self.allowed.largest, self.found.typical / self.allowed.typical)
@@ -159,7 +159,7 @@ class Replay:
     """The result of running the recorded steps of an engine's proof again.
 
     Attributes:
-        steps: number of steps run. Without experts (MoE), a disagreement ends the replay after its `Piece.part`.
+        steps: number of steps run. Without experts (MoE), the replay ends after the first `Piece.part` that disagrees.
         findings: each output that disagrees, once.
         outputs: the largest difference for each output.
     """
@@ -285,7 +285,7 @@ class _Replay:
             self._note(LOGITS, number, piece.part, row, share_of(one, other))
 
     def _rows(self, buffer: Carried, texts: range) -> list[int]:
-        """Return the batch rows, with and without a sequence, in which only new tokens' cache rows may change."""
+        """Return the batch rows, with or without a sequence, in which only the cache rows of new tokens may change."""
         return [*self._spare, *(() if buffer.is_state else map(self._steps.row, texts))]
 
     def _cache_rows(self, buffer: Carried, row: int) -> Array:
@@ -326,8 +326,8 @@ class _Replay:
     def _note(self, name: str, number: int, part: str, row: int, share: Share) -> None:
         """Record a difference, and a finding if it is larger than allowed.
 
-        In each part of the decode (`Piece.part`), one row may exceed the usual limit, up to a larger one. If there is
-        only one row, one part may.
+        In each part of the decode (`Piece.part`), one batch row may exceed the usual limit, up to a larger limit. If
+        there is only one batch row, it may do so in one part.
         """
         facts = self._facts
         limit = facts.allowed[part].get(name)

@@ -120,8 +120,8 @@ class PromptReader:
     ) -> list[ReadPrompt]:
         """Check several prompts, none empty, and their other inputs; return them in order.
 
-        Raises `PromptError` (see `read`; or the number of other inputs is wrong) or `CapacityError` (a prompt is too
-        long).
+        Raises `PromptError` as `read` does, or if other inputs and prompts differ in number; `CapacityError` if a
+        prompt is too long.
         """
         entries = "prompts, each a text or a list of token ids"
         prompts = as_list(prompts, "prompts", entries, PromptError)
@@ -237,7 +237,7 @@ def is_one(prompts: object) -> bool:
 
 
 def check_config(config: object, plan: CachePlan, *, draft: bool) -> None:
-    """Raise `OptionError` if `config` is not a GenerationConfig, or asks for guesses that this model cannot have.
+    """Raise `OptionError` if `config` is not a GenerationConfig, or asks for guesses that this model cannot use.
 
     `draft` is True if there is a draft model. A model with state cannot take wrong guesses back.
     """

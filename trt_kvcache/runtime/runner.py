@@ -54,9 +54,9 @@ class StepBatch:
         embeds: ``[R, S, H]`` in the model's dtype: embeddings of the tokens, for a model that takes embeddings.
         positions: int64 ``[R, planes, S]`` (planes: positions per token; 1 if they are equal); None: the position of
             each token is its cache row.
-        highest: the caller needs this many highest scores of each position, and all others equal to the lowest of
-            them. 1: only one score; of equal ones, that of the lowest token id. 0: all scores.
-        masks: function that returns the tokens that may be among the `highest`; None: all tokens. A runner should call
+        highest: how many of the highest scores of each position the caller needs, with all scores equal to the lowest
+            of them. 1: only one score (if several are equal, that of the lowest token id). 0: all scores.
+        masks: function that returns which tokens are allowed to be among the `highest`; None: all. A runner should call
             it after the step has started, so that step and function run at the same time.
         adapters: int64 ``[R]``, the slot of each row's adapter, 0 for no adapter; None: all 0.
     """
@@ -109,7 +109,7 @@ class Runner(Protocol):
 
     Attributes:
         name: runtime and device as text: ``"ONNX Runtime 1.31.1, CPU"``.
-        home: the GPU whose arrays a step can take as constants, see `DeviceArray.home`; None: only host arrays.
+        home: constants of a step may be arrays on this GPU, see `DeviceArray.home`; None: only host arrays.
         max_batch: batch rows of every cache buffer.
         max_chunk: most tokens per row in one step.
         max_logits: most positions per row whose logits a step returns (`StepBatch.keep`); None: all.
@@ -136,7 +136,7 @@ class Runner(Protocol):
             Logits ``[R, keep, V]`` of the last `keep` positions, in the model's float type. The runner owns this
             memory; it is valid until the next call, including `close`. If the step needs few scores, a runner that
             chooses tokens itself may return `trt_kvcache.runtime.generation.sampling.CHOICE` ``[R, keep, N]`` instead:
-            at least the needed scores that the masks allow, in ascending order of tokens. Other runners ignore masks.
+            at least the needed scores of allowed tokens, in ascending order of tokens. Other runners ignore masks.
         """
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
@@ -170,7 +170,7 @@ class Runner(Protocol):
         """Copy the cache rows of tokens ``start .. stop - 1`` of one batch row to host memory, and wait for the end.
 
         If `start` is 0, the state is copied, too. `into` (from `host_memory`) gets the buffers one after the other,
-        each as a contiguous array ``[planes, tokens, width]`` (planes: such as heads), see `Carried`.
+        each as a contiguous array ``[planes, tokens, width]`` (a plane is, for example, a head), see `Carried`.
         """
 
     def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:

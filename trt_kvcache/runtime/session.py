@@ -76,7 +76,7 @@ class DecodeSession:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: turns token ids into embeddings, for a model that takes embeddings; see `open`.
-        encoder: function that opens the model's encoder at its first use; it gets the session's lock.
+        encoder: function that opens the model's encoder; called at the first use, with the session's lock.
         config: the default for generations without a config.
         schedule: how sequences share the batch rows of the caches.
         adapters: folders of LoRA adapters, by name; see `open`.
@@ -181,10 +181,10 @@ class DecodeSession:
                 these adapters, unless `plan_options` has a ``lora_rank``.
             draft: a smaller model or engine with the same vocabulary. It guesses tokens, and the model checks several
                 guesses in one step; the generated tokens do not change. See `GenerationConfig.num_assistant_tokens`.
-            check: when to compare an engine with its proof: a decode of the rewritten model in float32, recorded at the
-                build. ``"first"``: once for each GPU, driver and TensorRT version; this takes some seconds and writes a
-                ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``: each time; engines
-                without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
+            check: when to compare an engine with its proof. The proof is a decode of the rewritten model in float32,
+                recorded at the build. ``"first"``: once for each GPU, driver and TensorRT version; this takes some
+                seconds and writes a ``.passed_check`` file beside the engine (or into its kernel cache). ``"always"``:
+                each time; engines without a proof are refused. ``"off"``: never. Models on the CPU need no proof.
             plan_options: how a model is planned; engines were planned when they were built.
             schedule: how sequences share steps and batch rows: offloading, prefix cache, and the prefill budget.
             cpu: how ONNX Runtime runs a model.
@@ -644,7 +644,7 @@ class DecodeSession:
         self.close()
 
     def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
-        """Return the config of a generation, checked: `config` or the session's own, with `settings` applied."""
+        """Return the checked config of a generation: `config` or the session's own, with `settings` applied."""
         with self._guard.lock, self._guard.open:  # a closed session is refused at the call
             result = self.config if config is None else config
             check_config(result, self.plan, draft=self._draft is not None)

@@ -1,8 +1,8 @@
 """Computes the inputs of a step except caches, reads its logits, and pads it to a model's fixed sizes. Pure NumPy.
 
-A model whose batch or step length is fixed computes all of its rows and tokens in each step. Rows without a sequence
-are restored afterwards. Padding tokens lie after those of the step, where causal attention hides them; their rows are
-zeroed. The results of real rows and tokens are the same as without padding.
+A model whose batch or step length is fixed computes all of its rows and tokens in each step. Afterwards, batch rows
+without a sequence get their old contents back. Padding tokens lie after those of the step, where causal attention hides
+them; their cache rows are zeroed. The results of real rows and tokens are the same as without padding.
 """
 
 from __future__ import annotations
@@ -125,13 +125,13 @@ class StepLogits:
 class StepInputs:
     """Computes the inputs of a step from the roles in the plan.
 
-    If a token has several positions (M-RoPE: time, height, width), all are equal, as it must be for text, unless the
-    step is given positions. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo.
-    Valid lengths end at the capacity. Masks hide cache rows that are not written yet and, within a step, later tokens.
+    If a token has several positions (M-RoPE: time, height, width), all get the same number (right for text), unless the
+    step has its own. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid
+    lengths end at the capacity. Masks hide cache rows that are not written yet and, within a step, later tokens.
 
     Attributes:
-        uniform: True if an input has no batch axis, although its values depend on the row. Then all rows of a step must
-            start at one position.
+        uniform: True if an input lacks a batch axis, although its values differ between rows. Then all rows of a step
+            must start at one position.
         max_rows: most rows in a step; None if the model's batch is dynamic.
         fixed_rows: the only number of rows that the model computes, if it is more than one; else None.
         constants: the inputs that stay the same in all steps of a sequence.
@@ -166,13 +166,13 @@ class StepInputs:
         self.fixed_length = fixed_length(plan)
 
     def no_embeds(self, tokens: Array) -> Array | None:
-        """Return zeros as embeddings of tokens ``[R, S]``, for results that are not used; None for models of ids."""
+        """Return zeros as embeddings of tokens ``[R, S]``, for unused results; None if the model takes ids."""
         if self.embedded is None:
             return None
         return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     def batch(self, asked: int | None) -> int | None:
-        """Return the number of batch rows that `asked` or the model fixes, or None; `OptionError` if both differ."""
+        """Return the number of batch rows: `asked`, the model's, or None. Raises `OptionError` if the two differ."""
         if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
             raise OptionError(
                 f"max_batch is {asked}, but this model computes {self.fixed_rows} sequences in every step: leave it "
@@ -205,7 +205,7 @@ class StepInputs:
         return batch.rows, batch.length, self._rows(batch.longest, self._largest), *positions, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
-        """Return the length of each span input, which has the values 0, 1, ... for the cache rows that a step reads."""
+        """Return the length of each span input: the number of cache rows that the step reads."""
         rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
         return rows | dict.fromkeys(self._logits_span, batch.sizes["kept"])
 

@@ -21,8 +21,8 @@ from trt_kvcache.runtime.requests import ReadPrompt
 class Reader:
     """Owns the slots of one stream. `Streams.leave` frees them; if `leave` was interrupted, `Streams.end_gone` does.
 
-    Ctrl-C may interrupt each line of a generator, also those that free its slots. A weak reference tells when the
-    generator has ended; this needs no code that a signal could interrupt.
+    Ctrl-C may interrupt any line of a generator, even the lines that free its slots. So a weak reference tells when the
+    generator has ended; a signal cannot interrupt that.
 
     Attributes:
         slots: slots of the sequences that have not ended. A slot is added in the ``guard.idle`` block that takes it, so
@@ -37,7 +37,7 @@ class Streams:
     """Runs the steps of a decode loop, and keeps each event or error for the stream or caller that waits for it.
 
     Callers hold the session's lock (`guard`), except for `step` and `stream`, which take it themselves. Events of
-    sequences that came by `DecodeSession.add` are `unclaimed`.
+    sequences added by `DecodeSession.add` wait in `unclaimed`.
     """
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, adapters: Adapters) -> None:
@@ -76,7 +76,7 @@ class Streams:
 
     @property
     def untold(self) -> tuple[int, ...]:
-        """Slots with events that `step` still has to return."""
+        """Slots with events that `step` has not returned yet."""
         return tuple(dict.fromkeys(slot for slot, _ in self.unclaimed))
 
     def forget(self, slot: int) -> None:
@@ -174,7 +174,7 @@ async def in_a_thread(events: Generator[TokenEvent]) -> AsyncGenerator[TokenEven
 
 
 def _give_up(step: asyncio.Task[TokenEvent | None], events: Generator[TokenEvent]) -> None:
-    """Close a stream after its last step. Get the step's error, so that asyncio does not report it."""
+    """Close a stream after its last step. Fetch the step's exception, so that asyncio does not log it."""
     if not step.cancelled():
         step.exception()
     events.close()

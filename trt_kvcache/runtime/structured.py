@@ -29,7 +29,7 @@ _LEXER_STATES = 50_000
 
 
 class Grammars:
-    """Compiles grammars for a session's tokenizer and vocabulary. To create it takes time for each vocabulary entry.
+    """Compiles grammars for a session's tokenizer and vocabulary. Creating it takes time for each vocabulary entry.
 
         grammars = Grammars(session)
         schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
@@ -147,7 +147,7 @@ class _Vocabulary:
         self.greedy: Callable[[str], list[int]]
 
     def __call__(self, text: str) -> list[int]:
-        """Return token ids for a text that a grammar forces: the tokenizer's ids, if they decode to the same text."""
+        """Return token ids for a text that a grammar forces: the tokenizer's ids if they decode to it, else others."""
         try:
             ids = self._tokenizer.encode(text, special_tokens=False)
         except Exception:  # noqa: BLE001 - a tokenizer may fail on a part of a text; other tokens write it, too

@@ -75,7 +75,7 @@ class Embeds:
         return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
-        """Return a copy with more embeddings: `rows`, of tokens from `start` on. `start` is after all other tokens."""
+        """Return a copy with more embeddings: `rows`, of tokens from `start` on. `start` comes after all of `at`."""
         at = np.arange(start, start + len(rows), dtype=np.int64)
         if not len(self.at):
             return Embeds(at, rows)
@@ -90,7 +90,7 @@ NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
 class Positions:
     """The positions of a sequence's tokens: first the caller's, then consecutive ones.
 
-    A token without a position of its own comes one after the largest position before it, in every plane
+    If the caller gives a token no position, it gets the largest earlier position plus one, in every plane
     (``rope_deltas`` in transformers). Planes are the several positions of one token, such as 3 with M-RoPE. A token
     sees all tokens before it in the sequence, whatever their positions.
 

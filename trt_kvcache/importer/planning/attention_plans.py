@@ -3,8 +3,8 @@
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. Facts about TensorRT were measured on TensorRT for RTX
 1.7.1 without a GPU; tests/facts tests them. TensorRT's parser ignores `nonpad_kv_seqlen` and the window attributes
 without a message, aligns `is_causal` to the upper left corner, and refuses the operator's other options, such as
-`softcap`. If a build finds no fused kernel although the plan expects one, it builds again with every attention
-decomposable (`trt_kvcache.engine.builder`).
+`softcap`. If a build finds no fused kernel although the plan expects one, `trt_kvcache.engine.builder` builds again,
+and lets TensorRT split every attention into plain operators.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class _Planner:
         return self.spans[key]
 
     def _shorter_mask(self, facts: AttentionFacts) -> bool:
-        """True if a mask may cover fewer keys than K has. ONNX hides the other keys, so the caller shortens K."""
+        """True if a mask may cover fewer keys than K has. ONNX hides the missing keys, so K must be shortened."""
         if facts.mask is None:
             return False
         length = axis_size(facts.mask, -1)
@@ -213,7 +213,7 @@ class _Planner:
 
 
 def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
-    """Return the input that bounds `lengths`, if operators between them keep or lower values; else None."""
+    """Return the graph input that `lengths` cannot exceed; None if operators between them may raise values."""
     tensor = lengths
     while not contains(graph.inputs, tensor):
         node = producer(tensor)
@@ -272,8 +272,8 @@ def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
     """Yield every node before a Scan with a dynamic number of steps. TensorRT cannot build some operators there.
 
     Measured on TensorRT for RTX 1.7.1: if such a Scan depends on an IAttention, the builder crashes (SIGSEGV); if it
-    depends on a Tile or Expand, the build fails (see `rewrite.copy_repeats`). Attention in plain operators builds.
-    IAttention builds after or beside a Scan, and before a Scan with a fixed number of steps.
+    depends on a Tile or Expand, the build fails (see `rewrite.copy_repeats`). Attention in plain operators can be
+    built. IAttention can be built after or beside a Scan, or before a Scan with a fixed number of steps.
     """
     pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
     seen: set[int] = set()
@@ -376,7 +376,7 @@ class AttentionFacts:
 
 
 def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
-    """Read one Attention node; refuse nodes with a cache input, without shapes, or against the operator's rules."""
+    """Read one Attention node; refuse nodes that have a cache input, lack shapes, or break the operator's rules."""
     if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
         raise UnsupportedModelError(
             f"Attention '{node.name}' contains its cache (past_key, past_value), which TensorRT does not support; only "

@@ -152,7 +152,7 @@ def _check_packed(node: gs.Node) -> None:
 
 
 def _check_rows(node: gs.Node, shape: tuple[Dim, ...]) -> None:
-    """Refuse a model whose write indices have a fixed length while the batch axis of a cache is dynamic."""
+    """Refuse a model in which a cache has a dynamic batch axis, but its write indices have a fixed length."""
     write_indices = input_or_none(node, 2)
     if write_indices is None:
         return
@@ -215,7 +215,7 @@ def _reads_values(graph: gs.Graph, node: gs.Node) -> bool:
 
 
 def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
-    """Return the Attention nodes that read this cache as K or V, also through operators that move or compute rows."""
+    """Return the Attention nodes that read this cache as K or V, directly or through operators that work on rows."""
     readers: list[str] = []
     seen: set[int] = set()
     queue = [(present, False)]

@@ -2,8 +2,8 @@
 
     present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
 
-The canonical form has this Slice, at first of all L rows, if all operators from the cache to the attention work row by
-row. The row numbers from which a bias is computed get a Slice, too. The rewrite later ends these Slices at the span.
+The canonical form has this Slice if all operators from the cache to the attention work row by row. It has a Slice of
+the row numbers of a bias, too. At first, these Slices take all L rows; the rewrite makes them end at the span.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def is_row_slice(node: gs.Node, end: gs.Tensor | None = None) -> bool:
 
 
 def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
-    """Return the row Slices through which a tensor depends on caches; empty if it reads a cache without a Slice."""
+    """Return the row Slices between caches and a tensor; empty if the tensor reads a cache without a row Slice."""
     slices: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
     while pending:
@@ -51,7 +51,7 @@ def row_slices(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]
 
 
 def cut_rows(tensor: gs.Tensor, end: gs.Tensor) -> bool:
-    """End the Slices of row numbers from which a tensor is computed at row `end`. Return False if there are none."""
+    """Make the Slices of row numbers before a tensor stop at row `end`. Return False if there are none."""
     pending, seen, found = [tensor], set[int](), False
     while pending:
         node = producer(pending.pop())

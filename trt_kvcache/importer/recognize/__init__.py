@@ -130,7 +130,7 @@ def recognize(
 
 
 def _hold_rows(model: onnx.ModelProto, guesses: list[Cache]) -> list[Cache]:
-    """Run the model once; return the guesses whose present has rows of the past. If the run fails, return all."""
+    """Run the model once; return guesses whose present contains rows of the past. If the run fails, return all."""
     shapes = {v.name: shape_of(v) or ("?",) for v in model.graph.input}
     if not guesses or any(isinstance(d, str) for shape in shapes.values() for d in shape):
         return guesses
@@ -264,7 +264,7 @@ class _Recognizer:
     def _seen_in(self, region: Region, known: dict[str, tuple[Region, _Seen]]) -> tuple[_Seen, dict[str, str]]:
         """Find what a region computes, or reuse an equal region's result.
 
-        Also map that region's names to `region`'s.
+        Also return a map from that region's names to `region`'s.
         """
         if region.key not in known:
             try:

@@ -3,7 +3,7 @@
     what is found                     how
     new rows of each cache            rows with unique numbers, found again in the presents (`region_steps`)
     which cache holds values          the result is linear in the values, not in the keys
-    heads, layouts, sinks             a step with a single key and values with unique numbers
+    heads, layouts, softmax sinks     a step with one key, whose values are unique numbers
     attention weights of keys         values that are 0, except for one number in one row
     visible keys, biases              attention weights while queries and keys are 0
     scale, softcap                    a comparison of attention weights with products of queries and keys
@@ -59,8 +59,8 @@ _MOST_RUNS = 1024  # the most runs of a long step that reads a bias
 class Reader:
     """Describes one attention by running its region (the part of the model that computes the attention).
 
-    `caches` are guessed caches by past. `samples` makes short steps; `far` makes steps that reach up to the capacity.
-    Raises `RecognizeError` if ONNX Runtime cannot load the region.
+    `caches` maps the name of each past to the guessed cache. `samples` makes short steps; `far` makes steps that reach
+    up to the capacity. Raises `RecognizeError` if ONNX Runtime cannot load the region.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Reader:
         self._sample = reading_step(region, caches, samples)
 
     def read(self) -> Attention:
-        """Run the region and describe its attention. Raises `FartherError` if only a larger region shows its form."""
+        """Run the region and describe its attention. Raises `FartherError` if the region is too small for this."""
         region, sample = self._region, self._sample
         if region.computed:
             return self._described([self._computed(name) for name in region.computed], region.texts[0])
@@ -183,7 +183,7 @@ class Reader:
         return self._filled(feeds | {self._query: 0 * feeds[self._query]}, self._key, np.zeros(1), sample)
 
     def _shares(self, feeds: Feeds, keys: range, sample: Sample) -> Array:
-        """Return the share of each of these keys in each number of the result. The last axis is the keys."""
+        """Return the attention weight of each of these keys in each number of the result. The last axis is the keys."""
         value, columns = self._value, []
         for place in keys:
             hot = np.arange(self._keys(sample)) == place
@@ -337,7 +337,7 @@ class Reader:
         raise RecognizeError(f"the queries of '{self._region.result}' see other keys than the mask '{name}' shows")
 
     def _sees_lengths(self) -> bool:
-        """Return True if query i sees the first L - S + i + 1 rows of a full circular cache, as `Mask.bounded` says."""
+        """Return True if query i sees only the first L - S + i + 1 rows of a full circular cache."""
         rows = self._far.capacity
         sample = self._far.step(self._sample.batch, rows + 2, min(2, rows))
         seen = self._weights(self._still(sample), sample)[..., -rows:] > _NOTHING
@@ -422,7 +422,7 @@ def reading_step(region: Region, caches: Mapping[str, Cache], samples: Samples) 
 
 
 def _update(cache: Cache) -> str:
-    """Return the tensor with the new rows of a cache; for computed keys or values, with all rows."""
+    """Return the tensor with a cache's new rows or, for computed keys or values, with all rows."""
     return str((cache.past if cache.update is None else cache.update).name)
 
 
@@ -440,7 +440,7 @@ def _laid(rows: Array, cache: Cache) -> Array:
 
 
 def _level(scores: Array, seen: Array) -> Array:
-    """Shift scores so that visible keys have the mean 0, which changes no softmax. Hidden keys become 0."""
+    """Shift scores so that visible keys have the mean 0; softmax stays the same. Hidden keys become 0."""
     means = np.where(seen, scores, 0).sum(-1, keepdims=True) / np.maximum(seen.sum(-1, keepdims=True), 1)
     return np.where(seen, scores - means, 0)
 

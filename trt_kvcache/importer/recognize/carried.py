@@ -3,7 +3,7 @@
     past [B, N, P, D] -> present [B, N, T, D]         grows along the axis that differs
     past [B, N, L, D] -> present [B, N, L, D]         written in place, or state
 
-State is a tensor of fixed size that every step reads and replaces as a whole, and no attention cache:
+State is not an attention cache: it is a tensor of fixed size that every step reads and replaces as a whole:
 
     past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
     past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
@@ -82,7 +82,7 @@ def _nearest(present: gs.Tensor, pasts: Sequence[gs.Tensor]) -> gs.Tensor | None
 
 
 def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int | None:
-    """Return the axis of cache rows, guessed from the shapes; None if past and present are not of one cache."""
+    """Return the axis of cache rows, guessed from the shapes; None if past and present are of different caches."""
     one, two = dims(past) or (), dims(present) or ()
     rank = len(one)
     if elem_type(past) not in FLOATS or elem_type(past) != elem_type(present) or rank != len(two):
@@ -105,7 +105,7 @@ def _axis(past: gs.Tensor, present: gs.Tensor, counted: Collection[Dim]) -> int 
 
 
 def state_inner_sizes(graph: gs.Graph) -> None:
-    """Give caches of Attention operators the numbers and sizes of heads of their new rows."""
+    """Write the number and size of heads into the shapes of the caches of Attention operators, as in their new rows."""
     for node in graph.nodes:
         for past, present, update in _inner(node):
             start, end = past, present

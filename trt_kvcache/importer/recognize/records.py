@@ -1,9 +1,9 @@
 """Data classes that describe recognized caches and attentions. `emit` builds the canonical form from them.
 
-A layout says for each axis of a tensor which sizes are multiplied to its length: the batch ``b``, the heads of keys
+A layout says for each axis of a tensor which sizes, multiplied, give its length: the batch ``b``, the heads of keys
 ``n``, the query heads ``g`` that share one key head, the new tokens ``s``, and the head size ``d``:
 
-    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  is  ((b, n), (d,)), if rows P are left out
+    [B, S, H * D]  is  ((b,), (s,), (n, g, d))        [B * N, P, D]  is  ((b, n), (d,)), without the axis P of rows
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def layouts(shape: Sequence[int], sizes: Mapping[str, int]) -> Iterator[Layout]:
 
 
 def brought(values: Array, layout: Layout, sizes: Mapping[str, int], order: Sequence[str]) -> Array:
-    """Reshape and transpose a tensor to one axis for each size in `order`. Sizes missing in `layout` become 1."""
+    """Reshape and transpose a tensor to have one axis for each size in `order`. Sizes missing in `layout` become 1."""
     own = order_of(layout)
     axes = values.reshape([sizes[n] for n in own])
     axes = axes.transpose([own.index(n) for n in order if n in own])
@@ -70,7 +70,7 @@ class UnknownError(AdvisedError):
 
 
 class FartherError(Exception):
-    """Raised if the region of an attention is too small: it must also contain a node that computes one of `args`."""
+    """Raised if the region of an attention is too small. It must also compute one of the tensors `args`."""
 
 
 class ComputedError(RecognizeError):
@@ -91,13 +91,13 @@ class Cache:
         past: the graph input.
         present: the graph output.
         axis: the axis of the rows. Other axes: batch, heads, head size; one axis may combine the last two.
-        growing: True if past has one row for each token, and present has S rows more; False if both have one size.
+        growing: True if past has one row for each token, and present has S rows more; False if both have the same size.
         window_rows: the number of newest rows that past and present keep at most; None: they keep all rows.
         shifted: True if past and present always have `window_rows` rows, with the newest token in the last row.
         circular: True if token t is in row t modulo the number of rows.
         positions: names of the graph inputs that give the rows to write.
-        update: the tensor of the new rows; None until the nodes that write the cache have run. Also None if this object
-            stands for keys or values that are computed from caches; `past` and `present` are then this tensor.
+        update: the tensor of the new rows; None until the nodes that write the cache have run. If this object stands
+            for keys or values that are computed from caches: None; `past` and `present` are the computed tensor.
         perm: permutation that brings the axes of `update` into the order of the cache.
     """
 
@@ -145,7 +145,7 @@ class Attention:
         scale, softcap: scale and softcap of the scores; softcap 0: there is no softcap.
         sinks: float32 ``[H]``, an extra logit in each head's softmax; None: no sinks.
         query_type, result_type: ONNX element types.
-        wide: True if keys or values are cast to float32 before their products, while caches have another type.
+        wide: True if caches are not float32, and keys or values are cast to float32 before their products.
         wide_weights: True if scores or attention weights are float32.
         computed_from: caches from which keys and values are computed, row by row; empty: keys and values are caches.
     """

@@ -160,9 +160,9 @@ def read_updates(
 ) -> list[Cache]:
     """Run one step of a region, and return its caches with the new rows that the step wrote.
 
-    `sample` is a step of several tokens after earlier ones; `beyond` starts two rows after the end of a fixed cache
-    (None: do not test for circular caches). Raises `RecognizeError` if a cache has no supported update, and
-    `FartherError` if the new rows are in several tensors (in a larger region, they may be in one).
+    `sample` is a step of several tokens after earlier ones; `beyond` is a step that starts two tokens beyond the end of
+    a fixed cache (None: do not test for circular caches). Raises `RecognizeError` if a cache has no supported update,
+    and `FartherError` if the new rows are in several tensors (in a larger region, they may be in one).
     """
     feeds, first = runner.feeds(sample), 1
     for name in (*region.caches, *region.texts):

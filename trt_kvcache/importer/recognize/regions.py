@@ -5,8 +5,8 @@ The cuts depend on what each tensor is computed from, not on operators. This mod
     short     its shape depends only on the batch and the number of new tokens
     text      depends on the tokens; depends on caches only through the results of earlier attentions
     long      depends on a cache, and is not short
-    front     the result of an attention, or a part of the result: it is short and computed from long tensors, and
-              no long tensor follows it before the next product with a weight
+    front     the result of an attention, or a part of the result: a short tensor that is computed from long ones.
+              Between it and the next product with a weight, no tensor is long
 
 A region starts at caches and at text tensors (queries and new rows). Fronts that read the same cache and do not depend
 on each other are parts of one attention, such as single heads. Its result is the first short tensor that depends on all
@@ -49,8 +49,7 @@ class Region:
         texts: names of inputs that depend on tokens only (queries, new rows), in the order of the graph.
         caches: names of the pasts.
         inputs: names of other graph inputs whose values, not only shapes, the region reads.
-        integers: constants that may be a limit of lengths, such as a window. Sample steps have lengths below and above
-            each limit.
+        integers: constants that may be a limit, such as a window. Sample steps have lengths below and above each limit.
         wide: names of caches that are not float32, and that the region casts to float32 before it multiplies.
         wide_weights: True if any tensor with an axis of cache rows is float32 or double.
         computed: names of keys and values that are computed from caches and are inputs of the region.
@@ -77,7 +76,7 @@ class Region:
 class Cutter:
     """Cuts regions (parts with one attention or cache update) out of one model without functions.
 
-    `caches` are guessed caches by past, and `weights` have placeholders in the model.
+    `caches` maps the name of each past to the guessed cache. `weights` are those that the model has as placeholders.
 
     Attributes:
         fronts: names of the results of all attentions, in the order of the graph.
@@ -165,7 +164,7 @@ class Cutter:
         )
 
     def _joined(self, parts: list[str]) -> tuple[str, set[str]]:
-        """Return the first tensor that depends on all `parts` of an attention, and the tensors between."""
+        """Return the first tensor that depends on all `parts` of an attention, and the tensors between both."""
         live, between = set(parts), set(parts)
         for place in range(min(self._order[n] for n in parts), len(self._graph.nodes)):
             node = self._graph.nodes[place]
@@ -197,11 +196,11 @@ class Cutter:
         return name in self._fixed and sum(d > 1 for d in self._steps[0].probe.shape(name) or ()) > 1
 
     def front(self, name: str, passed: Collection[str] = ()) -> Region:
-        """Return the region of an attention by its result. It also computes `passed`, and does not begin there."""
+        """Return the region of an attention by its result. The region computes `passed`, so it begins before them."""
         return self._region(name, {*passed, *self._results[name]})
 
     def update(self, past: str, passed: Collection[str] = ()) -> Region:
-        """Return the region that writes a cache. It also computes the tensors `passed`, and does not begin there."""
+        """Return the region that writes a cache. The region computes `passed`, so it begins before them."""
         return self._region("", passed, (past,))
 
     def _region(self, result: str, passed: Collection[str], caches: Iterable[str] = ()) -> Region:
@@ -264,7 +263,7 @@ class Cutter:
         )
 
     def _leaf(self, name: str, ends: tuple[str, ...]) -> str:
-        """Return what an input adds to `Region.key`: values of a size; the index of an end; otherwise the name."""
+        """Return what `Region.key` has for an input: the values of a size, the index of an end, or else the name."""
         if name in self._sizes:
             return repr([step.probe.value(name) for step in self._steps])
         return f"{ends.index(name) if name in ends else name} {self._described(name)}"
@@ -333,7 +332,7 @@ class Cutter:
 
 
 class _Stops:
-    """The tensors, except those in `taken`, at which a region may begin."""
+    """The tensors at which a region may begin, except those in `taken`, which it computes."""
 
     def __init__(self, cutter: Cutter, taken: Container[str]) -> None:
         self._cutter, self._taken = cutter, taken

@@ -13,8 +13,8 @@ Repeats before a Scan become a Concat of copies:
 
 Gated delta nets (mobius-onnx exports of Qwen3-Next and Qwen3.5) scan over the tokens of an update. Measured on TensorRT
 for RTX 1.7.1: if a Scan over a dynamic number of tokens depends on a Tile, or on an Expand by constants, the build
-fails with ``value.h:884: CHECK(is_const()) failed``. With Concat, beside or after a Scan, or with a fixed number of
-tokens, it builds.
+fails with ``value.h:884: CHECK(is_const()) failed``. The build succeeds with Concat, with Tile beside or after a Scan,
+or with a fixed number of tokens.
 """
 
 from __future__ import annotations

@@ -58,12 +58,12 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
 
 
 def _separate(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
-    """Scale Q of attentions that share Q or K, each differently, so that TensorRT cannot merge the scaled tensors.
+    """Scale each Q of attentions that share Q or K differently, so that TensorRT cannot merge the scaled tensors.
 
     TensorRT's importer multiplies Q and K by the square root of the scale. If the product is the same for two
     attentions, the builder of TensorRT for RTX 1.7.1 crashes (SIGSEGV). So if attentions share K, only Q is scaled. If
-    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it.
-    `queries` counts for each Q the attentions so far that read it, `keys` for each K all that read it.
+    they share (parts of) Q, each multiplies Q by another power of four, and divides its scale by it. `queries` counts
+    the attentions so far that read each Q; `keys` counts all attentions that read each K.
     """
     node = facts.node
     query, key = node.inputs[:2]
@@ -263,8 +263,8 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
     """Emit the scores ``[B, 1, R, T]`` of scaled queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
 
     Keys are the left operand, so that queries are transposed instead: TensorRT for RTX 1.7.1 makes two copies of
-    transposed keys in each step. If a Concat joins the columns of keys (latents and rotated columns), the products of
-    its parts are added.
+    transposed keys in each step. If keys are a Concat of columns (latents and rotated ones), each part is multiplied,
+    and the products are added.
     """
     parts, start = [], 0
     columns = _columns(key)
@@ -283,7 +283,7 @@ def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: in
 
 
 def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
-    """Return the parts that a Concat joins along the last axis of K ``[B, N, T, H]``, and their widths; else K."""
+    """Return the parts that a Concat joins along the last axis of K ``[B, N, T, H]``, or K alone; with their widths."""
     node = producer(key)
     if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
         return [(key, 0)]

@@ -26,7 +26,7 @@ class CacheView:
     Attributes:
         present: the updated cache in its physical shape.
         axis: the sequence axis of the physical shape.
-        logical: shape operand of the Reshape of any number of rows to the logical shape; None if both are equal.
+        logical: the shape input of a Reshape of any number of rows to the logical shape; None if both are equal.
         logical_axis: the sequence axis of the logical shape.
     """
 
@@ -81,7 +81,7 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
-    """Make a circular update linear, which gives the same, because no update may cross the end of the ring."""
+    """Make a circular update linear. The result is the same, because no update may cross the end of the cache."""
     node.attrs["mode"] = "linear"
     if cache.write_indices is None:
         return
@@ -112,7 +112,7 @@ def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) ->
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, tuple[int, ...]]:
-    """Make a cache update write a 4-D view. Emit a Reshape for the readers; return its output and shape operand."""
+    """Make a cache update write a 4-D view. Emit a Reshape for the readers; return its output and its shape."""
     _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
     logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
                     for i, d in enumerate(cache.logical_shape))  # fmt: skip

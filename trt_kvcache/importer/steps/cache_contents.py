@@ -113,8 +113,8 @@ def drawn_contents(
     Numbers are drawn once for each `seed`; each step takes a slice that begins at `shift`. A state without history
     holds zeros. `histories` are the tokens written so far in each batch row; circular caches keep the newest. `garbage`
     is the magnitude of floating-point garbage with random signs (integers take any value), or 0 for zeros. It is
-    finite, because ONNX's own Attention returns NaN for a masked NaN. bfloat16 becomes float32; with `wide`, float16,
-    too.
+    finite, because ONNX's own Attention returns NaN for a masked NaN. The result is float32 for bfloat16 and, if
+    `wide`, float16.
     """
     dtype = cache.role.dtype
     kind = np.dtype(np.float32) if wide and dtype == "float16" else numpy_dtype(dtype)

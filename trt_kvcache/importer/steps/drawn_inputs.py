@@ -27,7 +27,7 @@ _ANY_LENGTH = 1 << 20  # the most tokens of an update, if no cache limits them
 
 @dataclass(frozen=True)
 class Step:
-    """One step: each sequence writes `length` tokens from cache row `starts` on, and then has `valid` tokens."""
+    """One step: each sequence writes `length` tokens from cache row `starts` on; afterwards it has `valid` tokens."""
 
     length: int
     starts: tuple[int, ...]
@@ -116,8 +116,8 @@ class DrawnInputs:
     """Draws values for the inputs of one step.
 
     `named` maps names of inputs to values that replace drawn ones. `unknown` is the size of axes of unknown meaning
-    (None: refuse models with such axes). `rings`: the rewrite made caches circular, so that valid lengths also count
-    tokens that were overwritten. `plain`: masks hide only later tokens, as in a session.
+    (None: refuse models with such axes). `rings`: True if the rewrite made caches circular; then valid lengths also
+    count tokens that were overwritten. `plain`: True if masks hide only later tokens, as in a session.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class DrawnInputs:
         return values[tuple(slice(0, size) for size in shape)]
 
     def _capacity(self, name: str) -> int:
-        """Return the rows of the smallest cache that an attention reads with this input, a mask or valid lengths."""
+        """Return the rows of the smallest cache whose attention reads this input (a mask or valid lengths)."""
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
@@ -278,7 +278,7 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     """Transpose, repeat or shorten `values`, whose axes are `names`, to the shape `shape` with the axes `axes`.
 
     An unnamed axis takes the first unused name whose size fits. Along an axis without a matching name, values are
-    repeated. For a name without an axis, the tensor gets one entry: the last along `sequence`, else the first.
+    repeated. If a name has no axis in `axes`, one entry along it is kept: the last for `sequence`, else the first.
     """
     sizes = dict(zip(names, values.shape, strict=True))
     order: list[str | None] = [axis if axis in names else None for axis in axes]

@@ -6,8 +6,8 @@ So code that runs the rewritten model can also run the original:
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
     shifted cache of W rows, masks over W   <->  the newest rows at the end; masks that hide the rows before them
-    past of the newest rows only            <->  these rows of the cache; other rows unchanged
-    float32 cache that the model casts      <->  cache of the type that it casts to
+    past that has the newest rows only      <->  the same rows of the cache; its other rows are unchanged
+    float32 cache that the model casts      <->  cache of the type to which the model casts it
 
 A growing past has one length for all rows of a batch, so each row runs separately. If the model was exported for a
 fixed batch larger than one, all rows run together, and must start at the same position.
@@ -114,7 +114,7 @@ class OriginalInterface:
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs if t.name not in without}
 
     def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
-        """Return the size of an axis: fixed, known from its meaning, from the same symbol in another input, or 1."""
+        """Return the size of an axis: fixed, given by its meaning, given by its symbol in another input, or 1."""
         if isinstance(dim, int) or axis in sizes:
             return dim if isinstance(dim, int) else sizes[axis]
         known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)

@@ -1,4 +1,4 @@
-"""Evaluates parts of a model in one step, only when they are requested, with ONNX's own functions.
+"""Evaluates tensors of a model in one step, with ONNX's own functions, and only if they are requested.
 
 A step fixes the shape of every graph input, and some values. `Probe` derives the type of each tensor with ONNX shape
 inference, and values that do not depend on weights or tokens with ONNX's reference evaluator. A caller may set the
@@ -78,7 +78,7 @@ class Blueprint:
 
     Attributes:
         makers: the node that computes a tensor, by the tensor's name; constants are absent.
-        results: facts about a node's outputs, by the node's form and facts about its inputs. All steps share them.
+        results: facts about a node's outputs; the key: the node's form and facts about its inputs. Steps share them.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
@@ -214,7 +214,7 @@ class Probe:
     def value(self, name: str) -> Array | None:
         """Return the value of a tensor; None if it depends on weights, tokens or unknown operators.
 
-        Do not change it.
+        The caller must not change the array.
         """
         return self._fact(name).value
 

@@ -60,7 +60,7 @@ def open_session(
 ) -> ModelSession:
     """Load a model in ONNX Runtime, or, if this fails, in ONNX's reference evaluator, and run `trial` if given.
 
-    If `model` is the rewritten one, `beside` is the session of the original. If ONNX Runtime runs the original, it must
+    If `model` is a rewritten one, pass the original's session as `beside`. If ONNX Runtime runs the original, it must
     also run `model`, because the reference evaluator would accept mixed types, negative sizes and too many indices. If
     ONNX Runtime lacks an operator, ONNX's shape inference must accept `model`. Raises `RunError` with ONNX Runtime's
     message if no session can run the model.

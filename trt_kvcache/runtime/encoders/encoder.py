@@ -62,7 +62,7 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
     Raises:
         OptionError: the model takes no inputs from an encoder, or there is no encoder.
         ModelError, ManifestError, BackendError, SessionError: the encoder cannot be used. If an engine exists but
-            cannot be opened, the encoder does not run on the CPU instead: a server would become slow without notice.
+            cannot be opened, the CPU does not run it instead: a server would become slow without notice.
     """
     constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
     if not constants:
@@ -102,9 +102,9 @@ def open_encoder(file: Path | None, model: Path, runner: Runner, guard: Guard) -
 class OnnxEncoder:
     """An `Encoder` on the CPU.
 
-    Some exports have a separate model for the decoder's first step, `first_step`. It runs once for each source, to get
-    keys and values of the encoder's output. Raises `InvalidModelError` or `UnsupportedModelError` if a model cannot run
-    or does not fit the decoder.
+    Some exports have a separate model for the decoder's first step, `first_step`. It runs once for each source, and
+    computes the decoder's keys and values from the encoder's output. Raises `InvalidModelError` or
+    `UnsupportedModelError` if a model cannot run or does not fit the decoder.
     """
 
     def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole], where: str = "") -> None:

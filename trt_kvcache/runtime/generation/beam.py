@@ -1,7 +1,7 @@
 """Beam search over one prompt. Each live beam (an unfinished candidate text) has a batch row of the cache.
 
-The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), but without its padding:
-there may be fewer than `num_beams` live beams.
+The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), without its padding of
+live beams to `num_beams`: there may be fewer.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def beam_search(
     """Find the likeliest continuations of a prompt; return at most `num_beams` hypotheses, the best one first.
 
     Args:
-        prompt: int64 token ids, already in the decoder's only row.
+        prompt: int64 token ids, already in the caches, in the decoder's only batch row.
         logits: the model's scores after the prompt, float32 ``[V]``.
         decoder: computes and reorders the beams.
         config: the settings; `num_beams` of at least 1, and no sampling.
-        free_tokens: tokens that still fit into the caches; None: no limit. One token more can be chosen, because the
-            last token is not written to the caches.
+        free_tokens: tokens that still fit into the caches; None: no limit. One token more than these can be chosen,
+            because the last token is not written to the caches.
 
     Raises:
         SessionError: the logits have NaN or infinity, or the settings forbid every token.
@@ -120,7 +120,7 @@ def hypothesis_events(
 def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
     """Extend each live beam by its likeliest tokens. Return the best as pairs (index of the old beam, new beam).
 
-    The best beam comes first. The list is so long that at least `num_beams` beams in it have not ended.
+    The best beam comes first. At least `num_beams` beams in the list have not ended.
     """
     if not np.isfinite(logits.max(axis=-1)).all():
         raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
@@ -189,7 +189,7 @@ def beam_events(
 
 
 class _LiveBeams:
-    """The batch rows of the live beams: one after the prompt, later at most `num_beams`. The search reorders them."""
+    """The batch rows of the live beams: one row after the prompt, later up to `num_beams`. The search reorders them."""
 
     def __init__(self, guard: Guard, rows: CacheRows, loop: DecodeLoop, slots: Sequence[int]) -> None:
         self._guard, self._rows, self._loop = guard, rows, loop

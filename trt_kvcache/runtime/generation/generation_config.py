@@ -45,10 +45,10 @@ class GenerationConfig:
     """Settings of a generation. The default is greedy.
 
     Attributes:
-        logits_processor: a `LogitsProcessor`, or several, applied after the rules above and before the sampling
-            settings (temperature, top-k and so on). It may change the scores that it gets. Its result must depend on
-            the tokens alone, because guesses of prompt lookup may be taken back. It must not change the session that
-            calls it. If it raises an error, only its own sequence ends.
+        logits_processor: a `LogitsProcessor`, or several, applied after the penalties and other rules, and before
+            temperature, top-k and so on. It may change the scores that it gets. Its result must depend on the tokens
+            alone, because guessed tokens may be taken back. It must not change the session that calls it. If it raises
+            an error, only its own sequence ends.
         grammar: limits the new text: `trt_kvcache.Grammars` makes a grammar from a JSON schema, a regular expression or
             a Lark grammar; or give your own `Grammar`. It is applied after all other rules. If rules and grammar allow
             no token, the sequence ends with an `OptionError`. A text cut by `max_new_tokens` or the capacity is the
@@ -354,10 +354,10 @@ class GenerationConfig:
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
         """Return a config with the end tokens, forced tokens and suppressed tokens from the files of a model.
 
-        Settings of sampling are not taken from the files. The files are transformers' ``generation_config.json``, then
-        onnxruntime-genai's ``genai_config.json``; without ``generation_config.json``, also ``config.json``, with the
-        lowest priority. An engine's manifest holds these settings from the time of its build; files beside the engine
-        have priority.
+        Settings of sampling are not taken from the files. In order of priority, the files are
+        ``generation_config.json`` (transformers), ``genai_config.json`` (onnxruntime-genai) and, only without the
+        first, ``config.json``. For an engine, files beside it come first, then the settings that the build copied to
+        its manifest.
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
@@ -442,7 +442,7 @@ def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
 
 
 def _several(values: Any) -> Collection[Any]:
-    """Return the caller's collection; refuse texts, mappings, single values, and what can be read only once."""
+    """Return the caller's collection; refuse texts, mappings, single values and iterators."""
     wrong = isinstance(values, (str, bytes, Mapping)) or not getattr(values, "ndim", 1)
     return _only(values, isinstance(values, Collection) and not wrong)
 

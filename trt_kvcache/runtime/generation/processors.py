@@ -86,7 +86,7 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
 
 
 def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
-    """Add each token sequence's bias to the score of its last token, if `tokens` end with its other tokens.
+    """Add each sequence's bias to the score of its last token if `tokens` end with the sequence's other tokens.
 
     Raises `OptionError` if a token sequence has a token that the model does not have.
     """

@@ -59,7 +59,7 @@ class Sampler:
     """Chooses the tokens of one sequence, by the settings of a config and with random numbers of the sequence.
 
     The random number of a token depends only on the seed, the sequence's index and the position of the token. So a
-    sequence draws the same tokens if it is continued in another place, or a second time.
+    sequence draws the same tokens if it is generated again, or continued in another batch row or session.
     """
 
     def __init__(self, config: GenerationConfig, index: int = 0) -> None:
@@ -110,10 +110,10 @@ class Sampler:
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
     ) -> tuple[int, float | None]:
-        """Choose the token after `tokens`. When sampling, the random number of its position decides.
+        """Choose the token after `tokens`. If it is sampled, the random number of its position decides.
 
         Args:
-            logits: the model's logits ``[V]`` of any float type; or a `CHOICE` of the scores that are needed and that
+            logits: the model's logits ``[V]`` of any float type; or a `CHOICE`: only the needed scores of tokens that
                 the grammar allows. This method neither changes nor keeps the array.
             tokens: int64: the prompt and the generated tokens.
             new_tokens: number of generated tokens.
@@ -156,7 +156,7 @@ class Sampler:
     def top_logprobs(self, logits: npt.NDArray[Any]) -> tuple[tuple[int, float], ...]:
         """Return the `GenerationConfig.top_logprobs` most probable tokens, each with its natural log-probability.
 
-        The model's own distribution counts, from logits ``[V]``. Equally probable tokens are ordered by id.
+        Probabilities are those of the softmax of `logits` ``[V]``. Equally probable tokens are ordered by id.
         """
         count = self._config.top_logprobs
         if not count:
@@ -168,7 +168,7 @@ class Sampler:
         return tuple(zip(tokens.tolist(), logprobs.tolist(), strict=True))
 
     def _draw(self, left: Candidates, position: int) -> int:
-        """Draw a token: invert the cumulative distribution of the tokens that remain, in the order of their ids."""
+        """Draw a token: the first, in order of ids, whose cumulative probability exceeds the random number."""
         scores = left.scores.astype(np.float64)
         sums = np.cumsum(np.exp(scores - scores.max()))
         at = min(int(np.searchsorted(sums, self._number(position) * sums[-1], side="right")), scores.size - 1)
@@ -279,7 +279,7 @@ def highest(scores: npt.NDArray[np.floating[Any]], count: int) -> Ids:
     """Return the ascending indices of the `count` highest scores, and of all that tie with the lowest of these.
 
     The scores are divided into at least `count` disjoint sets. The `count`-th largest of the sets' maxima is a bound:
-    at least `count` scores reach it, and few more. Finding the bound takes one pass over the vocabulary.
+    `count` scores, and perhaps few more, are at least as high. Finding it takes one pass over the vocabulary.
     """
     places: Ids | None = None
     sets = scores.size // _ROUNDS

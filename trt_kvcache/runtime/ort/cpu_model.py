@@ -8,12 +8,11 @@ becomes
     y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, past_v, lengths - 1, longest)
 
 The results are the same except for the order of sums. The operator writes in place if past and present are one buffer,
-and reads the rows in use without a copy; Slice copies them. It takes updates of several tokens for one sequence at a
-time, unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given"). Q,
-K and V are passed as the projections return them, [B, S, N*H]; a RotaryEmbedding is rewritten for this form. The
-operator's own rotation is not used: it reads only the first position when a step of several tokens starts at row 0
-(1.32.0).
-Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+and reads the rows in use without a copy; Slice would copy them. An update of several tokens must have a batch of 1,
+unless all sequences start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given").
+Q, K and V are passed as the projections return them, [B, S, N*H]; a RotaryEmbedding is rewritten for this form. The
+operator's own rotation is not used: if a step of several tokens starts at row 0, it uses only the first of the given
+positions (1.32.0). Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 tests/runtime/test_ort_fused.py checks that rows beyond a sequence's length are never read.
 """
 
@@ -48,7 +47,7 @@ _HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
 
 @dataclass(frozen=True)
 class _Match:
-    """An Attention node that GroupQueryAttention can replace, its two cache updates, and the replacement's inputs.
+    """An Attention node that GroupQueryAttention can replace, its two cache updates, and inputs for the replacement.
 
     Attributes:
         lengths: int64 ``[B]``, tokens per sequence after the step.
@@ -209,7 +208,7 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
-    """Return the tensor that the new operator replaces, and True if it is ``[B, S, N*H]``, not ``[B, N, S, H]``."""
+    """Return the tensor that the new operator must compute, and True if it is ``[B, S, N*H]``, not ``[B, N, S, H]``."""
     turned = _only(result, "Transpose")
     if not _swaps(turned):
         return result, False
@@ -232,7 +231,7 @@ _EXPERTS = {"MoE": 2, "QMoE": 3}
 
 
 def keep_experts(model: ModelProto, source: ModelProto) -> ModelProto:
-    """Return the model with the MoE operators of `source` that compute in float32, in place of their replacements.
+    """Return the model with the float32 MoE operators of `source` put back in place of what the rewrite made of them.
 
     `model` has sorted nodes and is not changed. The external data of both models are in one folder.
     """
@@ -270,7 +269,7 @@ def _with_nodes(model: ModelProto, nodes: Sequence[NodeProto], more: Mapping[str
 def _fits(
     node: NodeProto, weights: Mapping[str, TensorProto], makers: Mapping[str, NodeProto], model: ModelProto
 ) -> bool:
-    """Return True if the rewritten model computes an expert node's result from the node's tokens and logits alone.
+    """Return True if the rewritten model computes an expert node's result from the node's inputs alone.
 
     Comparing names is enough: a tensor that the rewrite keeps also keeps its name. Sizes may come from any tensor: the
     rewritten model reads the sizes of a step from its token ids.
@@ -314,7 +313,7 @@ def fuse_products(model: ModelProto) -> ModelProto:
 def _fused(
     node: NodeProto, makers: dict[str, NodeProto], weights: dict[str, TensorProto], views: dict[str, TensorProto]
 ) -> NodeProto | None:
-    """Return one operator for a MatMul and the nodes that unpack its weight, or None; add its weight to `views`."""
+    """Return one operator for a MatMul and the nodes that unpack its weight, or None; add the new weight to `views`."""
     turn = makers.get(node.input[1]) if is_proto_op(node, "MatMul") else None
     source = makers.get(turn.input[0]) if turn is not None and is_proto_op(turn, "Transpose") else None
     if turn is None or source is None or not is_proto_op(source, "DequantizeLinear"):
@@ -349,7 +348,7 @@ _SMALL = 1024  # bytes; smaller tensors are converted here, so that shape infere
 
 
 def in_float32(imported: ImportedModel) -> ImportedModel:
-    """Return a copy of a bfloat16 model in float32, noted in its plan; other models are returned unchanged."""
+    """Return a copy of a bfloat16 model in float32, with a note in its plan. Return other models unchanged."""
     if not has_bfloat16(imported.model):
         return imported
     model = copied(imported.model)

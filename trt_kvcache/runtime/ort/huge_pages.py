@@ -1,4 +1,4 @@
-"""Moves memory that every step reads into huge pages: with 4 KiB pages the processor has to look most of them up again.
+"""Moves memory that every step reads into huge pages: with 4 KiB pages, each step must look up most addresses again.
 
 NumPy asks Linux for huge pages for its large arrays; ONNX Runtime does not ask for weights. So the weights are moved
 afterwards, with Linux 6.1 or later (MADV_COLLAPSE). Processor time of a decode step with 200 MB of weights, one thread,
@@ -27,7 +27,7 @@ _LEAST_SECONDS = 1.0
 
 @contextmanager
 def huge_pages(*, wait: bool = True) -> Iterator[None]:
-    """Move the memory that the ``with`` block allocates and fills into huge pages, if Linux has any.
+    """Move the memory that the ``with`` block allocates and fills into huge pages, if Linux has some free.
 
     The move stops at an error, or after as much time as the block took (at least one second). If `wait` is False, the
     move runs in a thread.

@@ -122,7 +122,7 @@ class OnnxRuntimeRunner:
         max_chunk: int | None,
         threads: int | None,
     ) -> CpuSession:
-        """Open the session and allocate the caches. Meanwhile, the import's check runs (`import_unchecked`)."""
+        """Open the session and allocate the caches. The import's check runs at the same time (`import_unchecked`)."""
         self._identity: str | None = None
         # Leave out the inode's change time: backups by hard links change it.
         self._stamps = [(path, times[:-1]) for path, times in imported.source.stamps.items()]
@@ -270,7 +270,7 @@ class OnnxRuntimeRunner:
             at += rows.nbytes
 
     def _look_for_vocabulary(self, session: CpuSession) -> int:
-        """Return the size of the vocabulary, found by a step over empty caches (they stay empty); 0 if no step runs."""
+        """Return the size of the vocabulary, found by one step (the caches stay empty); 0 if no step can run."""
         if self.inputs.constants.tensors:
             return 0  # the size stays unknown, because there are no constants to run a step with
         rows = self.inputs.max_rows or 1
@@ -311,9 +311,8 @@ class OnnxRuntimeRunner:
 def _fastest(imported: ImportedModel, inputs: StepInputs, options: PlanOptions) -> tuple[onnx.ModelProto, CachePlan]:
     """Return the model and its plan, with the experts, MatMuls and attention that ONNX Runtime runs fastest.
 
-    Attention is not replaced if steps have fixed sizes: their padding may lie beyond the end of the caches. ONNX
-    Runtime's GroupQueryAttention itself quantizes and reads caches that have one scale, but has no kernel for float8
-    (1.32.0).
+    Attention is not replaced if steps have fixed sizes: padding tokens may lie beyond the end of the caches. ONNX
+    Runtime's GroupQueryAttention can quantize caches with one scale itself, but has no kernel for float8 (1.32.0).
     """
     model = imported.model
     taken = options.cache_ranges is None or options.cache_dtype is not CacheDtype.FP8
@@ -361,7 +360,7 @@ def _admit_weights(model: onnx.ModelProto) -> None:
 
     Measured with ONNX Runtime 1.32: float32 weights of 1.67 GB need 1.4 GB more, because ONNX Runtime keeps rearranged
     copies for MatMuls (but not of embedding tables). float16 weights of 3.56 GB need up to 11.7 GB, because MatMuls
-    compute in float32.
+    convert them to float32.
     """
     narrow = (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     sizes = [(byte_size(t) or 0, t.data_type in narrow) for t in iter_tensors(model)]

@@ -44,7 +44,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a prompt. `plain`: a message spells special tokens in it, so it is encoded as ordinary text."""
+    """A part of a prompt. `plain`: text of a message that looks like a special token; it is encoded as text."""
 
     text: str
     plain: bool = False
@@ -121,7 +121,7 @@ def _compile(template: str, name: str) -> Callable[..., str]:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """``{% generation %}`` marks answers for training. In a prompt the tag has no effect on its content."""
+        """``{% generation %}`` marks answers for training. In a prompt, the tag only writes its content."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja2's own declaration
 
@@ -245,7 +245,7 @@ def _traced(write: Write, messages: list[dict[str, Any]], name: str) -> str:
 
 
 def _continued(write: Write, messages: list[dict[str, Any]], name: str) -> str:
-    """Return the prompt up to the end of the last message's content; `OptionError` if that is not written."""
+    """Return the prompt up to the end of the last message's content; `OptionError` if it lacks that."""
     marked = deepcopy(messages)
     content = marked[-1].get("content")
     if not isinstance(content, str):

@@ -36,7 +36,7 @@ class TextStream:
     def __init__(
         self, tokenizer: TokenDecoder, prompt: Sequence[int] | npt.NDArray[np.int64] = (), stops: Sequence[str] = ()
     ) -> None:
-        """Start after the prompt, whose tokens decide about a leading space. `stops` are texts that end the stream."""
+        """Start after the prompt, whose tokens decide if a space comes first. `stops` are texts that end the stream."""
         self._tokenizer = tokenizer
         self._window = [int(token) for token in prompt[max(0, len(prompt) - _CONTEXT) :]]
         self._emitted = _complete(self._decode())
@@ -75,7 +75,7 @@ class TextStream:
         return self._stops.push(new)
 
     def flush(self) -> str:
-        """Return the text held back until after the last token; incomplete characters become U+FFFD."""
+        """After the last token: return the text still held back; incomplete characters become U+FFFD."""
         rest = self._decode()[len(self._emitted) :]
         self._emitted += rest
         return self._stops.push(rest) + self._stops.flush()

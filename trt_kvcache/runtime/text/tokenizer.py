@@ -139,7 +139,7 @@ class Tokenizer:
         return tokenizer
 
     def token_bytes(self) -> TokenBytes:
-        """Return the bytes of each token, for grammars. Raises `OptionError` if texts are not made by joining them."""
+        """Return the bytes of each token, for grammars. Raises `OptionError` if joining them does not make the text."""
         added = self._tokenizer.get_added_tokens_decoder()
         texts = {token: text for text, token in self._tokenizer.get_vocab().items()}
         special = [token for token, about in added.items() if about.special]
@@ -165,7 +165,7 @@ class Tokenizer:
     def chat_tokens(self, messages: Sequence[Any], tools: Sequence[Any] | None = None, **how: Any) -> list[int]:
         """Return the token ids of the prompt from `render_chat`. Special tokens spelled in messages become text.
 
-        `render_chat` explains the arguments; it and `encode` list the errors.
+        `render_chat` explains the arguments; `render_chat` and `encode` list the errors.
         """
         # The template writes the special tokens itself.
         parts = self._parts(messages, tools, how)

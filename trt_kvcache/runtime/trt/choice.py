@@ -1,8 +1,8 @@
 """Chooses tokens on the GPU: only the best token, or the highest scores, of each position are copied to the host.
 
 Greedy decoding needs only the best token; sampling with `top_k` only that many scores. NVRTC, an optional package,
-compiles the kernels (``plugins/choice.cu``). Before a session uses them, they must choose as the host does, on this GPU
-and with scores that are hard to choose from. If the kernels are missing or wrong, the host chooses among all scores.
+compiles the kernels (``plugins/choice.cu``). Before it uses them, a session tests on this GPU that they choose as the
+host does, even among ties. If the kernels are missing or wrong, the host chooses among all scores.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class DeviceChoice:
             masks: masks of the allowed tokens, see `StepBatch.masks`.
 
         Returns:
-            `CHOICE` ``[R, keep, N]``, in ascending order of tokens; a short list ends with tokens of -1 and scores of
-            ``-inf``. None if the host should choose, because too many scores or positions are asked for.
+            `CHOICE` ``[R, keep, N]``, in ascending order of tokens; lists with fewer scores end with tokens of -1 and
+            scores of ``-inf``. None if the host should choose, because too many scores or positions are asked for.
         """
         allowed = 0  # address of the masks, or 0 for none
         if masks is not None:
@@ -111,7 +111,7 @@ class DeviceChoice:
     def _lists(
         self, start: int, masks: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
     ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
-        """Return the lists ``[R * keep, 1 + CANDIDATES]`` of the kernel `candidates`, and the least score in each.
+        """Return the lists ``[R * keep, 1 + CANDIDATES]`` of the kernel `candidates`, and the least score for each.
 
         The vocabulary is divided into disjoint sets. The `highest`-th largest of the sets' maxima is a bound: at least
         `highest` scores reach it, and few more.
@@ -138,7 +138,7 @@ class DeviceChoice:
         return self._host.data[:size]
 
     def prove(self, memory: int, size: int, staging: Pinned) -> None:
-        """Test the kernels on this GPU with scores that are hard to choose from, in the memory of the logits.
+        """Test the kernels on this GPU with difficult scores, which overwrite the memory of the logits.
 
         Raises `BackendError` if the host chooses differently, or CUDA fails.
         """
@@ -220,14 +220,14 @@ def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int,
 
 
 def _most_lists(rows: int) -> int:
-    """Return for how many positions per step the GPU can find the highest scores: as many as in a decode step."""
+    """Return for how many positions per step the GPU can find the highest scores: enough for a decode step."""
     return max(rows, _PROVED)
 
 
 def open_choice(
     cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """Return a `DeviceChoice` that passed its test on the GPU, in the memory of the logits; or None and the reason."""
+    """Return a `DeviceChoice` that passed its test on the GPU (which overwrites the logits); or None and the reason."""
     try:
         choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
     except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder for compiled kernels

@@ -8,9 +8,9 @@ Rules of TensorRT behind this (NvInferRuntime.h, and its guides on CUDA graphs a
   so no two use it at the same time.
 - Changing a context makes its captured CUDA graph invalid. So a context of a graph is never changed.
 
-The first time, a step runs without a graph. The second time, it gets its own context and runs once more without a
-graph: TensorRT delays some work to the first run with new shapes. The third time, it is recorded. TensorRT for RTX
-records graphs itself (`ContextFactory`): there a step only needs its own context.
+When a step (its shapes and addresses) is new, it runs without a graph. The second time, it gets its own context and
+runs once more without a graph: TensorRT delays some work to the first run with new shapes. The third time, it is
+recorded. TensorRT for RTX records graphs itself (`ContextFactory`): there a step only needs its own context.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Context:
     def let_go(self) -> None:
         """Stop TensorRT from reporting errors to Python. Call this before the last reference to the context is dropped.
 
-        TensorRT for RTX may still compile for the context in a thread; destroying the context waits for that thread.
+        TensorRT for RTX may still compile kernels for the context in a thread; destroying the context waits for it.
         """
         self._context.error_recorder = None
 
@@ -175,7 +175,7 @@ class ContextFactory:
 
         TensorRT for RTX swaps kernels while a model runs: first quick ones, later specialized ones that it has
         compiled. A graph that this package records would keep the quick kernels, so TensorRT records the graphs itself.
-        Contexts that record have one fixed shape, so they wait for the specialized kernels; other contexts do not wait.
+        Contexts that record have one fixed shape, and wait for the specialized kernels; other contexts do not wait.
         """
         if graphs not in self._configs:
             module, config = self._trt.module, self._new_config()
@@ -275,9 +275,9 @@ class StepGraphs:
         self._seen.clear()
 
     def _recorded_or_run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> Any:
-        """Return the CUDA graph of a step, recorded if needed; None if the step has now run without a graph instead.
+        """Return the CUDA graph of a step, recorded if needed; None if the step was run without a graph.
 
-        If a run fails, the caller runs the step again, which writes the same values.
+        If that run fails, the caller runs the step again, which is safe: it writes the same values.
         """
         is_new = key not in self._recorded
         if is_new:

@@ -112,8 +112,8 @@ class Cuda:
     def activated(self) -> Iterator[None]:
         """Make the GPU's context current within a block that may run at any time, even during garbage collection.
 
-        The state of the thread is preserved: another GPU may be current, and a stream may be recording, which forbids
-        calls that allocate or free. This method never fails.
+        The state of the thread is preserved: another GPU may be current. A stream may be recording, which usually
+        forbids allocation; here it does not. This method never fails.
         """
         driver = self._driver
         _, before = driver.cuCtxGetCurrent()
@@ -130,8 +130,8 @@ class Cuda:
     def free_memory(self) -> tuple[int, int]:
         """Return the free and the total bytes of the GPU, as the driver counts them.
 
-        If the GPU shares the machine's memory (DGX Spark), the system's free memory counts, too: there the driver
-        counts cached pages of files as used, although the system frees them on demand.
+        If the GPU shares the machine's memory (DGX Spark), the system's free memory counts, too, because there the
+        driver counts cached pages of files as used, although the system frees them on demand.
         """
         free, total = map(int, self._check("cuMemGetInfo", self._driver.cuMemGetInfo()))
         return max(free, min(free_memory(), total)) if self._integrated else free, total
@@ -194,7 +194,7 @@ class Cuda:
         return self.allocate_pinned(_STAGING)
 
     def upload_pieces(self, target: int, data: npt.NDArray[Any], pitch: int = 0, height: int = 1) -> None:
-        """Copy an array to the GPU, and wait for the end. Its `height` equal blocks are placed `pitch` bytes apart."""
+        """Copy an array to the GPU, and wait. Its `height` equal blocks start `pitch` bytes apart on the GPU."""
         data, through = np.ascontiguousarray(data).reshape(-1).view(np.uint8), self._staging
         if height > 1 and data.size > through.data.size:
             for run, part in enumerate(data.reshape(height, -1)):

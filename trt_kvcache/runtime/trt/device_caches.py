@@ -53,7 +53,7 @@ class DeviceCaches:
             self._addresses[name] = tuple(self._cuda.allocate(size) for _ in range(sides))
 
     def side(self, first_row: int, rows: int) -> int:
-        """Return the side (which of two buffers) with the newest contents of these batch rows; copy rows if needed."""
+        """Return which of two buffers has the newest contents of all these batch rows; copy rows first if needed."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
@@ -74,7 +74,7 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """Record that a step has written these batch rows. If there are two buffers, the other one is now newer."""
+        """Record that a step has written these batch rows. Of two buffers, the one that it wrote is now newer."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
@@ -120,7 +120,7 @@ class DeviceCaches:
         self._cuda.sync()  # the caller may write to this memory again
 
     def view(self, name: str, owner: object) -> Any:
-        """Return a cache buffer without a copy; see `Runner.view`. Of two buffers, take batch row 0's newest."""
+        """Return a cache buffer without a copy; see `Runner.view`. Of two, return that with the newest batch row 0."""
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         shape = (self._max_batch, *buffer.row_shape(buffer.capacity))

@@ -1,7 +1,8 @@
 """Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
 
 All memory is allocated once, when the engine is opened. A step copies its inputs through pinned memory and runs the
-context of its profile. Past and present of a cache have one address, plus an offset if a step begins at a later row.
+context of its profile. Past and present of a cache have one address, plus an offset if a step begins at a later batch
+row.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Bindings:
 class TensorRTRunner:
     """A `Runner` on a GPU. Not thread-safe, but several threads may use it one after the other.
 
-    `engine` is the path of the engine; its manifest lies beside it as ``<engine>.json``. `max_batch` and
-    `max_chunk` are by default the engine's own, and cannot be larger. `GpuOptions` explains the other arguments.
+    `engine` is the path of the engine; its manifest lies beside it as ``<engine>.json``. `max_batch` and `max_chunk`
+    default to the engine's values, and cannot exceed them. `GpuOptions` explains the other arguments.
 
     Attributes:
         resources: the GPU, the engine and its contexts; freed with the runner.
